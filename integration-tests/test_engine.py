@@ -15,8 +15,8 @@ from engines import assert_weights, build_engine, engine_config, run_micro_batch
 from parity import Curve, Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_engine import ConfigError, DynamicLossScale
-from zero_engine.deepspeed import StaticLossScale
+from zero_engine import ConfigError
+from zero_engine.deepspeed import DynamicLossScale, StaticLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -12,7 +12,8 @@ import zero_engine
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ConfigError, DynamicLossScale
+from zero_engine import ConfigError
+from zero_engine.deepspeed import DynamicLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -14,8 +14,9 @@ from parity import ZeroConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group
-from zero_engine import ConfigError, DynamicLossScale, Engine, FileError, Precision
+from zero_engine import ConfigError, Engine, FileError, Precision
 from zero_engine.compat import deepspeed
+from zero_engine.deepspeed import DynamicLossScale
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -426,3 +426,13 @@ def test_a_timeline_is_of_the_stream_of_the_device() -> None:
     expected_s = begin.elapsed_time(end) / 1e3
     assert sum(event.seconds for event in events) == pytest.approx(expected_s, rel=0.05)
     assert {"compute", "step"} < {event.kind for event in events}
+
+    with zero_engine.metrics(model) as end_step:
+        end_step()
+        begin.record()
+        step()
+        end.record()
+        row = end_step()
+    assert row["time/step_s"] == pytest.approx(begin.elapsed_time(end) / 1e3, rel=0.05)
+    parts = ("compute", "optimizer", "swap", "exposed")
+    assert sum(row[f"time/{part}_s"] for part in parts) == pytest.approx(row["time/step_s"])

@@ -15,7 +15,8 @@ import zero_engine
 from engines import assert_weights, engine_config, run_micro_batch, weights_of
 from torch import Tensor
 from zero_comm import Group
-from zero_engine import DynamicLossScale, Engine, LossScaleError, ZeroConfig
+from zero_engine import Engine, LossScaleError, ZeroConfig
+from zero_engine.deepspeed import DynamicLossScale
 from zero_partition import StateError, unscale_and_clip_
 from zero_partition.seams import GradientReport
 

@@ -26,7 +26,9 @@ ALONE: Final = ("comm", "partition", "offload", "ckpt")
 MOVED: Final = {
     "zero_partition": {"STAGES": "plan", "Stage": "plan"},
     "zero_engine": {
+        "DynamicLossScale": "deepspeed",
         "EngineConfig": "deepspeed",
+        "LossScaler": "deepspeed",
         "Room": "planning",
         "StopSignals": "checkpoint",
         "plan_options": "planning",

@@ -16,8 +16,8 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
-from zero_engine import ConfigError, DynamicLossScale, ZeroConfig
-from zero_engine.deepspeed import EngineConfig, NamedSpec, StaticLossScale
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.deepspeed import DynamicLossScale, EngineConfig, NamedSpec, StaticLossScale
 from zero_partition import Precision
 
 FP16: Final = Precision(params=torch.float16)
@@ -260,7 +260,7 @@ def test_the_table_says_where_every_value_came_from() -> None:
     assert rows["gradient_clipping"] == (1.0, "default", "max_norm")
     assert rows["fp16.hysteresis"] == (4, "file", "not read: fp16.enabled is off")
     assert rows["zero_optimization.overlap_comm"][2].startswith("none: ")
-    assert rows["wall_clock_breakdown"] == (False, "file", "off")
+    assert rows["wall_clock_breakdown"] == (False, "file", "monitoring")
     for row in config.sources:
         (line,) = (line for line in table.splitlines() if line.startswith(f"{row.key} "))
         assert line.split()[-1] == row.meaning.split()[-1]
@@ -341,20 +341,14 @@ def test_what_accelerate_writes_is_read() -> None:
 # ---- As DeepSpeed reads it ----
 
 MONITORING: Final = {
-    "wall_clock_breakdown": [True, 1, "yes", [1]],
-    "memory_breakdown": [True, "auto"],
     "dump_state": [True, [1]],
-    "tensorboard": [{"enabled": True, "output_path": 3, "of_next_year": {}}, "on", True],
-    "csv_monitor": [{"enabled": "auto"}, [1]],
-    "wandb": [{"enabled": 1, "project": None}],
-    "comms_logger": [{"enabled": True, "prof_ops": 5}],
-    "flops_profiler": [{"enabled": "yes", "profile_step": -1}],
+    "comet": [{"enabled": True, "of_next_year": {}}, "on", True],
     "steps_per_print": [0, -5, "auto", "10", 2.5, True, [1], {}],
 }
 
 
 @pytest.mark.parametrize("index", range(8))
-def test_no_monitoring_stops_training(index: int) -> None:
+def test_what_is_only_shown_stops_no_training(index: int) -> None:
     """Numbers do not depend on it, and DeepSpeed's own logs are not worth a job."""
     asked = {path: values[index % len(values)] for path, values in MONITORING.items()}
     with pytest.warns(UserWarning, match="change nothing here") as caught:
@@ -367,11 +361,20 @@ def test_no_monitoring_stops_training(index: int) -> None:
     assert config == _read({})
 
 
-def test_monitoring_that_is_off_is_not_worth_a_word() -> None:
+def test_monitoring_is_what_the_file_asks_for() -> None:
     """Templates have all sections, turned off; `_read` raises where anything is warned of."""
     off = {"tensorboard": {"enabled": False, "job_name": "x"}, "wandb": {}, "csv_monitor": None}
+    asked = {"csv_monitor": {"enabled": True, "job_name": "x"}, "flops_profiler": {"detailed": 0}}
 
     assert _read({**off, "wall_clock_breakdown": 0, "dump_state": False}) == _read({})
+    assert _read({**off, **asked, "memory_breakdown": True}).monitoring == {
+        "csv_monitor.enabled": True,
+        "csv_monitor.job_name": "x",
+        "memory_breakdown": True,
+    }
+    for path, value in (("output_path", 3), ("of_next_year", {})):
+        with pytest.raises(ConfigError, match=rf"^csv_monitor\.{path}: expected"):
+            _read({"csv_monitor": {"enabled": True, path: value}})
 
 
 def test_flags_may_be_zero_and_one() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from zero_engine import ConfigError, DynamicLossScale, LossScaleError, LossScaler
-from zero_engine.deepspeed import StaticLossScale
+from zero_engine import ConfigError, LossScaleError
+from zero_engine.deepspeed import DynamicLossScale, LossScaler, StaticLossScale
 
 
 def _expected_scales(overflows: list[bool], value: DynamicLossScale) -> list[float]:

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from zero_engine.config import ZeroConfig
     from zero_engine.deepspeed.engine import Engine
     from zero_engine.deepspeed.initialize import initialize
-    from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
     from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
+    from zero_engine.observe.metrics import metrics
     from zero_engine.observe.timeline import timeline
     from zero_engine.observe.verify import verify
     from zero_engine.offload import Offload
@@ -71,14 +71,12 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
-    "DynamicLossScale",
     "Engine",
     "FileError",
     "GatheredParameters",
     "Init",
     "Loco",
     "LossScaleError",
-    "LossScaler",
     "NotBuiltError",
     "Offload",
     "Precision",
@@ -108,6 +106,7 @@ __all__ = [
     "local_param",
     "materialise",
     "memory_report",
+    "metrics",
     "no_sync",
     "offload_states",
     "plan",
@@ -142,8 +141,8 @@ _NAMES: Final = {
     "zero_engine.config": "ZeroConfig",
     "zero_engine.deepspeed.engine": "Engine",
     "zero_engine.deepspeed.initialize": "initialize",
-    "zero_engine.deepspeed.loss_scale": "DynamicLossScale LossScaler",
     "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
+    "zero_engine.observe.metrics": "metrics",
     "zero_engine.observe.timeline": "timeline",
     "zero_engine.observe.verify": "verify",
     "zero_engine.offload": "Offload",
@@ -164,7 +163,9 @@ _NAMES: Final = {
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MOVED: Final = {  # since 0.1
+    "DynamicLossScale": "zero_engine.deepspeed",
     "EngineConfig": "zero_engine.deepspeed",
+    "LossScaler": "zero_engine.deepspeed",
     "Room": "zero_engine.planning",
     "StopSignals": "zero_engine.checkpoint",
     "plan_options": "zero_engine.planning",

@@ -1,7 +1,7 @@
 """What is in DeepSpeed's shape: its file, its engine, its schedules."""
 
 from zero_engine.deepspeed.engine_config import EngineConfig, NamedSpec
-from zero_engine.deepspeed.loss_scale import StaticLossScale
+from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from zero_engine.deepspeed.schedules import (
     LRRangeTest,
     OneCycle,
@@ -11,8 +11,10 @@ from zero_engine.deepspeed.schedules import (
 )
 
 __all__ = [
+    "DynamicLossScale",
     "EngineConfig",
     "LRRangeTest",
+    "LossScaler",
     "NamedSpec",
     "OneCycle",
     "StaticLossScale",

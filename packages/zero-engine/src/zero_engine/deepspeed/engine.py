@@ -14,6 +14,7 @@ import zero_partition
 import zero_partition.seams
 from torch import Tensor, nn
 from zero_comm import Group, collective
+from zero_comm.ranges import ranged
 from zero_partition import StateError
 
 from zero_engine.checkpoint.deepspeed import holds_deepspeed, is_deepspeed
@@ -36,6 +37,7 @@ from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward
 
 from .engine_config import EngineConfig
+from .monitor import Monitor
 from .schedules import check_step
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
@@ -116,11 +118,15 @@ class Engine(nn.Module):
         self._scaled_backward = -1  # the last one to pass through a loss that was scaled
         self._num_backwards = 0  # since the last boundary, where those are the user's
         self._open_no_sync = 0  # the user's
+        self._monitor = None
+        if config.monitoring and self.global_rank == 0:
+            self._monitor = Monitor(config.monitoring, module)
         self._waiting = ExitStack()  # see NOTE(boundary)
         self._wait_or_not()
 
     # ---- The loop ----
 
+    @ranged("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; under the autocast of the configuration, where it has one."""
         self._check_alive("forward")
@@ -128,6 +134,7 @@ class Engine(nn.Module):
             outputs = self.module(*args, **kwargs)
         return self._watched(outputs)
 
+    @ranged("backward")
     def backward(
         self,
         loss: Tensor,
@@ -167,6 +174,8 @@ class Engine(nn.Module):
         count = self.gradient_accumulation_steps()
         if scale_wrt_gas and count > 1:
             loss = loss / count
+        if self._monitor is not None:
+            self._monitor.losses.append((self.global_samples, loss.detach().float().mean()))
         self._num_backwards += 1
         self._running.append(self)
         try:
@@ -263,6 +272,10 @@ class Engine(nn.Module):
             self._lr_scheduler.step(**lr_kwargs)
         if not is_late:
             self._learn(may_apply)
+        if self._monitor is not None:
+            scale = {} if self._loss_scaler is None else {"loss_scale": self.cur_scale}
+            row = {"lr": float(self.get_lr()[0]), **scale}
+            self._monitor.step(self.global_steps, self.global_samples, row)
 
     # ---- Between phases ----
 
@@ -322,6 +335,8 @@ class Engine(nn.Module):
         with suppress(LossScaleError):  # it asks for another scale, and nothing is scaled any more
             self._settle()
         self._is_destroyed = True
+        if self._monitor is not None:
+            self._monitor.stack.close()
         self._waiting.close()
         if zero_partition.seams.find_sharded(self.module) is not None:
             self.zero_grad()
@@ -434,6 +449,8 @@ class Engine(nn.Module):
         self.zero_grad()
         self._num_pending = self._num_backwards = 0
         self._was_applied = self._was_scaled = False
+        if self._monitor is not None:
+            self._monitor.losses = []
         self._wait_or_not()
 
     def _watched(self, outputs: Any) -> Any:

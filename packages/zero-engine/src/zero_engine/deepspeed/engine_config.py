@@ -18,6 +18,7 @@ from zero_engine.deepspeed_file.settings import (
     Setting,
     Settings,
     Source,
+    monitoring_of,
     read_settings,
     state_dtype_of,
     zero_arguments,
@@ -86,6 +87,8 @@ class EngineConfig:
         state_dtype: Of the optimizer's moments beside `Precision(params=torch.bfloat16,
             masters=None)`: torch.bfloat16, or torch.float32, which Adam can. `initialize` makes
             such an optimizer, or refuses one that is passed and has others. Its own when None.
+        monitoring: What DeepSpeed's monitors are to show, by path in its file as in
+            `{"csv_monitor.enabled": True, "csv_monitor.output_path": "logs"}`.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:
@@ -111,6 +114,7 @@ class EngineConfig:
     activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     leaf_modules: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     state_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
+    monitoring: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
     @needs_scaled_loss.default
@@ -187,6 +191,7 @@ class EngineConfig:
             },
             leaf_modules=_leaf_modules(settings),
             state_dtype=state_dtype_of(settings),
+            monitoring=monitoring_of(settings),
         )
         return attrs.evolve(config, sources=_rows(settings))
 

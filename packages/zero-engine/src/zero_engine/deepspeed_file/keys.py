@@ -416,20 +416,47 @@ _WIRE: Final = (
 _OUTSIDE: Final = "it is outside of ZeRO"
 _METHODS: Final = "what the engine's methods say"
 
-# Whatever they say, training goes on without.
-_MONITORS: Final = tuple(
-    idle(path, default, reason, ANYTHING)
-    for path, default, reason in (
-        ("tensorboard", None, f"not built yet; write {_METHODS}"),
-        ("csv_monitor", None, f"not built yet; write {_METHODS}"),
-        ("wandb", None, f"not built yet; log {_METHODS}"),
-        ("comet", None, f"not built yet; log {_METHODS}"),
-        ("comms_logger", None, "not built yet; zero_comm.record_traffic() counts calls and bytes"),
-        ("flops_profiler", None, "not built yet; torch.utils.flop_counter counts them"),
-        ("wall_clock_breakdown", False, "not built yet; torch.profiler has timers"),
-        ("memory_breakdown", False, "not built yet; torch.profiler has memory reports"),
-        ("dump_state", False, "print(config.table()) shows it"),
-    )
+_FOLDER: Final = (
+    FileKey("enabled", FLAG, False, "monitoring"),
+    FileKey("output_path", TEXT, "", "monitoring"),
+    FileKey("job_name", TEXT, "DeepSpeedJobName", "monitoring"),
+)
+_ADDED_UP: Final = "all calls of a step are added up; zero_engine.timeline() has each"
+
+# What they show changes no number of a training.
+_MONITORS: Final = (
+    *section("tensorboard", *_FOLDER, gates=("tensorboard.enabled",)),
+    *section("csv_monitor", *_FOLDER, gates=("csv_monitor.enabled",)),
+    *section(
+        "wandb",
+        FileKey("enabled", FLAG, False, "monitoring"),
+        *(FileKey(name, TEXT, None, "monitoring") for name in ("group", "team")),
+        FileKey("project", TEXT, "deepspeed", "monitoring"),
+        gates=("wandb.enabled",),
+    ),
+    *section(
+        "comms_logger",
+        FileKey("enabled", FLAG, False, "monitoring"),
+        *(idle(name, False, _ADDED_UP) for name in ("verbose", "debug")),
+        idle("prof_all", True, _ADDED_UP),
+        idle("prof_ops", (), _ADDED_UP, NAMES),
+        gates=("comms_logger.enabled",),
+    ),
+    *section(
+        "flops_profiler",
+        FileKey("enabled", FLAG, False, "monitoring"),
+        FileKey("profile_step", COUNT, 1, "monitoring"),
+        FileKey("module_depth", integer(-1), -1, "monitoring"),
+        FileKey("detailed", FLAG, True, "monitoring"),
+        FileKey("output_file", TEXT, None, "monitoring"),
+        idle("top_modules", 1, "the table has all modules down to module_depth", POSITIVE),
+        idle("recompute_fwd_factor", 0.0, "what is computed again is counted", _AT_LEAST_0),
+        gates=("flops_profiler.enabled",),
+    ),
+    FileKey("wall_clock_breakdown", FLAG, False, "monitoring"),
+    FileKey("memory_breakdown", FLAG, False, "monitoring"),
+    idle("comet", None, f"not built yet; log {_METHODS}", ANYTHING),
+    idle("dump_state", False, "print(config.table()) shows it", ANYTHING),
 )
 
 _OTHERS: Final = (

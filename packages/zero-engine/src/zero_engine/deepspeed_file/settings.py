@@ -425,6 +425,17 @@ def state_dtype_of(settings: Settings) -> torch.dtype | None:
     return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
 
 
+def monitoring_of(settings: Settings) -> dict[str, Any]:
+    """What monitors are asked for, by path: what is not as without the key."""
+    return {
+        path: setting.value
+        for path, setting in settings.by_path.items()
+        if setting.key.becomes == "monitoring"
+        and settings.is_read(setting.key)
+        and not setting.key.is_off(settings.value(path))
+    }
+
+
 def _predivide_factor(settings: Settings) -> float | None:
     factor = settings.value("gradient_predivide_factor")
     if not settings.value("prescale_gradients"):
@@ -599,6 +610,11 @@ def read_zero_arguments(
         for setting in settings.under("zero_optimization.leaf_module.").values()
         if not setting.key.is_off(setting.value)
     ]
+    if asked := monitoring_of(settings):
+        warnings.warn(
+            f"{', '.join(asked)}: a plain loop has zero_engine.metrics() and timeline() for it",
+            stacklevel=3,
+        )
     if leaves:
         warnings.warn(
             f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,8 +19,8 @@ from zero_partition.seams import find_sharded
 
 import zero_engine
 import zero_engine.deepspeed
-from zero_engine import ConfigError, DynamicLossScale, LossScaler, ZeroConfig
-from zero_engine.deepspeed import EngineConfig
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.deepspeed import DynamicLossScale, EngineConfig, LossScaler
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -263,6 +264,9 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
+    if settings.monitoring:
+        asked = ", ".join(settings.monitoring)
+        warnings.warn(f"{asked}: report_to and logging_steps say what is shown", stacklevel=3)
     return _checked(settings, args, model)
 
 

@@ -23,6 +23,8 @@ from zero_engine.reports import as_table, new_figure, save_figure
 
 _COLORS: Final = {  # of each kind; those that begin alike are alike
     "compute": "#9db4c0",
+    "forward": "#c3d0d6",
+    "backward": "#7d96a3",
     "gather": "#2a6f97",
     "reduce": "#e07a1f",
     "wait": "#c1121f",
@@ -170,11 +172,11 @@ def _in_flight(events: tuple[Event, ...]) -> Iterator[Event]:
 
 
 @define(eq=False)
-class _Clock:
+class Clock:
     """Takes the time around ranges: of the host, or of the device where that does the work."""
 
     device: torch.device
-    offset_s: float  # of this host's clock, to that of rank 0
+    offset_s: float = 0.0  # of this host's clock, to that of rank 0
     began: Any = field(init=False)  # moments: seconds, or events of CUDA
     _found: list[tuple[str, str, Any, Any]] = field(factory=list, init=False)
 
@@ -185,6 +187,7 @@ class _Clock:
         self.began = self._now()
 
     def __call__(self, kind: str, subject: str) -> AbstractContextManager[None]:
+        """What a range runs in."""
         return self._around(kind, subject)
 
     @contextmanager
@@ -202,36 +205,38 @@ class _Clock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def events(self) -> list[Event]:
-        """In the order of their starts, none inside another, and what is between them compute."""
-        end, on_host = self._now(), self.device.type != "cuda"
+    def take(self) -> list[Event]:
+        """Ranges since it began, some inside others, and all that time as "compute"; begins anew.
+
+        On CUDA it waits for the device.
+        """
+        began, end, on_host = self.began, self._now(), self.device.type != "cuda"
         if not on_host:
             torch.cuda.synchronize(self.device)
 
         def seconds(moment: Any) -> float:
-            since = moment if on_host else self.began.elapsed_time(moment) / 1e3
+            since = moment if on_host else began.elapsed_time(moment) / 1e3
             return since - self.offset_s
 
-        found = [Event(kind, of, seconds(a), seconds(b)) for kind, of, a, b in self._found]
-        return list(_one_at_a_time(found, seconds(self.began), seconds(end)))
+        found = [("compute", "", self.began, end), *self._found]
+        self.began, self._found = end, []
+        return [Event(kind, of, seconds(start), seconds(stop)) for kind, of, start, stop in found]
 
 
-def _one_at_a_time(events: list[Event], start_s: float, stop_s: float) -> Iterator[Event]:
+def one_at_a_time(events: list[Event]) -> Iterator[Event]:
     """Cut them where one begins inside another, which goes on when that has ended."""
     open_now: list[Event] = []  # innermost last
-    now = start_s
+    now = 0.0
+    events = [event for event in events if event.seconds > 0]  # a device's clock may be coarse
     edges = [(e.start_s, 1, -e.stop_s, e) for e in events] + [(e.stop_s, 0, 0.0, e) for e in events]
     for moment, begins, _, event in sorted(edges, key=lambda edge: edge[:3]):
-        kind, subject = (open_now[-1].kind, open_now[-1].subject) if open_now else ("compute", "")
-        if moment > now:
-            yield Event(kind, subject, now, moment)
+        if open_now and moment > now:
+            yield Event(open_now[-1].kind, open_now[-1].subject, now, moment)
         now = moment
         if begins:
             open_now.append(event)
         else:
             open_now.remove(event)
-    if stop_s > now:
-        yield Event("compute", "", now, stop_s)
 
 
 @collective
@@ -245,9 +250,9 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
         recorded.save("run.json")
         recorded.plot("run.png")
 
-    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute. Of
-    every sharded model of the process. On CUDA these are times of the device's stream. Costs a few
-    microseconds for each of them.
+    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute, an
+    engine's forward and backward apart. Of every sharded model of the process. On CUDA these are
+    times of the device's stream. Costs a few microseconds for each of them.
 
     Args:
         model: The very module that `shard` returned.
@@ -260,13 +265,14 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
         zero_comm.CommError: A rank did not take part in time.
     """
     group = require_sharded(model).whole
-    clock, recorded = _Clock(group.device, _offset_of(group)), Timeline()
+    clock, recorded = Clock(group.device, _offset_of(group)), Timeline()
     ranges.start(clock)
     try:
         yield recorded
     finally:
         ranges.stop(clock)
-    every = all_gather_json([astuple(event) for event in clock.events()], group=group)
+    events = one_at_a_time(clock.take())
+    every = all_gather_json([astuple(event) for event in events], group=group)
     first_s = min(events[0][2] for events in every)
     recorded.ranks = tuple(
         tuple(Event(kind, of, start - first_s, stop - first_s) for kind, of, start, stop in events)

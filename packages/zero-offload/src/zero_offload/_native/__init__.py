@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -19,6 +20,7 @@ from .recipe import CUDA_LIBRARY, LIBRARY
 HERE: Final = Path(__file__).parent
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
 SWITCHES: Final = ("auto", "require", "off")
+_LOG: Final = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
@@ -113,7 +115,9 @@ def cuda_kernels() -> ctypes.CDLL:
 
 @cache
 def _loaded() -> tuple[Kernels | None, NativeStatus]:
-    return load(HERE / LIBRARY, os.environ)
+    found = load(HERE / LIBRARY, os.environ)
+    _LOG.debug("%s", found[1])
+    return found
 
 
 def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, NativeStatus]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from attrs import define, field
 from torch import Tensor
@@ -28,6 +29,7 @@ from .transport import (
     probe_direct,
 )
 
+_LOG: Final = logging.getLogger(__name__)
 _Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]  # one operation, and who asked for it
 
 
@@ -90,6 +92,7 @@ class DiskStore(AbstractStore):
         self._workers = ThreadPoolExecutor(
             self.settings.num_workers, thread_name_prefix="zero-offload-disk"
         )
+        _LOG.debug("files in %s: %s", self._folder.path, self.status)
 
     @property
     def status(self) -> DiskStatus:

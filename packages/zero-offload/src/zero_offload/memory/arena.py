@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import weakref
@@ -20,6 +21,7 @@ from zero_offload.errors import BudgetError
 from .budget import PROCESS_BUDGET, HostBudget
 from .numa import nodes_of_process, spread
 
+_LOG: Final = logging.getLogger(__name__)
 PAGE_BYTES: Final = mmap.PAGESIZE
 _HUGE_BYTES: Final = 2 * 2**20
 _MADV_HUGEPAGE: Final = 14
@@ -81,6 +83,8 @@ class HostArena:
         with self.budget.taking(holder, mapped_bytes):
             address, self.spread_reason = _map(mapped_bytes, holder)
         unpin = self._pin(address, mapped_bytes)
+        how = "not page-locked" if unpin is None else "page-locked"
+        _LOG.debug("%d bytes for %s, %s: %s", mapped_bytes, holder, how, self.pin_reason)
         owner = (ctypes.c_char * nbytes).from_address(address)
         # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
         # it earlier would take memory away from under tensors that outlive us.

@@ -19,7 +19,7 @@ from .store import Store
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class FlatBuffer:
     """A plan, the parameters it places, and what rests on this rank.
 
@@ -295,7 +295,7 @@ class FlatBuffer:
 # what evaluation or a further micro-batch gathers again is local too.
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class SecondaryShards:
     """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
 

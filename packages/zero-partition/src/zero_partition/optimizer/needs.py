@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from zero_partition.plan.cuts import Cut, CutChoice
 # the elements, and differently in every step, so that a norm or a mean of a part differs from that
 # of the whole. The user's own optimizer, parameters, gradients and random numbers are not touched.
 
+_LOG: Final = logging.getLogger(__name__)
 _NUM_STEPS: Final = 3
 _NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
 _LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
@@ -358,6 +360,8 @@ def _choose_for(
             "'block(k)' where that is enough; if you know better, say so by its attribute: "
             f"{kind}.needs_cut = 'flat'. Stage 0 takes any optimizer"
         )
+    how = "a trial on small tensors went well" if samples else "what it needs is known"
+    _LOG.debug("cuts for a %s: %s", kind, how)
 
 
 def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:

@@ -90,7 +90,7 @@ SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class BufferGradients:
     """Gradients of the parameters of one flat buffer, on their way. One reduction at a time."""
 
@@ -507,7 +507,7 @@ class BufferGradients:
         return grad is not None and grad.data_ptr() == self.views[position].data_ptr()
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class GradientReducer:
     """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 

@@ -256,7 +256,7 @@ def write_whole(place: ParamRef, value: Tensor) -> None:
 _PATIENCE_S: Final = 60.0  # outside forward, some ranks alone may have got here
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class OutsideUses:
     """Whole values that were gathered for such uses, until nobody can ask for them again."""
 
@@ -375,7 +375,7 @@ class _Enter(torch.autograd.Function):
         return grad, None, None, None
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class _EndOfBackward:
     """What autograd calls when a backward has ended, and drops when an exception has ended it."""
 
@@ -393,7 +393,7 @@ class _EndOfBackward:
 
 
 @final
-@define(eq=False)
+@define(eq=False, repr=False)
 class ShardedModel:
     """What the hooks talk to. The module stays the user's own."""
 

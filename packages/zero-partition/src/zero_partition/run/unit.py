@@ -22,7 +22,7 @@ from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import plain_access
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class LossByUnit:
     """Sums of squares, by unit: of what was to be sent, and of what was lost of it."""
 
@@ -45,7 +45,7 @@ class LossByUnit:
         }
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class CodecErrors:
     """What `record_codec_errors()` finds: on this rank, by name of the unit."""
 
@@ -65,7 +65,7 @@ class ShardState(Enum):
     UNSHARDED = auto()  # shard and full buffer; readable
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Unit:
     """Parameters that are unsharded, resharded and reduced together."""
 

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import zero_engine
-from zero_engine import ConfigError, DynamicLossScale, Engine
+from zero_engine import ConfigError, Engine
+from zero_engine.deepspeed import DynamicLossScale
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from ._install import install

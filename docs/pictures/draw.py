@@ -1,0 +1,354 @@
+"""Draw the pictures of these pages from real runs: `hatch run pictures [NAME ...]`.
+
+Ranks of this machine train a small transformer under each configuration; what is drawn is what they
+report. The pictures are transparent, in colors that are seen on white and on black.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import torch
+import zero_engine
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from zero_comm.testing import RankPool
+from zero_engine import Offload, ZeroConfig, memory_report, timeline
+from zero_partition import schedule_report
+from zero_partition.plan import STAGES, Placement
+
+FOLDER: Final = Path(__file__).parent
+RESULTS: Final = FOLDER.parents[1] / "benchmarks/results"
+NUM_RANKS: Final = 4
+NUM_BLOCKS: Final = 6
+WIDTH: Final = 512
+TOKENS: Final = 32
+GRAY: Final = "#7f7f7f"
+KINDS: Final = {
+    "parameters": "#2a6f97",
+    "gradients": "#e07a1f",
+    "optimizer state": "#4f772d",
+    "slots": "#52b0d8",
+    "buffers of reductions": "#f2b880",
+}
+EVENTS: Final = {
+    "compute": "#9db4c0",
+    "gather": "#2a6f97",
+    "reduce": "#e07a1f",
+    "wait": "#c1121f",
+    "publish": "#52b0d8",
+    "step": "#4f772d",
+    "swap": "#7b2cbf",
+}
+CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folder
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 3, optimizer\non the host": {"stage": 3, "optimizer": "host"},
+    "stage 3, all\non disk": {"stage": 3, "optimizer": "disk", "params": "disk"},
+}
+MIB: Final = 2**20
+
+
+class Transformer(nn.Module):
+    """Blocks of attention and feed-forward layers, each a unit, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(NUM_BLOCKS)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, WIDTH) to the same shape."""
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Some steps; the gradients of the last one stay."""
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, TOKENS, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def sharded(config: dict[str, Any], folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer under a row of CONFIGS."""
+    model = Transformer()
+    optimizer = AdamW(model.parameters())
+    path = Path(folder) if "disk" in config.values() else None
+    where = {name: value for name, value in config.items() if name != "stage"}
+    offload = Offload(**where, path=path) if where else Offload()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage=config["stage"], offload=offload))
+    return model, optimizer
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def bytes_of_peers(group: Any) -> dict[str, dict[str, int]]:
+    """By system and kind: bytes of this rank after a step, with its gradients."""
+    found = {}
+    for name in ("DDP", "FSDP2"):
+        model: Any = Transformer()
+        if name == "DDP":
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        else:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, 3)
+        params = list(model.parameters())
+        states = [entry for state in optimizer.state.values() for entry in state.values()]
+        tensors = {"parameters": params, "gradients": [p.grad for p in params]}
+        found[name] = {
+            kind: sum(_local(tensor).nbytes for tensor in every)
+            for kind, every in (tensors | {"optimizer state": states}).items()
+        }
+    return found
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bytes_of_ours(group: Any, config: dict[str, Any], folder: str) -> dict[str, int]:
+    """By kind: bytes of this rank's device after a step, with its gradients."""
+    model, optimizer = sharded(config, folder)
+    train(model, optimizer, 3)
+    report = memory_report(model)
+    return {
+        "parameters": report.params_bytes,
+        "gradients": report.gradients_bytes,
+        "optimizer state": report.optimizer_bytes,
+        "slots": report.slots_bytes,
+        "buffers of reductions": report.reduction_bytes,
+    }
+
+
+def memory(ranks: RankPool, folder: str) -> Figure:
+    """Bytes of a rank by kind, against DDP and FSDP2."""
+    systems = dict(ranks.run(bytes_of_peers, timeout_s=300)[0])
+    for name, config in CONFIGS.items():
+        systems[name] = ranks.run(bytes_of_ours, timeout_s=300, config=config, folder=folder)[0]
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axis = figure.subplots()
+    left = [0.0] * len(systems)
+    for kind, color in KINDS.items():
+        widths = [found.get(kind, 0) / MIB for found in systems.values()]
+        axis.barh(list(systems), widths, left=left, color=color, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        axis.text(total, row, f" {total:.1f}", va="center")
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.08 * max(left))
+    axis.set_xlabel(f"MiB on the device of one of {NUM_RANKS} ranks, after a step")
+    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1))
+    return figure
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def events_of_step(
+    group: Any, config: dict[str, Any], folder: str
+) -> list[tuple[str, float, float]]:
+    """Kind, start and length in ms of what rank 0 does in a step."""
+    model, optimizer = sharded(config, folder)
+    train(model, optimizer, 4)
+    with timeline(model) as recorded:
+        train(model, optimizer, 1)
+    return [
+        (
+            "wait" if event.kind.endswith(" wait") else event.kind.split("_")[0],
+            event.start_s * 1e3,
+            event.seconds * 1e3,
+        )
+        for event in recorded.ranks[0]
+    ]
+
+
+def step(ranks: RankPool, folder: str) -> Figure:
+    """One step of rank 0 under each configuration, on a clock of its own."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for row, config in enumerate(CONFIGS.values()):
+        given = {"config": config, "folder": folder}
+        events = ranks.run(events_of_step, timeout_s=300, **given)[0]
+        for kind, color in EVENTS.items():
+            spans = [(start, length) for found, start, length in events if found == kind]
+            label = None if row else kind
+            axis.broken_barh(spans, (row - 0.4, 0.8), color=color, label=label)
+    axis.set_yticks(range(len(CONFIGS)), list(CONFIGS))
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel(f"ms of a step of rank 0; {ranks.world_size} ranks, a thread each")
+    axis.legend(ncols=len(EVENTS), loc="lower center", bbox_to_anchor=(0.4, 1))
+    return figure
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+def turns(group: Any) -> list[tuple[str, int]]:
+    """Unit and slot of each gather of a step at stage 3, in the order of uses."""
+    model, optimizer = sharded({"stage": 3}, "")
+    train(model, optimizer, 3)
+    return [(row.unit or "model", row.slot) for row in schedule_report(model).rows]
+
+
+def slots(ranks: RankPool, folder: str) -> Figure:
+    """Which unit is whole in which slot, over a step."""
+    found = ranks.run(turns)[0]
+    figure = Figure(figsize=(8, 2), layout="constrained")
+    axis = figure.subplots()
+    colors = mpl.colormaps["Set3"]
+    units = sorted({unit for unit, _ in found})
+    for place, (unit, slot) in enumerate(found):
+        later = [at for at, (_, other) in enumerate(found) if other == slot and at > place]
+        end = later[0] if later else len(found)
+        axis.barh(slot, end - place, left=place, color=colors(units.index(unit)), edgecolor=GRAY)
+        axis.text((place + end) / 2, slot, unit, ha="center", va="center", color="black")
+    numbers = sorted({slot for _, slot in found})
+    axis.set_yticks(numbers, [f"slot {number}" for number in numbers])
+    axis.invert_yaxis()
+    axis.set_xlabel("uses of units in the order of a step: forward, then backward")
+    return figure
+
+
+# -- placements ------------------------------------------------------------------------------------
+
+
+def placements(ranks: RankPool, folder: str) -> Figure:
+    """What each rank keeps at each stage."""
+    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    for axis, (stage, row) in zip(figure.subplots(1, len(STAGES)), STAGES.items(), strict=True):
+        for height, (kind, placement) in enumerate(
+            zip(list(KINDS)[:3], (row.params, row.grads, row.optim), strict=True)
+        ):
+            for rank in range(NUM_RANKS):
+                axis.barh(height, 0.9, left=rank, height=0.7, color="none", edgecolor=GRAY)
+                start, share = 0.0, 0.9
+                if placement is Placement.SHARDED:
+                    share /= NUM_RANKS
+                    start = rank * share
+                axis.barh(height, share, left=rank + start, height=0.7, color=KINDS[kind])
+        axis.set_title(f"stage {int(stage)}", fontsize=10)
+        axis.set_xticks([rank + 0.45 for rank in range(NUM_RANKS)], range(NUM_RANKS))
+        axis.set_yticks(range(3), list(KINDS)[:3] if stage == 0 else [""] * 3)
+        axis.set_xlabel("rank")
+        axis.invert_yaxis()
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0)
+    return figure
+
+
+# -- a checkpoint ----------------------------------------------------------------------------------
+
+
+def save(group: Any, folder: str) -> None:
+    """Save a checkpoint after a few steps."""
+    model, optimizer = sharded({"stage": 3}, "")
+    train(model, optimizer, 2)
+    zero_engine.save(f"{folder}/checkpoint", model, optimizer, step=2)
+
+
+def checkpoint(ranks: RankPool, folder: str) -> Figure:
+    """The files of a checkpoint of four ranks, by size."""
+    ranks.run(save, folder=folder)
+    root = Path(folder) / "checkpoint"
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    names = [str(path.relative_to(root)) for path in files]
+    sizes = [path.stat().st_size for path in files]
+    figure = Figure(figsize=(8, 0.6 + 0.3 * len(files)), layout="constrained")
+    axis = figure.subplots()
+    axis.barh(names, [size / MIB for size in sizes], color=KINDS["parameters"])
+    for row, size in enumerate(sizes):
+        said = f"{size / MIB:.1f} MiB" if size >= MIB else f"{size / 1024:.1f} KiB"
+        axis.text(size / MIB, row, f" {said}", va="center")
+    axis.set_xlim(0, 1.15 * max(sizes) / MIB)
+    axis.invert_yaxis()
+    axis.set_xlabel("MiB")
+    return figure
+
+
+# -- the wire --------------------------------------------------------------------------------------
+
+
+def wire(ranks: RankPool, folder: str) -> Figure:
+    """Time of a step against the rate between two nodes, from what `hatch run bench wire` wrote."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted(RESULTS.glob("*-wire-*gbit.json")):
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            at = (found["settings"]["gbit"], row["ms"])
+            times.setdefault(row["title"].removeprefix("ours, stage 3 on nodes, "), []).append(at)
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axis = figure.subplots()
+    for title, points in times.items():
+        rates, ms = zip(*sorted(points), strict=True)
+        axis.plot(rates, ms, marker="o", label=title)
+    axis.set_xscale("log")
+    axis.set_xticks(sorted({rate for points in times.values() for rate, _ in points}))
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("Gbit/s between two nodes of two ranks")
+    axis.set_ylabel("ms of a step")
+    axis.legend()
+    return figure
+
+
+PICTURES: Final[dict[str, tuple[int, Callable[[RankPool, str], Figure]]]] = {  # and their ranks
+    "memory": (NUM_RANKS, memory),
+    "step": (2, step),  # one for each core, as times are drawn
+    "slots": (NUM_RANKS, slots),
+    "placements": (NUM_RANKS, placements),
+    "checkpoint": (NUM_RANKS, checkpoint),
+    "wire": (1, wire),
+}
+STYLE: Final = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "zero",  # the same file from the same values
+    "savefig.transparent": True,
+    "legend.frameon": False,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY
+    ),
+}
+
+
+def draw(names: list[str]) -> Iterator[Path]:
+    """Draw them, all where none is named; yields each file."""
+    for name in names or PICTURES:
+        num_ranks, picture = PICTURES[name]
+        path = FOLDER / f"{name}.svg"
+        with (
+            mpl.rc_context(STYLE),
+            tempfile.TemporaryDirectory() as folder,
+            RankPool(num_ranks) as ranks,
+        ):
+            picture(ranks, folder).savefig(path, metadata={"Date": None})
+        yield path
+
+
+if __name__ == "__main__":
+    for written in draw(sys.argv[1:]):
+        print(written)
