@@ -329,7 +329,10 @@ def _run_verify(options: argparse.Namespace) -> int:
             f"expected MODULE:FUNCTION, which can be imported from here, got "
             f"{options.function!r}: {error}"
         ) from error
-    found = verify(**given) if isinstance(given, Mapping) else verify(*given)
+    if isinstance(given, Mapping):
+        found = verify(**{"group": group, **given})
+    else:
+        found = verify(*given, group=group)
     if group.rank == 0:
         print(found)
     return 0 if found.is_equal or found.is_chosen else 1

@@ -244,7 +244,7 @@ def verify(
         loss: Called with model and batch. When None, the model returns its loss, by itself or as
             `loss` of something.
         num_steps: At most, of one batch each.
-        group: As for `shard`.
+        group: As for `shard`; this process alone is on torch's default device when None.
 
     Raises:
         ConfigError: There is no loss, ranks do not have as many batches, or two models share
