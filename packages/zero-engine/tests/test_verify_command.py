@@ -43,7 +43,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("mine:same", 0, "2 steps beside DistributedDataParallel: losses, gradients and weights"),
         ("mine:other", 1, "step 0, initial weight of 'weight'"),
-        ("mine:nothing", 1, "expected MODULE:FUNCTION, which can be imported from here, got"),
+        ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
         ("nothing:same", 1, "No module named 'nothing'"),
     ],
 )

@@ -305,34 +305,25 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "verify",
-        help="compare a configuration with DistributedDataParallel, on your model",
-        description="Train a few steps under DistributedDataParallel and under a configuration, "
-        "and say what differs. On all ranks: torchrun --nproc-per-node=N -m zero_engine verify "
-        "MODULE:FUNCTION. Ends with 1 where something differs that the configuration did not ask "
-        "for.",
+        help="train a few steps beside DistributedDataParallel",
+        description="Train your model under DistributedDataParallel and under a configuration, "
+        "and say what differs. Alone, or on all ranks: torchrun --nproc-per-node=N -m zero_engine "
+        "verify MODULE:FUNCTION. Ends with 1 where anything differs that was not chosen.",
     )
-    parser.add_argument(
-        "function",
-        metavar="MODULE:FUNCTION",
-        help="returns what zero_engine.verify() takes, as a dict or a tuple",
-    )
+    what = "a dict or tuple of what zero_engine.verify() takes"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"returns {what}")
     parser.set_defaults(run=_run_verify)
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    group = zero_comm.init()
+    group, text = zero_comm.init(), options.function
     sys.path.insert(0, "")  # the working directory, as for `python -m`
     try:
-        given = resolve_name(options.function)()
+        given: Any = resolve_name(text)()
     except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"expected MODULE:FUNCTION, which can be imported from here, got "
-            f"{options.function!r}: {error}"
-        ) from error
-    if isinstance(given, Mapping):
-        found = verify(**{"group": group, **given})
-    else:
-        found = verify(*given, group=group)
+        raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
+    is_named = isinstance(given, Mapping)
+    found = verify(**given, group=group) if is_named else verify(*given, group=group)
     if group.rank == 0:
         print(found)
     return 0 if found.is_equal or found.is_chosen else 1

@@ -15,7 +15,7 @@ from attrs import define, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group, all_gather_json, collective, ddp_hook
-from zero_partition import Wire, full_grad, full_param
+from zero_partition import full_grad, full_param
 from zero_partition.seams import require_sharded
 
 from zero_engine.checkpoint.save import capture_rngs, restore_rngs
@@ -30,6 +30,13 @@ _KINDS: Final = {  # in the order of a step; what it may be where DDP does the s
     "loss": "forward asks for more than values: a parameter's class, shape or grad, or the wrapper",
     "gradient": "DistributedDataParallel does not reduce it, or it is changed during backward",
     "weight": "the optimizer's step, or a weight that is changed outside of it",
+}
+_ORDER: Final = tuple(_KINDS)
+_CHOICES: Final = {  # of a configuration, and of DistributedDataParallel
+    "wire": "codecs, or sums by node (ZeroConfig.wire)",
+    "precision": "dtypes (ZeroConfig.precision)",
+    "offload": "the host's kernels, or a delay (ZeroConfig.offload)",
+    "sums": "order of sums: here ranks are added in turn, then divided",
 }
 _SHARDED: Final = (  # what comes with a stage
     "",
@@ -75,19 +82,16 @@ class Verification:
         return not self.differences
 
     def __str__(self) -> str:
-        began = f"{self.num_steps} steps beside DistributedDataParallel:"
+        said = f"{self.num_steps} steps beside DistributedDataParallel: "
         if self.is_equal:
-            return f"{began} losses, gradients and weights are equal in every bit"
-        last = [each for each in self.differences if each.step == self.num_steps - 1]
-        largest = {each.kind: each for each in sorted(last, key=lambda each: each.relative)}
-        return "\n".join(
-            [
-                f"{began} {'different, as chosen' if self.is_chosen else 'DIFFERENT'}",
-                f"first    {self.differences[0]}",
-                f"cause    {self.cause}",
-                *(f"largest  {largest[kind]}" for kind in _KINDS if kind in largest),
-            ]
-        )
+            return f"{said}losses, gradients and weights are equal in every bit"
+        said += "different, as chosen" if self.is_chosen else "DIFFERENT"
+        said += f"\nfirst    {self.differences[0]}\ncause    {self.cause}"
+        for kind in _KINDS:
+            last = [d for d in self.differences if (d.step, d.kind) == (self.num_steps - 1, kind)]
+            if last:
+                said += f"\nlargest  {max(last, key=lambda each: each.relative)}"
+        return said
 
 
 @define(eq=False)
@@ -96,10 +100,6 @@ class _Run:
     optimizer: torch.optim.Optimizer
     called: nn.Module  # the model, or what wraps it
     is_sharded: bool
-
-    @property
-    def where(self) -> str:
-        return "under the configuration" if self.is_sharded else "under DistributedDataParallel"
 
     def values(self, kind: str, names: Collection[str]) -> Iterator[Tensor | None]:
         params = dict(self.model.named_parameters())
@@ -120,7 +120,9 @@ class _Trainer:
     rngs: Mapping[str, Tensor]  # where building and training begin
     doing: str = "while models were built"
 
-    def compare(self, config: ZeroConfig | None, like_us: Sequence[str] = ()) -> list[Difference]:
+    def compare(
+        self, config: ZeroConfig | None, like_us: Sequence[str] = ()
+    ) -> tuple[Difference, ...]:
         """DDP beside `config`, or beside DDP if None. Collective."""
         first, second = self._run(None, like_us), self._run(config, like_us)
         if not {*map(id, first.model.parameters())}.isdisjoint(map(id, second.model.parameters())):
@@ -128,9 +130,10 @@ class _Trainer:
                 "verify(): expected build_model() to build a new model at each call, got one that "
                 "shares parameters with the one before"
             )
-        places = require_sharded(second.model).places if second.is_sharded else ()
-        units = {place.name: place.unit.plan.name for place in places}
-        units = units or {name: "" for name, _ in first.model.named_parameters()}
+        units = {name: "" for name, _ in first.model.named_parameters()}
+        if second.is_sharded:
+            places = require_sharded(second.model).places
+            units = {place.name: place.unit.plan.name for place in places}
         found = [
             (step, kind, units.get(name, ""), name, self.group.rank, *error)
             for step, kind, name, *values in self._values((first, second), units)
@@ -138,11 +141,11 @@ class _Trainer:
         ]
         if second.is_sharded:
             unshard(second.model, second.optimizer)
-        seen: dict[Any, Difference] = {}
-        for each in (Difference(*d) for ds in all_gather_json(found, group=self.group) for d in ds):
-            seen.setdefault((each.step, each.kind, each.name), each)
-        order = list(_KINDS)
-        return sorted(seen.values(), key=lambda each: (each.step, order.index(each.kind)))
+        by_rank = all_gather_json(found, group=self.group)
+        rows = min(
+            filter(None, by_rank), key=lambda r: (r[0][0], _ORDER.index(r[0][1])), default=[]
+        )
+        return tuple(Difference(*row) for row in rows)
 
     def _run(self, config: ZeroConfig | None, like_us: Sequence[str]) -> _Run:
         restore_rngs(self.rngs, self.group.device)
@@ -171,7 +174,8 @@ class _Trainer:
             losses, after = [], []
             for run in runs:
                 restore_rngs(before, self.group.device)
-                self.doing = f"in step {step} {run.where}"
+                where = "the configuration" if run.is_sharded else "DistributedDataParallel"
+                self.doing = f"in step {step} under {where}"
                 losses.append(self._backward(run, batch))
                 after.append(capture_rngs(self.group.device))
             before, others = after
@@ -179,8 +183,8 @@ class _Trainer:
             yield step, "random numbers", "", None, None if is_same else losses[0]
             yield step, "loss", "", *losses
             yield from of_params(step, "gradient")
+            self.doing = f"in step {step}, where optimizers step"
             for run in runs:
-                self.doing = f"in step {step} {run.where}"
                 run.optimizer.step()
                 run.optimizer.zero_grad()
             yield from of_params(step, "weight")
@@ -274,7 +278,7 @@ def verify(
 
 def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
     """What differs, and why: that without which nothing does. Collective."""
-    num_steps, found = len(trainer.batches), tuple(trainer.compare(config))
+    num_steps, found = len(trainer.batches), trainer.compare(config)
     if not found:
         return Verification(num_steps, found)
     if again := trainer.compare(None):
@@ -283,25 +287,20 @@ def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
             "forward has state or random numbers of its own, or a kernel is not deterministic"
         )
         return Verification(num_steps, found, cause)
-    chosen: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
-    if config.wire != Wire():
-        chosen.append(("codecs, or sums by node (ZeroConfig.wire)", {"wire": Wire()}, ()))
-    if config.precision is not None:
-        chosen.append(("dtypes (ZeroConfig.precision)", {"precision": None}, ()))
-    if config.offload is not None:
-        cause = "the host's kernels, or a delay (ZeroConfig.offload)"
-        chosen.append((cause, {"offload": None}, ()))
-    if trainer.group.world_size > 1:
-        chosen.append(("order of sums: here ranks are added in turn, then divided", {}, ("sums",)))
-    causes, like_us, remaining = list[str](), (), found
-    for cause, change, like_us in chosen:
+    causes, remaining, like_us = list[str](), found, ()
+    for name, cause in _CHOICES.items():
+        if name == "sums":
+            like_us = (name,)
+        elif getattr(config, name) == getattr(ZeroConfig(), name):
+            continue
+        else:
+            config = attrs.evolve(config, **{name: getattr(ZeroConfig(), name)})
         causes.append(cause)
-        config = attrs.evolve(config, **change)
-        remaining = tuple(trainer.compare(config, like_us))
+        remaining = trainer.compare(config, like_us)
         if not remaining:
             return Verification(num_steps, found, "; ".join(causes), is_chosen=True)
     cause = _KINDS[remaining[0].kind]
-    if not trainer.compare(config, (*like_us, "buffers")):
+    if not trainer.compare(config, ("sums", "buffers")):
         cause = "each rank has its own buffers; DistributedDataParallel takes rank 0's at each step"
     for stage in range(config.stage - 1, -1, -1):
         if not trainer.compare(attrs.evolve(config, stage=stage), like_us):
