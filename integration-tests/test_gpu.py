@@ -436,3 +436,17 @@ def test_a_timeline_is_of_the_stream_of_the_device() -> None:
     assert row["time/step_s"] == pytest.approx(begin.elapsed_time(end) / 1e3, rel=0.05)
     parts = ("compute", "optimizer", "swap", "exposed")
     assert sum(row[f"time/{part}_s"] for part in parts) == pytest.approx(row["time/step_s"])
+
+
+def test_random_numbers_of_a_device_are_those_of_both_runs() -> None:
+    """Else dropout alone makes a verification differ."""
+    found = zero_engine.verify(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).cuda(),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        [torch.randn(8, 64, device="cuda") for _ in range(3)],
+        ZeroConfig(3),
+        loss=lambda model, batch: model(batch).square().mean(),
+        group=zero_comm.Group.solo(torch.device("cuda", 0)),
+    )
+
+    assert found.is_equal, str(found)

@@ -141,7 +141,7 @@ def _exists(name: str) -> bool:
 
 
 GUIDES: Final = [
-    *(ROOT / "README.md", ROOT / "packages" / "zero-engine" / "README.md"),
+    *(ROOT / page for page in ("README.md", "docs/start.md", "packages/zero-engine/README.md")),
     *sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/coming-from/*.md")]),
 ]
 

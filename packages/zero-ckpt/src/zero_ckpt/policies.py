@@ -228,7 +228,7 @@ _MODULE_POLICIES: Final = (_ByName, _ByType, _EveryNth)
 
 
 def by_name(*patterns: str) -> ModulePolicy:
-    """Modules of these names: "layers.3", "layers.*", "**.attention".
+    """Modules of these names: `layers.3`, `layers.*`, `**.attention`.
 
     Args:
         *patterns: `*`, `?` and `[...]` stand for characters of one part of a name, between two

@@ -10,6 +10,8 @@ from attrs import frozen
 
 from zero_comm.codecs.codec import AbstractCodec
 
+__all__ = ["Sent", "sent_by_levels", "sent_of"]
+
 
 @frozen
 class Sent:

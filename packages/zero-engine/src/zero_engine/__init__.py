@@ -1,7 +1,7 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 # Layers, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# state_offload, reports, observe, planning, sharding, checkpoint, deepspeed, compat,
+# state_offload, reports, failure, planning, sharding, checkpoint, observe, deepspeed, compat,
 # integrations, cli, testing.
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
     from zero_engine.observe.metrics import metrics
     from zero_engine.observe.timeline import timeline
+    from zero_engine.observe.verify import verify
     from zero_engine.offload import Offload
     from zero_engine.planning.plan import plan
     from zero_engine.reports import report, schedule_table
@@ -126,6 +127,7 @@ __all__ = [
     "unshard",
     "unsharded",
     "update_full_grads",
+    "verify",
 ]
 
 # Where a name is; loaded on first use.
@@ -142,6 +144,7 @@ _NAMES: Final = {
     "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
     "zero_engine.observe.metrics": "metrics",
     "zero_engine.observe.timeline": "timeline",
+    "zero_engine.observe.verify": "verify",
     "zero_engine.offload": "Offload",
     "zero_engine.planning.plan": "plan",
     "zero_engine.reports": "report schedule_table",

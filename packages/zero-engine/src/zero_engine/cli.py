@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any, Final
 
 import attrs
@@ -20,7 +21,8 @@ from zero_partition import PartitionError, Precision, Wire
 
 from zero_engine.checkpoint.export import export
 from zero_engine.checkpoint.ranges import CODES
-from zero_engine.observe.failure import summary
+from zero_engine.failure import summary
+from zero_engine.observe.verify import verify
 from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
 from zero_engine.planning.rates import Rates, estimate_step, probe
@@ -301,6 +303,33 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
     print(as_table(rows, floatfmt=".2f", tablefmt="plain"))
 
 
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="train a few steps beside DistributedDataParallel",
+        description="Train your model under DistributedDataParallel and under a configuration, "
+        "and say what differs. Alone, or on all ranks: torchrun --nproc-per-node=N -m zero_engine "
+        "verify MODULE:FUNCTION. Ends with 1 where anything differs that was not chosen.",
+    )
+    what = "a dict or tuple of what zero_engine.verify() takes"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"returns {what}")
+    parser.set_defaults(run=_run_verify)
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    group, text = zero_comm.init(), options.function
+    sys.path.insert(0, "")  # the working directory, as for `python -m`
+    try:
+        given: Any = resolve_name(text)()
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
+    is_named = isinstance(given, Mapping)
+    found = verify(**given, group=group) if is_named else verify(*given, group=group)
+    if group.rank == 0:
+        print(found)
+    return 0 if found.is_equal or found.is_chosen else 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; by the process's own arguments when None.
 
@@ -317,11 +346,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options) or 0
     except (ConfigError, FileError, PartitionError, StoreError) as error:
         print(f"zero: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -383,4 +411,4 @@ def _progress_bar() -> Iterator[Callable[[int], object] | None]:
         yield bar.update
 
 
-_COMMANDS: Final = (_add_export, add_plan, add_probe, _add_report)
+_COMMANDS: Final = (_add_export, add_plan, add_probe, _add_report, _add_verify)

@@ -68,7 +68,8 @@ def _as_folder(value: Any) -> Path | None:
 class Offload:
     """What rests on the host or on disk between its uses. The same on every rank.
 
-    Numbers do not depend on it, except with `delayed_update`.
+    Numbers do not depend on it, except with `delayed_update`, and the last bits of torch's Adam,
+    AdamW and Adagrad, which zero-offload's kernels step off the device.
 
     Args:
         optimizer: Where optimizer state and masters rest, and are stepped: "device", "host" or

@@ -96,7 +96,7 @@ def shard(
 
 
 def _write_report(*what: Any) -> None:
-    from .observe.failure import write  # noqa: PLC0415 (a wing)
+    from .failure import write  # noqa: PLC0415 (a wing)
 
     write(*what)
 

@@ -1,0 +1,319 @@
+"""verify(): what DistributedDataParallel does too is said to be equal, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, ClassVar, Final
+
+import parity
+import pytest
+import torch
+import zero_engine
+import zoo
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ConfigError, Offload, Precision, Wire
+from zero_partition import AtRestError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # peft's own
+
+
+class _Net(nn.Module):
+    """Three blocks, a norm with statistics and dropout; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.drop(self.norm(x)).square().mean()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layers[1].weight
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(group: Group) -> Iterator[Tensor]:
+    """Without an end, as loaders nearly are."""
+    for step in count():
+        yield torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + group.rank))
+
+
+def _verify(
+    group: Group, model: Any = _Net, optimizer: Any = sgd, stage: int = 3, **more: Any
+) -> Any:
+    config = ZeroConfig(stage, **more)
+    return zero_engine.verify(model, optimizer, batches(group), config, group=group)
+
+
+# ---- Equal ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.ranks(timeout_s=90)
+def test_architectures_are_equal(group: Group, name: str) -> None:
+    """A false alarm would send somebody to look for a bug that is not there."""
+    specimen = zoo.ZOO[name]
+
+    found = zero_engine.verify(
+        specimen.make,
+        parity.adamw,
+        (specimen.batch(step, 0, group.rank) for step in count()),
+        ZeroConfig(3),
+        loss=zoo.loss_of,
+        num_steps=2,
+        group=group,
+    )
+
+    assert found.is_equal, str(found)
+
+
+class _InputInPlace(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class _Returns(_Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": super().forward(x)}
+
+
+class _Elsewhere(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.weight.square().sum()
+
+
+EQUAL: Final[dict[str, Any]] = {
+    "plain": _Net,
+    "input-changed-in-place": _InputInPlace,
+    "loss-among-others": _Returns,
+    "used-outside-its-module": _Elsewhere,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.ranks(1, 2)
+def test_what_is_equal_leaves_no_trace(group: Group, name: str) -> None:
+    """Who verifies before training trains as who does not."""
+    states = torch.get_rng_state(), random.getstate()
+
+    for stage in parity.STAGES:
+        found = _verify(group, EQUAL[name], stage=stage)
+        assert found.is_equal, str(found)
+        assert "equal in every bit" in str(found)
+
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+# ---- Broken on purpose ----
+
+
+class _Unseeded(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(next(NUMBERS)))
+
+
+class _Counts(_Net):
+    calls: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        _Counts.calls += 1
+        return super().forward(x) * _Counts.calls
+
+
+class _OwnRandom(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(1, generator=GENERATOR))
+
+
+class _Statistics(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        return loss * (1 + self.norm.running_mean.square().sum())
+
+
+class _Ignored(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = ["layers.1.weight"]
+
+
+class _Draws(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.weight) is nn.Parameter:
+            torch.rand(1)
+        return super().forward(x)
+
+
+class _Doubles(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if type(self.weight) is nn.Parameter else 2)
+
+
+class _ReadsGrad(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+        self.layers[1].register_full_backward_hook(self.look)
+
+    def look(self, *_: object) -> None:
+        self.seen = self.weight.grad is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.seen else 1)
+
+
+class _Peak(torch.optim.SGD):
+    """Looks at whole tensors, and only after a step in which it does not."""
+
+    needs_cut = "flat"
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for param in self.param_groups[0]["params"] if self.steps > 1 else ():
+            param.mul_(1 - 0.01 * param.detach().abs().sum())
+        return super().step(closure)
+
+
+def peak(model: nn.Module) -> torch.optim.Optimizer:
+    return _Peak(model.parameters(), lr=0.1)
+
+
+class _WholeMemory(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.untyped_storage().nbytes()
+
+
+NUMBERS: Final = count()
+GENERATOR: Final = torch.Generator()
+WEIGHT, FIRST = "layers.1.weight", "layers.0.weight"
+AGAIN: Final = r"another run of DistributedDataParallel has another "
+
+# Step, kind and parameter of the first difference, and what its cause says.
+BROKEN: Final[dict[str, tuple[Any, Any, int, str, str, str]]] = {
+    "built-unseeded": (_Unseeded, sgd, 0, "initial weight", WEIGHT, AGAIN + "initial weight"),
+    "state-outside": (_Counts, sgd, 0, "loss", "", AGAIN + "loss"),
+    "own-random-numbers": (_OwnRandom, sgd, 0, "loss", "", AGAIN + "loss"),
+    "buffers-by-rank": (_Statistics, sgd, 1, "loss", "", "takes rank 0's"),
+    "ignored-by-ddp": (_Ignored, sgd, 0, "gradient", WEIGHT, "does not reduce it"),
+    "other-dropout": (_Draws, sgd, 0, "random numbers", "", "draws others.*Equal at stage 2"),
+    "asks-for-class": (_Doubles, sgd, 0, "loss", "", "class, shape.*Equal at stage 2; .*elsewhere"),
+    "asks-for-grad": (
+        _ReadsGrad,
+        sgd,
+        1,
+        "loss",
+        "",
+        "Equal at stage 0; at 1 .*grad is read before",
+    ),
+    "asks-for-memory": (_WholeMemory, sgd, 0, "loss", "", "class, shape or grad"),
+    "steps-whole-tensors": (_Net, peak, 1, "weight", FIRST, "Equal at stage 0; .*single elements"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.ranks(2, 3)
+def test_the_first_difference_and_its_cause_are_named(group: Group, name: str) -> None:
+    """That something differs, one sees without us; what to look at is the question."""
+    model, optimizer, *expected, cause = BROKEN[name]
+
+    found = _verify(group, model, optimizer)
+
+    first = found.differences[0]
+    assert [first.step, first.kind, first.name] == expected, str(found)
+    assert first.unit == first.name.removesuffix(".weight")
+    assert not found.is_equal
+    assert not found.is_chosen
+    assert re.search(cause, found.cause), str(found)
+    assert str(first) in str(found)
+    if model is _Doubles:
+        assert first.relative == 1.0
+
+
+# ---- Chosen ----
+
+CHOSEN: Final[dict[str, tuple[dict[str, Any], float]]] = {
+    "wire": ({"wire": Wire(params="int8")}, 0.1),
+    "precision": ({"precision": Precision(params=torch.bfloat16)}, 0.5),
+    "offload": ({"offload": Offload(optimizer="host", delayed_update=True)}, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_was_chosen_is_not_called_wrong(group: Group, name: str) -> None:
+    """How much it costs is what one asks then."""
+    config, most = CHOSEN[name]
+
+    found = _verify(group, **config)
+
+    assert found.is_chosen
+    assert not found.is_equal
+    assert re.fullmatch(rf".*\(ZeroConfig\.{name}\)", found.cause), str(found)
+    weights = [d for d in found.differences if (d.step, d.kind) == (2, "weight")]
+    assert 0 < max(weights, key=lambda d: d.relative).relative < most
+    both = _verify(group, _Doubles, **config)
+    assert not both.is_chosen, "it hides what is wrong besides"
+
+
+@pytest.mark.ranks(3)
+def test_another_order_of_adding_is_not_called_wrong(group: Group) -> None:
+    """Sums of three depend on it, and gloo's depends on where in a bucket an element is."""
+    found = _verify(group)
+
+    assert found.is_chosen
+    assert found.cause.startswith("order of sums")
+    assert max(each.relative for each in found.differences) < 1e-3
+
+
+# ---- What cannot be compared ----
+
+
+class _InPlace(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class _OnlyAlone(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is not nn.Parameter, "not as it was written"
+        return super().forward(x)
+
+
+def test_an_error_says_in_which_run_it_was(group: Group) -> None:
+    """Most of what we cannot do is refused with a remedy, which one has to see."""
+    for model, error, run in (
+        (_InPlace, AtRestError, "the configuration"),
+        (_OnlyAlone, AssertionError, "DistributedDataParallel"),
+    ):
+        with pytest.raises(error) as raised:
+            _verify(group, model)
+        assert raised.value.__notes__ == [f"verify(): in step 0 under {run}"]
+
+
+def test_what_cannot_be_run_is_named(group: Group) -> None:
+    """Else it ends as a TypeError of torch, or ranks wait for each other."""
+    one = _Net()
+    with pytest.raises(ConfigError, match=r"build a new model at each call"):
+        _verify(group, lambda: one)
+    with pytest.raises(ConfigError, match=r"expected a loss, .* got a tuple"):
+        zero_engine.verify(_Net, sgd, batches(group), loss=lambda *both: both, group=group)
+    with pytest.raises(ConfigError, match=r"as many batches on every rank, got \[1, 2\]"):
+        zero_engine.verify(_Net, sgd, [None] * (group.rank + 1), group=group)

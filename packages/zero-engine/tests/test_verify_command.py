@@ -1,0 +1,54 @@
+"""`zero verify`: its exit status says whether a configuration trains as it should."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+import os, torch
+
+def same(seed=0):
+    def build():
+        torch.manual_seed(seed)
+        return torch.nn.Linear(4, 1)
+    return {
+        "build_model": build,
+        "build_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batches": [torch.ones(1, 4)] * 2,
+    }
+
+def other():
+    def build():
+        torch.manual_seed(int.from_bytes(os.urandom(4)))
+        return torch.nn.Linear(4, 1)
+    return same() | {"build_model": build}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the working directory."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("function", "status", "said"),
+    [
+        ("mine:same", 0, "2 steps beside DistributedDataParallel: losses, gradients and weights"),
+        ("mine:other", 1, "step 0, initial weight of 'weight'"),
+        ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
+        ("nothing:same", 1, "No module named 'nothing'"),
+    ],
+)
+def test_the_status_says_what_differs(zero, function: str, status: int, said: str, capsys) -> None:
+    """A script that starts a training can stop at it."""
+    assert zero("verify", function) == status
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
