@@ -12,7 +12,7 @@ from .errors import CommError
 
 SWITCH: Final = "ZERO_LOG"
 _LEVELS: Final = ("debug", "info", "warning", "error")
-_PACKAGES: Final = ("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine")
+PACKAGES: Final = ("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine")
 
 
 def follow_environment() -> None:
@@ -31,13 +31,18 @@ def follow_environment() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s rank %(rank)s: %(message)s"))
     handler.addFilter(_add_rank)
-    for package in _PACKAGES:
+    for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(level.upper())
         logger.addHandler(handler)
         logger.propagate = False
 
 
+def rank_of_job() -> int | str:
+    """This process's rank, as far as it is known."""
+    return dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+
+
 def _add_rank(record: logging.LogRecord) -> bool:
-    record.rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+    record.rank = rank_of_job()
     return True

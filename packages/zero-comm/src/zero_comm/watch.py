@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -133,6 +133,8 @@ def _frame_of(thread: int) -> Iterator[FrameType | None]:
 
 PATIENCE_S: Final = 3.0
 
+NUM_RECENT: Final = 16  # launches that are remembered
+
 _LOOKS_PER_PATIENCE: Final = 6
 _PATIENCES_OF_USER: Final = 10
 _DIVERGENCE: Final = "divergence"
@@ -208,6 +210,9 @@ class Scope:
     rank: int
     launched: dict[str, int] = field(factory=dict)  # by group and key
     num_launched: int = 0
+    recent: list[tuple[Any, ...]] = field(
+        factory=lambda: [()] * NUM_RECENT
+    )  # by their number, in turns
 
 
 @define(eq=False)
@@ -253,9 +258,11 @@ class Watch:
         self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
     ) -> Launch:
         """Count a collective that begins."""
-        self._scope.num_launched += 1
-        launched, name = self._scope.launched, self._name_of(key)
-        number = launched[name] = launched.get(name, 0) + 1
+        scope, name = self._scope, self._name_of(key)
+        number = scope.launched[name] = scope.launched.get(name, 0) + 1
+        recent = (self.name, key, number, operation, tag, self.purposes)
+        scope.recent[scope.num_launched % NUM_RECENT] = recent
+        scope.num_launched += 1
         return Launch(self, operation, key, number, tag, version)
 
     def begin(self, wait: Wait) -> None:
@@ -277,6 +284,26 @@ class Watch:
         return DivergenceError(
             f"{self._divergence} (seen on rank {self._scope.rank}; this group can be used no more)"
         )
+
+    def describe(self, in_flight: Collection[Launch]) -> dict[str, str]:
+        """What was launched last on groups of this scope, by number, and what is waited for. Local.
+
+        Args:
+            in_flight: All of this rank's launches that were not waited for yet.
+        """
+        scope, waiting = self._scope, self._waiting
+        found = {"collectives": str(scope.num_launched), "waits for": "nobody"}
+        if waiting is not None:
+            wait, since, _ = waiting
+            rank, what = self._in_scope(wait.peer), wait.launch.purpose.what
+            found["waits for"] = f"rank {rank} for {time.monotonic() - since:.0f} s in {what}"
+        flying = {(launch.watch.name, launch.key, launch.number) for launch in in_flight}
+        for number in range(max(0, scope.num_launched - NUM_RECENT), scope.num_launched):
+            name, key, count, operation, tag, purposes = scope.recent[number % NUM_RECENT]
+            what = (purposes.get(tag) or Purpose(operation)).what
+            is_flying = (name, key, count) in flying
+            found[str(number + 1)] = f"{what}, {'in flight' if is_flying else 'finished'}"
+        return found
 
     def look(self, *, seen: float) -> float:
         """See whether this rank waits for what cannot come.

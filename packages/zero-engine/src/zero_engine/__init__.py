@@ -1,7 +1,7 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 # Layers, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# state_offload, reports, planning, sharding, checkpoint, observe, deepspeed, compat,
+# state_offload, reports, failure, planning, sharding, checkpoint, observe, deepspeed, compat,
 # integrations, cli, testing.
 
 from __future__ import annotations

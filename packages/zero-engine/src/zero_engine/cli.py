@@ -21,6 +21,7 @@ from zero_partition import PartitionError, Precision, Wire
 
 from zero_engine.checkpoint.export import export
 from zero_engine.checkpoint.ranges import CODES
+from zero_engine.failure import summary
 from zero_engine.observe.verify import verify
 from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
@@ -387,6 +388,17 @@ def _run_export(options: argparse.Namespace) -> None:
     )
 
 
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="compare what ranks wrote when it went wrong, and name the one to look at",
+        description="Read zero-report-rank0.txt and so on, which ranks write at an error of ours "
+        "that ends the program, and at SIGUSR1; say how they differ, and whom to look at first.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="where they are: what ZERO_REPORT says")
+    parser.set_defaults(run=lambda options: print(summary(options.folder)))
+
+
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int], object] | None]:
     """What to call with bytes written; None where tqdm is missing, or nobody looks."""
@@ -399,4 +411,4 @@ def _progress_bar() -> Iterator[Callable[[int], object] | None]:
         yield bar.update
 
 
-_COMMANDS: Final = (_add_export, add_plan, add_probe, _add_verify)
+_COMMANDS: Final = (_add_export, add_plan, add_probe, _add_report, _add_verify)

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import torch
 import zero_partition
 from torch import nn
-from zero_comm import Group, collective
+from zero_comm import Group, collective, failure
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
 from zero_partition.seams import find_sharded
@@ -85,19 +85,20 @@ def shard(
 
         line = line_of(model, optimizer, config, group)
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
+    failure.install(model, group, _write_report)
     homes = homes_of(config.offload, group.device)
     try:
-        partition(
-            model,
-            optimizer,
-            config.for_partition,
-            group=group,
-            homes=homes,
-        )
+        partition(model, optimizer, config.for_partition, group=group, homes=homes)
     except BaseException:
         homes.close()
         raise
     return model, optimizer
+
+
+def _write_report(*what: Any) -> None:
+    from .failure import write  # noqa: PLC0415 (a wing)
+
+    write(*what)
 
 
 @collective

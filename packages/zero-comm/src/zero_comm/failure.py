@@ -1,0 +1,116 @@
+"""When each rank writes a report: an error of ours that nobody catches, and SIGUSR1."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
+
+from .group import Group
+from .handle import Message
+from .logs import PACKAGES, rank_of_job
+from .peer_memory import Transfer
+
+# NOTE(signal): Python runs handlers in the main thread between two of its instructions, so never
+# while that waits in C, for gloo say. But the number is written to the wakeup fd at once, and a
+# thread reads it. A process that is forked has neither the thread nor a report of its own.
+
+SWITCH: Final = "ZERO_REPORT"
+ASKED: Final = "SIGUSR1"  # why, then
+Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
+_MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
+_process = 0  # that writes reports
+
+
+def install(model: Any, group: Group, write: Write) -> None:
+    """Let reports be about this model too, which is not kept alive. Local.
+
+    Not where ZERO_REPORT=off; nor at SIGUSR1 where somebody else handles it, or has a wakeup fd.
+
+    Args:
+        model: What is sharded.
+        group: The ranks that train it.
+        write: Called with the file to write, why (in words, then a traceback), and all models.
+    """
+    global _process
+    if os.environ.get(SWITCH) == "off":
+        return
+    is_first, _process, _MODELS[model] = not _process, os.getpid(), group
+    if not is_first:
+        return
+
+    def around(hook: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> None:
+            if (ours := _ours(error := error_of(*given))) is not None:
+                trace = "".join(traceback.format_exception(error))
+                _report(f"{type(ours).__name__}: {ours}\n{trace}", write)
+            hook(*given)
+
+        return run
+
+    sys.excepthook = around(sys.excepthook, lambda _, error, __: error)
+    threading.excepthook = around(threading.excepthook, lambda given: given.exc_value)
+    masks = re.findall(r"Sig(?:Ign|Cgt):\t(\w+)", Path("/proc/self/status").read_text())
+    is_taken = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)  # also in C
+    if not is_taken and threading.current_thread() is threading.main_thread():
+        _listen(write)
+
+
+def _listen(write: Write) -> None:
+    if (before := signal.set_wakeup_fd(-1)) != -1:
+        signal.set_wakeup_fd(before)
+        return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGUSR1, _on_signal)
+
+    def serve() -> None:
+        while True:
+            numbers = os.read(reads, 64)  # of all signals that have handlers
+            if signal.SIGUSR1 in numbers and signal.getsignal(signal.SIGUSR1) is _on_signal:
+                _report(ASKED, write)
+
+    threading.Thread(target=serve, name="zero report", daemon=True).start()
+
+
+def _on_signal(*_: object) -> None:
+    """The thread has read of it; see NOTE(signal)."""
+
+
+def _ours(error: BaseException | None) -> BaseException | None:
+    """The first error of ours among this one and what led to it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if type(error).__module__.split(".")[0] in PACKAGES:
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _report(why: str, write: Write) -> None:
+    folder = Path(os.environ.get(SWITCH) or ".")
+    try:
+        if _process == os.getpid():
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder / f"zero-report-rank{rank_of_job()}.txt", why, dict(_MODELS))
+    except Exception:  # the program's own error is what counts
+        traceback.print_exc()
+
+
+def describe_launches(group: Group) -> dict[str, str]:
+    """What this rank launched last, by number; in this step, where nobody watches (nccl). Local."""
+    if group.watch is None:
+        traffic = group.log[-1].counted if group.log else {}
+        return {f"{name} {subject}": str(n) for (name, subject, *_), n in tuple(traffic.items())}
+    held = (found for found in gc.get_objects() if type(found) in (Message, Transfer))
+    return group.watch.describe([each.launch for each in held if each.launch is not None])

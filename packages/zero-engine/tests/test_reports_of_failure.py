@@ -1,0 +1,187 @@
+"""When a job goes wrong, each rank says where it was, and one command says which one differs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from configparser import RawConfigParser
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.slow
+
+UNITS: Final = ["0", "1", "2", "3"]
+SCRIPT: Final = f"""
+import faulthandler, os, signal, sys, time
+import torch, zero_comm, zero_engine
+
+if sys.argv[1] == "handles":
+    signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
+if sys.argv[1] == "handles-in-c":
+    faulthandler.register(signal.SIGUSR1)
+group = zero_comm.init()
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in {UNITS}))
+optimizer = torch.optim.AdamW(model.parameters())
+zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, units={UNITS}, window=3))
+for step in range(3):
+    if step == 2:
+        print("ready", flush=True)
+    if step == 2 and group.rank == 1:
+        if sys.argv[1] == "raises":
+            zero_engine.full_param(torch.ones(1))
+        if sys.argv[1] == "raises-other":
+            raise KeyError("of the user's")
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+Job = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Starts two ranks, whose reports go to a folder."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(way: str, **environment: str) -> list[subprocess.Popen[str]]:
+        (script := tmp_path / "train.py").write_text(SCRIPT)
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+        where |= {"GLOO_SOCKET_IFNAME": "lo", "ZERO_REPORT": str(tmp_path / "reports")}
+        del store  # its port is free
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        for rank in "01":
+            env = os.environ | where | {"RANK": rank, "LOCAL_RANK": rank} | environment
+            started.append(subprocess.Popen([sys.executable, str(script), way], env=env, **pipes))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _reports(tmp_path: Path) -> dict[int, RawConfigParser]:
+    found = {rank: RawConfigParser() for rank in range(2)}
+    paths = {rank: tmp_path / "reports" / f"zero-report-rank{rank}.txt" for rank in found}
+    return {rank: parser for rank, parser in found.items() if parser.read(paths[rank])}
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "says"),
+    [
+        ("raises", "StateError", "look at rank 1 first: its error"),
+        ("killed", "", "look at rank 1 first, of which there is no report"),
+        ("raises-other", "", "rank 1: no report"),
+    ],
+)
+def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
+    tmp_path: Path, job: Job, zero, capsys, *, way: str, error: str, says: str
+) -> None:
+    """Of the user's own errors there is none; who waits for that rank has one of ours."""
+    for process in job(way):
+        process.wait(timeout=100)
+
+    reports = _reports(tmp_path)
+    kinds = [report["report"]["why"].split(":")[0] for report in reports.values()]
+    assert kinds[0] in {"CommError", "DivergenceError"}
+    assert kinds[1:] == [error] * bool(error)
+    for report in reports.values():
+        assert "train.py" in report["report"]["why"]  # the traceback
+        assert report["schedule"]["updates"] == "2"
+        assert int(report["memory"]["params_bytes"]) == len(UNITS) * 65 * 64 * 4 // 2
+    path = tmp_path / "reports" / "zero-report-rank0.txt"
+    text = path.read_text()
+    path.write_text(re.sub("\npython = .*", "\npython = 2.7", text))
+    assert zero("report", path.parent) == 0
+    said = capsys.readouterr().out
+    assert says in said
+    assert ("versions: python = 2.7 on rank 0; " in said) is bool(error)
+    path.write_text(text[: len(text) // 2])
+    assert zero("report", path.parent) == zero("report", tmp_path) == 1
+    damaged, absent = capsys.readouterr().err.splitlines()
+    assert "not a whole one" in damaged
+    assert "expected zero-report-rank0.txt" in absent
+
+
+def test_who_hangs_is_found_while_the_others_wait_in_c(
+    tmp_path: Path, job: Job, zero, capsys
+) -> None:
+    """No handler of Python's runs there, and no error comes before the timeout.
+
+    The gathers of three units, the window, are launched ahead: that of the fourth waits for a rank
+    that does not begin the forward.
+    """
+    ranks = job("hangs", ZERO_COMM_PEER_MEMORY="0")
+    assert [process.stdout.readline() for process in ranks] == ["ready\n"] * 2
+    deadline, seen = time.monotonic() + 60, {}
+    while not seen or "rank" not in seen[0]["launched"]["waits for"]:
+        assert time.monotonic() < deadline
+        for process in ranks:
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        seen = found if len(found := _reports(tmp_path)) == 2 else {}
+
+    first, second = seen[0]["launched"], seen[1]["launched"]
+    last = int(first["collectives"])
+    assert re.fullmatch(r"rank 1 for \d+ s in gathering unit '3' .*", first["waits for"])
+    assert first[str(last)] == "gathering unit '3', in flight"
+    assert first[str(last - 1)] == "gathering unit '2', finished"
+    assert (int(second["collectives"]), second["waits for"]) == (last - 1, "nobody")
+    assert zero("report", tmp_path / "reports") == 0
+    said = capsys.readouterr().out
+    assert f"launched: collectives = {last} on rank 0; {last - 1} on rank 1" in said
+    assert "look at rank 1 first: rank 0 waits for it" in said
+
+
+@pytest.mark.parametrize(
+    ("way", "answer"), [("handles", "mine"), ("handles-in-c", "most recent call first")]
+)
+def test_a_handler_of_the_users_stays(tmp_path: Path, job: Job, way: str, answer: str) -> None:
+    """Schedulers send SIGUSR1 too, and programs have learned to answer."""
+    for process in (ranks := job(way)):
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+    assert answer in ranks[1].stdout.readline()
+    assert not _reports(tmp_path)
+
+
+ALONE: Final = """
+import os, signal, torch, zero_engine
+_, writes = os.pipe()
+os.set_blocking(writes, False)
+signal.set_wakeup_fd(writes)
+zero_engine.shard(torch.nn.Linear(4, 4))
+assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+assert signal.set_wakeup_fd(-1) == writes
+if not os.fork():
+    zero_engine.full_param(torch.ones(1))
+assert os.wait()[1]
+assert not os.path.exists(os.environ["ZERO_REPORT"])
+print("so far, so good", flush=True)
+zero_engine.full_param(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("folder", ["reports", "off"])
+def test_only_the_rank_itself_writes_and_only_if_it_may(tmp_path: Path, folder: str) -> None:
+    """Workers of a DataLoader are forks; a wakeup fd is of an event loop that somebody runs."""
+    env = os.environ | {"ZERO_REPORT": folder}
+    ran = subprocess.run(
+        [sys.executable, "-c", ALONE], env=env, cwd=tmp_path, stdout=-1, check=False
+    )
+
+    assert ran.stdout == b"so far, so good\n"
+    assert len(_reports(tmp_path)) == (folder != "off")
+    assert not (tmp_path / "off").exists()
