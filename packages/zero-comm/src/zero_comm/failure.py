@@ -58,7 +58,8 @@ def install(model: Any, group: Group, write: Write) -> None:
 
     sys.excepthook = around(sys.excepthook, lambda _, error, __: error)
     threading.excepthook = around(threading.excepthook, lambda given: given.exc_value)
-    masks = re.findall(r"Sig(?:Ign|Cgt):\t(\w+)", Path("/proc/self/status").read_text())
+    status = Path("/proc/self/status")  # of Linux
+    masks = re.findall(r"Sig(?:Ign|Cgt):\t(\w+)", status.read_text()) if status.exists() else []
     is_taken = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)  # also in C
     if not is_taken and threading.current_thread() is threading.main_thread():
         _listen(write)
