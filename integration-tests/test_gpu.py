@@ -450,3 +450,14 @@ def test_random_numbers_of_a_device_are_those_of_both_runs() -> None:
     )
 
     assert found.is_equal, str(found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_sanitizer_changes_no_bit_on_a_device(stage: int, monkeypatch) -> None:
+    """Poison and copies are written on the stream that computes."""
+    expected, _ = _train(stage)
+    monkeypatch.setenv("ZERO_SANITIZE", "1")
+
+    losses, _ = _train(stage)
+
+    assert losses == expected

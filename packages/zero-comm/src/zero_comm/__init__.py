@@ -2,7 +2,7 @@
 
 # Layers, lowest first: errors, torch_private, logs, ranges, _native, build, watch, codecs, handle,
 # peer_memory, planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
-# hierarchical, window, failure, testing.
+# hierarchical, window, sanitize, failure, testing.
 
 from __future__ import annotations
 

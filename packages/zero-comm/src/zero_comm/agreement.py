@@ -14,7 +14,7 @@ from .group import Group
 
 
 def check_agreement(
-    facts: Mapping[str, str], *, group: Group, tag: int = 0, timeout_s: float = 30.0
+    facts: Mapping[str, str], *, group: Group, tag: int = 0, timeout_s: float | None = 30.0
 ) -> None:
     """Raise on every rank unless all ranks pass the same facts, in the same order. Collective.
 
@@ -22,7 +22,8 @@ def check_agreement(
         facts: What must be equal everywhere, by a name that a user understands.
         group: The ranks that must agree.
         tag: As for `all_gather_flat`.
-        timeout_s: How long to wait for a rank that does not call this, in seconds.
+        timeout_s: How long to wait for a rank that does not call this, in seconds; the group's own
+            timeout when None.
 
     Raises:
         AgreementError: Names the first fact that differs, the ranks and both values.

@@ -88,6 +88,13 @@ def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
         )
 
 
+def _is_asked_to_sanitize() -> bool:
+    value = os.environ.get("ZERO_SANITIZE", "0")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"expected ZERO_SANITIZE to be 0 or 1, got {value!r}")
+    return value == "1"
+
+
 @names_fields
 @frozen
 class ZeroConfig:
@@ -133,6 +140,8 @@ class ZeroConfig:
             node, `Wire(replicas=True)` shards over a node and averages over the nodes; and how they
             are written on the way: `Wire(params="int8", gradients="int4")`.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
+        sanitize: Check each use of memory and each collective, at several times the cost of a step:
+            see `zero_partition.sanitize`. What ZERO_SANITIZE=1 says when left out.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
@@ -160,6 +169,7 @@ class ZeroConfig:
     )
     wire: Wire = field(default=Wire(), validator=[is_kind(Wire), _check_wire], kw_only=True)
     timeout_s: float = field(default=60.0, validator=at_least(0.001, (int, float)), kw_only=True)
+    sanitize: bool = field(factory=_is_asked_to_sanitize, validator=is_kind(bool), kw_only=True)
 
     @classmethod
     def from_deepspeed(
@@ -216,4 +226,5 @@ class ZeroConfig:
             state_dict=self.state_dict,
             wire=self.wire,
             timeout_s=self.timeout_s,
+            sanitize=self.sanitize,
         )

@@ -9,8 +9,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 import zero_partition
+from attrs import evolve
 from torch import nn
 from zero_comm import Group, collective, failure
+from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
 from zero_partition.seams import find_sharded
@@ -86,7 +88,11 @@ def shard(
         line = line_of(model, optimizer, config, group)
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
-    homes = homes_of(config.offload, group.device)
+    offload = config.offload
+    if config.sanitize and offload is not None and offload.path is not None:
+        disk = evolve(offload.disk or DiskSettings(), has_checksums=True)
+        offload = evolve(offload, disk=disk)
+    homes = homes_of(offload, group.device)
     try:
         partition(model, optimizer, config.for_partition, group=group, homes=homes)
     except BaseException:

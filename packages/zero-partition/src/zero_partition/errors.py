@@ -25,5 +25,9 @@ class OverlapError(StateError):
     """A parameter that is gathered already was to be gathered again."""
 
 
+class SanitizerError(StateError):
+    """Memory or values are not what they must be; see `PartitionConfig.sanitize`."""
+
+
 class LostEditError(StateError):
     """A gathered parameter was written in a way that cannot last."""

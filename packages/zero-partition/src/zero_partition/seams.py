@@ -3,6 +3,7 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
+from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
     DelayedOffload,
@@ -53,6 +54,7 @@ __all__ = [
     "Pending",
     "RestPlan",
     "RoomPlan",
+    "SanitizerError",
     "ShardedModel",
     "StateLoad",
     "StateParts",

@@ -43,6 +43,7 @@ from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
+from zero_partition.sanitize import sanitize
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_model
@@ -328,7 +329,7 @@ def partition(
     config = evolve(config, **options)
     has_home = homes.params is not None
     config.wire.check(config.placements, has_home=has_home)
-    routes = config.wire.routes(group, timeout_s=config.timeout_s)
+    routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
@@ -379,6 +380,8 @@ def partition(
         install_optimizer_hooks(optimizer, sharded)
         if sharded.shards_state:
             install_state_dict_hooks_of(optimizer, sharded)
+    if config.sanitize:
+        sanitize(sharded, given)
     for plan in plans if _LOG.isEnabledFor(logging.DEBUG) else ():
         params = [param for buffer in plan.buffers for param in buffer.params]
         cuts = ", ".join(sorted({str(param.cut) for param in params}))
@@ -414,6 +417,7 @@ def _describe(
         },
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
+        "sanitize": str(config.sanitize),
         "shards of parameters are kept": homes.place,
         "the optimizer's steps taken elsewhere": "no" if homes.open_state is None else when,
         "parameters sharded by Init": f"{len(early)} from {early[0]!r} on ({found:08x})"

@@ -40,6 +40,7 @@ class PartitionConfig:
         wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
             left out.
         timeout_s: How long to wait for ranks that do not call `partition`, in seconds.
+        sanitize: Check each use of memory and each collective; see `zero_partition.sanitize`.
     """
 
     placements: Placements = STAGES[Stage.THREE]
@@ -54,3 +55,4 @@ class PartitionConfig:
     state_dict: StateDictKind = "raise"
     wire: Wire = AS_ONE
     timeout_s: float = 60.0
+    sanitize: bool = False

@@ -228,16 +228,18 @@ class _ModuleHooks(Bound):
         call = checkpoint_call()
         goes_to_host = call is not None and call["info"].cpu_offload
         left_out = self._left_out(call)
-        for attribute, place in self.places.items():
-            if attribute in left_out:
-                continue
+        given = {a: place for a, place in self.places.items() if a not in left_out}
+        for attribute, place in given.items():
             name = prefix + attribute
             exact = self._exact.pop(attribute, None)
+            if exact is None and not place.is_gathered:  # modules inside may have resharded it
+                place.unit.unshard(self.sharded.schedule.pool)
             if name in state:
                 value = state[name].detach() if exact is None else exact
                 state[name] = value.to("cpu" if goes_to_host else value.device, copy=True)
-            if not self.sharded.schedule.is_in_use(place.unit):
-                place.unit.reshard()
+        for unit in dict.fromkeys(place.unit for place in given.values()):
+            if not self.sharded.schedule.is_in_use(unit):
+                unit.reshard()
 
     def before_load(  # noqa: PLR0917 (torch passes them by position)
         self,

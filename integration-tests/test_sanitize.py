@@ -1,0 +1,287 @@
+"""The sanitizer finds each kind of fault, by name, and nothing else; numbers are what they are."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+from parity import ZeroConfig
+from residences import Blocks, Cell, assert_same, parts_of, sharded, train
+from torch import Tensor, nn
+from zero_ckpt import checkpoint
+from zero_comm import AgreementError, Group, all_gather_flat
+from zero_engine import Offload, Precision
+from zero_offload import StoreError, TornStepError
+from zero_partition import Wire
+from zero_partition.seams import SanitizerError, offload_states, reload_states, require_sharded
+
+WIDTH: Final = 8
+
+
+def _sharded(
+    group: Group, stage: int, *, num_layers: int = 3, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
+    )
+    optimizer = parity.adamw(model)
+    config = ZeroConfig(stage, sanitize=True, **settings)
+    zero_engine.shard(model, optimizer, config, group=group)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, *, extra: Any = lambda: 0.0) -> None:
+    (model(torch.ones(2, WIDTH)).square().mean() + extra()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _found(model: nn.Module, optimizer: torch.optim.Optimizer, *texts: str, **options: Any) -> None:
+    """The next steps raise an error that says all this."""
+    with pytest.raises(SanitizerError) as found:
+        for _ in range(2):
+            _step(model, optimizer, **options)
+    assert all(text in str(found.value) for text in texts), str(found.value)
+
+
+# ---- Nothing is found where nothing is wrong ----
+
+
+class Shift(nn.Module):
+    """A unit whose output views its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(parity.WIDTH))
+
+    def forward(self) -> Tensor:  # noqa: D102
+        return self.value[:]
+
+
+class Recomputed(Blocks):
+    """Its blocks are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ModuleList(Shift() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens) + self.frozen
+        for block, shift in zip(self.blocks, self.shifts, strict=True):
+            x = checkpoint(block, x) + shift()
+        return self.head(x).float()
+
+
+CLEAN: Final[dict[str, tuple[Cell | None, dict[str, Any]]]] = {
+    **{f"stage {stage}": (None, {"stage": stage}) for stage in parity.STAGES},
+    "window 1": (None, {"window": 1}),
+    "host": (Cell(3, "host", "host"), {}),
+    "disk": (Cell(3, "disk", "disk"), {}),
+    "poisoned": (Cell(3, "disk", "disk", residence="poisoned"), {}),
+    "stage 2, disk": (Cell(2, "disk"), {"stage": 2}),
+    "masters": (None, {"precision": Precision(params=torch.bfloat16)}),
+    "codecs": (None, {"wire": Wire(levels=2, params="int8", gradients="int8")}),
+    "stage 2, codecs": (
+        None,
+        {"stage": 2, "wire": Wire(levels=1, params="int8", gradients="int4")},
+    ),
+    "small": (None, {"small_param_numel": 20}),
+}
+
+
+@pytest.mark.parametrize("case", CLEAN)
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_sanitized_training_has_the_bits_of_another(
+    group: Group, tmp_path: Path, case: str
+) -> None:
+    """What it finds else would be its own doing, and a fault might go when it is looked for."""
+    cell, settings = CLEAN[case]
+
+    def run(*, sanitize: bool) -> dict[str, Any]:
+        options = {"make": Recomputed, "sanitize": sanitize, **settings}
+        with sharded(group, cell, tmp_path, **options) as (model, optimizer):
+            losses = train(model, optimizer, group.rank)
+            return parts_of(model, optimizer) | {"losses": losses}
+
+    assert_same(run(sanitize=True), run(sanitize=False), case)
+
+
+def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is not to be changed can be sanitized."""
+    monkeypatch.setenv("ZERO_SANITIZE", "1")
+
+    assert ZeroConfig().sanitize
+    assert not ZeroConfig(sanitize=False).sanitize
+
+
+# ---- Each kind of fault ----
+
+
+def _keep_alias(model: nn.Module, aliases: list[Tensor]) -> None:
+    model[0].register_forward_hook(lambda module, *_: aliases.append(module.weight.data))
+
+
+@pytest.mark.parametrize("reads", ["inside", "in the loss"])
+def test_a_weight_that_is_read_after_its_turn_is_found(group: Group, reads: str) -> None:
+    """The slot may hold another unit's values by then, and the loss would be wrong in silence."""
+    model, optimizer = _sharded(group, stage=3)
+    aliases: list[Tensor] = []
+    _keep_alias(model, aliases)
+    if reads == "inside":
+        model[2].register_forward_hook(lambda _, __, output: output + aliases[-1].sum())
+        texts, extra = ["the output of unit '2'"], lambda: 0.0
+    else:
+        weight = lambda: aliases[-1].square().sum() * model[2].bias.sum()  # noqa: E731
+        texts, extra = ["gradient of unit '2', parameter '2.bias'"], weight
+
+    _found(model, optimizer, "unit '0', parameter '0.weight'", *texts, "alias", extra=extra)
+
+
+def test_a_weight_that_is_written_after_its_turn_is_found(group: Group) -> None:
+    """The write is lost, or changes another unit."""
+    model, optimizer = _sharded(group, stage=3)
+    aliases: list[Tensor] = []
+    _keep_alias(model, aliases)
+
+    def write() -> float:
+        aliases[-1][1, 2] = 0
+        return 0.0
+
+    rank = f"rank {group.rank}"
+    _found(model, optimizer, "unit '0', parameter '0.weight', element 10 of 64", rank, extra=write)
+
+
+@pytest.mark.parametrize(
+    ("name", "hit"), [("weight", "'0.bias', element 0"), ("bias", "'0.bias', element 8")]
+)
+def test_a_write_past_a_span_is_found(group: Group, name: str, hit: str) -> None:
+    """It changes what lies there, another parameter or nothing yet."""
+    model, optimizer = _sharded(group, stage=3)
+
+    def overrun(module: nn.Module, *_: Any) -> None:
+        weight = getattr(module, name).data
+        weight.as_strided((weight.numel() + 1,), (1,))[-1] = 0
+
+    model[0].register_forward_hook(overrun)
+
+    _found(model, optimizer, "unit '0'", hit, f"rank {group.rank}", "past the end of a view")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_flipped_bit_of_one_rank_is_found_by_all(
+    group: Group, stage: int, params: torch.dtype, reading: bool
+) -> None:
+    """Ranks would compute with different weights, and no loss shows it."""
+    group = group if reading else parity.by_messages()
+    model, optimizer = _sharded(group, stage, precision=Precision(params=params))
+    _step(model, optimizer)
+    if group.rank == 1:
+        shards = [p for p in optimizer.param_groups[0]["params"] if p.numel()]
+        shards[0].data.view(torch.int32)[0] ^= 1 << 20
+    dist.barrier(group.process_group)  # else the others may have read it before
+
+    is_sent = stage == 3 and reading and params is torch.float32
+    how = "checksum" if is_sent else "what the last step has left"
+    _found(model, optimizer, "unit '", "parameter '", "(rank 1)", how, "flipped bit")
+
+
+class _Flips(dict):
+    """Where state is parked; a bit of the first parameters changes there on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.left = rank
+
+    def allocate(self, sizes: dict[str, int]) -> None:
+        """Takes what comes."""
+
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
+        """Keep it."""
+        self[key] = source.clone()
+
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
+        """Give it back."""
+        into.copy_(self[key])
+        if key.startswith("params") and self.left:
+            into[0] ^= 4
+            self.left = 0
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bit_that_flips_while_state_is_parked_is_found(group: Group, stage: int) -> None:
+    """Host memory is where bits flip, and parameters are there for a whole phase."""
+    model, optimizer = _sharded(group, stage)
+    _step(model, optimizer)
+    offload_states(model, _Flips(group.rank))
+    reload_states(model)
+    dist.barrier(group.process_group)
+
+    _found(model, optimizer, "unit '", "parameter '", "(rank 1)", "flipped bit")
+
+
+def test_what_writes_to_a_slot_of_gradients_is_found(group: Group) -> None:
+    """The next gradient there would be added to it, or travel with it."""
+    model, optimizer = _sharded(group, stage=2)
+    _step(model, optimizer)
+    slot = require_sharded(model).reducer.pool.slots[0]
+    assert slot.memory is not None
+    slot.memory[-1] = 0
+
+    _found(model, optimizer, "the slot of its gradients", f"rank {group.rank}")
+
+
+def test_collectives_in_another_order_are_found(group: Group) -> None:
+    """With equal sizes they would mix values; else they might never end."""
+    model, optimizer = _sharded(group, stage=3)
+    _step(model, optimizer)
+    numels = (3, 4) if group.rank == 0 else (4, 3)
+
+    with pytest.raises(AgreementError, match=r"rank 0 .* \(3, 3\) .*rank 1 .* \(4, 4\)"):
+        for numel in numels:
+            out = torch.ones(numel * group.world_size)
+            all_gather_flat(out, splits=(numel,) * group.world_size, group=group).wait()
+
+
+LOST: Final[dict[str, tuple[Any, str]]] = {
+    "params": (SanitizerError, r"unit '.*', parameters .*\(rank \d\).*crc32"),
+    "optimizer": ((StoreError, TornStepError), r"optimizer-.*crc32"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_write_that_the_disk_has_lost_is_found(group: Group, tmp_path: Path, what: str) -> None:
+    """It reads as the values of a step before."""
+    folder = tmp_path / str(group.rank)
+    folder.mkdir()
+    options: dict[str, Any] = {"read_ahead": 0, "path": folder, "subgroup_bytes": 512}
+    offload = Offload(**{what: "disk"}, **options)
+    settings = {"offload": offload, "window": 1, "prefetch_numel": 0}
+    model, optimizer = _sharded(group, stage=3, num_layers=8, **settings)  # few are read ahead
+    _step(model, optimizer)
+    dict(optimizer.state.items())  # what is read has been written
+    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    before = {path: path.read_bytes() for path in files}
+    _step(model, optimizer)
+    dict(optimizer.state.items())
+    for path, content in before.items():
+        if path.read_bytes() != content:
+            stat = path.stat()
+            path.write_bytes(content)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    error, text = LOST[what]
+    with pytest.raises(error) as found:
+        _step(model, optimizer)
+    assert re.search(text, str(found.value)), str(found.value)

@@ -1,0 +1,84 @@
+"""For the sanitizer: calls of single objects that are checked, and launches that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial, wraps
+from threading import Thread
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from .agreement import check_agreement
+from .group import Group
+from .peer_memory import any_peers
+from .watch import Purpose
+
+_TAG: Final = -1  # of no other collective
+_CHECKS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()  # by object
+
+
+def check_calls(each: Any, verbs: str, checks: Any) -> None:
+    """Let `checks.verb(call, each, ...)` stand for these methods of one object. Local.
+
+    They are wrapped in its class, for good; other objects then pay one look-up for each call.
+    """
+    _CHECKS[each] = checks
+    for verb in verbs.split():
+        method = getattr(type(each), verb)
+        if not hasattr(method, "zero_checked"):
+            setattr(type(each), verb, _checked(method, verb.strip("_")))
+
+
+def _checked(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
+    @wraps(method, updated=())  # the mark of a range stays with the method
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        if (checks := _CHECKS.get(self)) is None:
+            return method(self, *args, **named)
+        return getattr(checks, verb)(partial(method, self), self, *args, **named)
+
+    run.zero_checked = True  # type: ignore[attr-defined]
+    return run
+
+
+class CompareLaunches:
+    """Ranks tell each other what they launch on a group, before they do; see `check_calls`.
+
+    Operation, numels, bytes of an element, codec and subject are compared; dtypes are not, nor are
+    control traffic and what other `Group` objects launch. Where ranks launch different things, the
+    launch raises AgreementError on all of them.
+    """
+
+    number = 0
+
+    def count(self, call: Callable[..., None], group: Group, *args: Any, **named: Any) -> None:
+        """Traffic is counted right before each launch."""
+        name, _, numels, *rest = args
+        if named.get("calls", 1) and name != "agree":
+            self.number += 1
+            purpose = group.purposes.get(named.get("tag", 0))
+            # In a gather to one rank, each says what it sends itself.
+            size = "" if name == "gather" else f", {numels} elements, {rest[-2]} bytes, {rest[-1]}"
+            what = f"{name} of {'no unit' if purpose is None else purpose.subject}{size}"
+            group.purposes[_TAG] = Purpose(f"{what} (collective {self.number})")
+            _compare({f"collective {self.number}": what}, group)
+        call(*args, **named)
+
+
+def _compare(said: dict[str, str], group: Group) -> None:
+    """Collective. Meanwhile peers may wait for this rank to read what they have launched before."""
+    check = partial(check_agreement, said, group=group, tag=_TAG, timeout_s=None)
+    if (peers := any_peers()) is None:
+        check()
+        return
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(check())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    peers.look_until(future.done, lambda: None)
+    future.result()

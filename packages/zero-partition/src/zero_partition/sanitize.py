@@ -1,0 +1,292 @@
+"""The sanitizer: memory whose turn has ended is poisoned, and values are compared at each use."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+from zero_comm import Group, all_gather_json
+from zero_comm.sanitize import CompareLaunches, check_calls
+
+from .errors import SanitizerError
+from .memory.flat_buffer import FlatBuffer
+from .plan.slots import Slot
+from .plan.stages import Placement
+from .run.gradients import BufferGradients
+from .run.sharded_model import ShardedModel
+from .run.unit import ShardState, Unit
+
+# NOTE(sanitizer): the ordinary code knows nothing of it: methods are wrapped. What a slot held when
+# its turn ended is kept beside it, and put back when the unit returns without a gather. So ranks
+# launch what they launch anyway, and every number is the same.
+
+_POISON: Final = 0xFF  # in each byte: a NaN of every floating dtype
+_CANARY: Final = 0xAB
+_MARK: Final = 0x7FE00000  # a NaN of float32; its other bits say which parameter's poison it is
+_ALIAS: Final = "usually an alias of a gathered weight was kept (a view, weight.data)"
+_PAST: Final = "usually a write past the end of a view (as_strided, a kernel with a wrong size)"
+_FLIP: Final = (
+    "usually a flipped bit, a write outside of step() (to .data, to its shards), or a step that "
+    "an exception has ended"
+)
+
+_Call: TypeAlias = Callable[..., None]  # of the method itself
+
+
+def sanitize(sharded: ShardedModel, group: Group) -> None:
+    """Check what this model does from now on, and what is launched on this group. Collective.
+
+    - A unit's slot is poison between its uses, until another unit has it. Writes in that time, and
+      writes past a span in the unit's turn, are found and named by what they hit. Reads give NaN;
+      where arithmetic keeps its bits, in float32 on the CPU, outputs of units and gradients are
+      searched for it, and it says whose poison it was. Slots of gradients are poisoned alike.
+    - What is gathered has the checksums that its owners had after the last step; after writes by
+      other means, and inside `unsharded()` where parameters are offloaded, it is not compared.
+    - Before each step: shards and masters in memory have changed through our functions only, and
+      parameters that rest whole alike on all ranks. An optimizer's state is not looked at.
+    - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
+    - What ranks launch is compared before they do: see `zero_comm.sanitize.CompareLaunches`.
+
+    Forward, backward and step then raise SanitizerError, which names unit, parameter and rank; or
+    zero_comm.AgreementError, where ranks launch different collectives.
+    """
+    checks = _Checks(sharded.whole.rank)
+    check_calls(sharded, "before_step after_step end_write", checks)
+    for unit in sharded.units:
+        verbs = "start_unshard unshard reshard give_up_slot release_slot _take_slot keep_views"
+        check_calls(unit, verbs, checks)
+    for gradients in sharded.reducer.gradients:
+        check_calls(gradients, "take use_accumulator leave_accumulator", checks)
+    for place in sharded.places:
+        checks.first.setdefault(place.buffer.index, len(checks.names))
+        checks.names.append(f"unit {place.unit.name!r}, parameter {place.name!r}")
+    checks.noted = checks.sums(sharded)
+    checks.announce(sharded)
+    for each in (group, *sharded.routes.groups):  # for good: ranks forget models in their own time
+        check_calls(each, "count", CompareLaunches())
+    if sharded.exposure is not None:  # what is read is counted, and is no collective
+        sharded.exposure.group = evolve(sharded.group)
+
+
+@define(eq=False)
+class _Checks:
+    """What is known of one model on one rank, for what is found to be held against."""
+
+    rank: int
+    names: list[str] = field(factory=list)  # of all parameters
+    first: dict[int, int] = field(factory=dict)  # by buffer: the number of its first parameter
+    held: dict[int, Tensor] = field(factory=dict)  # by unit: the bytes of its slot, as they were
+    poisoned: set[int] = field(factory=set)  # units whose slot is poison now
+    idle: WeakKeyDictionary[Slot, Any] = field(factory=WeakKeyDictionary)  # with what memory
+    noted: dict[str, int] = field(factory=dict)  # checksums of what rests
+    sent: dict[int, tuple[int, list[list[int]]]] = field(factory=dict)  # version; by rank, piece
+
+    # ---- Slots of units ----
+
+    def start_unshard(self, call: _Call, unit: Unit, pool: Any) -> None:
+        with self.reading(unit):
+            call(pool)
+
+    def unshard(self, call: _Call, unit: Unit, pool: Any) -> None:
+        if unit.is_resident and not unit.is_held:
+            self.restore(unit)
+            self.poisoned.discard(unit.index)
+        with self.reading(unit):
+            call(pool)
+        if unit.slot is not None and not unit.is_held and unit.index not in self.held:
+            self.keep(unit)
+
+    def reshard(self, call: _Call, unit: Unit) -> None:
+        is_whole = unit.state is ShardState.UNSHARDED and not unit.is_held
+        is_whole = is_whole and unit.index in self.held.keys() - self.poisoned
+        if is_whole:
+            self.check(unit, self.held[unit.index], "what was gathered", _PAST)
+        call()
+        if is_whole:
+            self.poison(unit, _memory(unit))
+            self.poisoned.add(unit.index)
+
+    def give_up_slot(self, call: _Call, unit: Unit, *pool: Any) -> None:
+        if not unit.depth:
+            unit.reshard()
+        self.restore(unit)  # secondary shards are copied from there
+        self.poisoned.discard(unit.index)
+        self.held.pop(unit.index, None)
+        call(*pool)
+
+    release_slot = take_slot = give_up_slot
+
+    def keep_views(self, call: _Call, unit: Unit, outputs: Iterable[Tensor]) -> None:
+        outputs = tuple(outputs)
+        self.restore(unit)
+        call(outputs)
+        if unit.index in self.poisoned:
+            self.poison(unit, _memory(unit))
+        self.look_for_poison(outputs, f"the output of unit {unit.name!r}")
+
+    def keep(self, unit: Unit) -> None:
+        """Its values have come, and stay as they are until `reshard`."""
+        memory = _memory(unit)
+        for buffer, full in _wholes(unit, memory):
+            version, rows = self.sent.get(buffer.index, (-1, []))
+            layout, is_known = buffer.plan.layout, version == unit.version and unit.copies is None
+            for rank, row in enumerate(rows if is_known else ()):
+                for piece, expected in zip(layout.pieces(rank), row, strict=True):
+                    span = piece.in_shard.shifted(layout.shard(rank).start)
+                    if (found := _checksum(full[span.as_slice()])) != expected:
+                        what = self.names[self.first[buffer.index] + piece.index]
+                        wanted = f"its shard as after the last step (checksum {expected:08x})"
+                        _fail(what, rank, wanted, f"{found:08x} on rank {self.rank}", _FLIP)
+            for gap in layout.gaps if unit.secondary is None else ():  # its copies are sent
+                full[gap.as_slice()].view(torch.uint8).fill_(_CANARY)
+        self.held[unit.index] = memory.clone()
+
+    def restore(self, unit: Unit) -> None:
+        if unit.index in self.poisoned:
+            expected = self.poison(unit, torch.empty_like(_memory(unit)))
+            self.check(unit, expected, "no use after its turn", _ALIAS)
+            _memory(unit).copy_(self.held[unit.index])
+
+    def poison(self, unit: Unit, memory: Tensor) -> Tensor:
+        memory.fill_(_POISON)
+        for buffer, full in _wholes(unit, memory):
+            for number, span in enumerate(buffer.plan.layout.spans, self.first[buffer.index]):
+                if full.dtype is torch.float32:
+                    full[span.as_slice()].view(torch.int32).fill_(_MARK + number)
+        return memory
+
+    def check(self, unit: Unit, expected: Tensor, wanted: str, cause: str) -> None:
+        memory, what = _memory(unit), f"unit {unit.name!r}, the rest of its slot"
+        if torch.equal(memory, expected):
+            return
+        byte = int((memory != expected).nonzero()[0])
+        for buffer, start in zip(unit.buffers, unit.plan.offsets, strict=False):
+            element = (byte - start) // buffer.plan.dtype.itemsize
+            for number, span in enumerate(buffer.plan.layout.spans, self.first[buffer.index]):
+                if span.start <= element < buffer.plan.layout.numel:  # or in the gap after it
+                    what = f"{self.names[number]}, element {element - span.start} of {span.numel}"
+        _fail(what, self.rank, wanted, "a write", cause)
+
+    def look_for_poison(self, tensors: Iterable[Tensor], where: str) -> None:
+        for tensor in tensors:
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            if is_plain and tensor.dtype is torch.float32 and not tensor.is_nested:
+                bits = tensor.detach()[tensor.detach().isnan()].view(torch.int32)
+                for number in (bits[bits & _MARK == _MARK] % 2**21)[:1].tolist():
+                    if number < len(self.names):  # else it is no poison
+                        found = f"a read, whose NaN is in {where}"
+                        _fail(self.names[number], self.rank, "no use after its turn", found, _ALIAS)
+
+    # ---- Slots of gradients ----
+
+    def take(self, call: _Call, g: BufferGradients, grads: Mapping[int, Tensor]) -> None:
+        for position, grad in grads.items():
+            name = self.names[self.first[g.buffer.index] + position]
+            self.look_for_poison([grad], f"the gradient of {name}")
+        call(grads)
+
+    def use_accumulator(self, call: _Call, g: BufferGradients, memory: Tensor, slot: Any) -> None:
+        known = None if slot is None else self.idle.pop(slot, None)
+        if known is not None and known() is slot.memory and (slot.memory != _POISON).any():
+            what = f"unit {g.unit.name!r}, the slot of its gradients"
+            _fail(what, self.rank, "no use between turns", "a write", _ALIAS)
+        call(memory, slot)
+
+    def leave_accumulator(self, call: _Call, g: BufferGradients) -> None:
+        if g.slot is not None and g.slot.memory is not None:
+            g.slot.memory.fill_(_POISON)
+            self.idle[g.slot] = ref(g.slot.memory)
+        call()
+
+    # ---- What rests ----
+
+    def before_step(self, call: _Call, model: ShardedModel, **named: Any) -> None:
+        now = {} if model.parked is not None else self.sums(model)
+        changed = [name for name, value in now.items() if self.noted.get(name, value) != value]
+        said = all_gather_json([changed, now], group=model.whole)
+        for rank, (names, theirs) in enumerate(said):
+            for name in names:
+                if any(other.get(name) != theirs[name] for _, other in said):
+                    _fail(name, rank, "what the last step has left", "other values", _FLIP)
+        call(**named)
+
+    def after_step(self, call: _Call, model: ShardedModel) -> None:
+        call()
+        self.noted = self.sums(model)
+        self.announce(model)
+
+    def end_write(self, call: _Call, model: ShardedModel, *only: Unit | None) -> None:
+        call(*only)
+        self.noted = self.sums(model)
+
+    def sums(self, model: ShardedModel) -> dict[str, int]:
+        """Of all that lies in memory of this rank, by what an error calls it."""
+        return {
+            f"{self.names[self.first[buffer.index] + position]}{kind}": _checksum(values)
+            for buffer in model.buffers
+            for kind, position, values in _resting(buffer)
+        }
+
+    def announce(self, model: ShardedModel) -> None:
+        """Tell all ranks the checksums of what this one gives in gathers. Collective."""
+        sharded = [unit for unit in model.units if unit.placement is Placement.SHARDED]
+        buffers = [(unit, buffer) for unit in sharded for buffer in unit.buffers]
+        mine = []
+        for unit, buffer in buffers:
+            with self.reading(unit):
+                values, codec = buffer.shard, buffer.gather_codec
+            if codec is not None and buffer.resting.codec is None:
+                values = codec.decode(codec.encode(values), torch.empty_like(values))
+            mine.append([_checksum(values[piece.in_shard.as_slice()]) for piece in buffer.pieces])
+        said = all_gather_json(mine, group=model.group) if buffers else []
+        for position, (unit, buffer) in enumerate(buffers):
+            self.sent[buffer.index] = unit.version, [row[position] for row in said]
+
+    @contextmanager
+    def reading(self, unit: Unit) -> Iterator[None]:
+        """What a store finds by checksums of its own is said by name."""
+        try:
+            yield
+        except OSError as error:
+            params = (param.name for buffer in unit.buffers for param in buffer.plan.params)
+            what = f"unit {unit.name!r}, parameters {', '.join(params)}"
+            _fail(what, self.rank, "what was written last", "other bytes", str(error))
+
+
+def _fail(what: str, rank: int, wanted: str, found: str, cause: str) -> NoReturn:
+    raise SanitizerError(f"{what} (rank {rank}): expected {wanted}, found {found}; {cause}")
+
+
+def _checksum(values: Tensor) -> int:
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.to("cpu", copy=True).numpy().data)  # NumPy pins what it has seen
+
+
+def _memory(unit: Unit) -> Tensor:
+    assert unit.slot is not None and unit.slot.memory is not None, "it has its slot"
+    return unit.slot.memory
+
+
+def _wholes(unit: Unit, memory: Tensor) -> Iterator[tuple[FlatBuffer, Tensor]]:
+    """Its buffers, and where each lies in a slot's memory."""
+    for start, buffer in zip(unit.plan.offsets, unit.buffers, strict=False):
+        yield buffer, memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
+
+
+def _resting(buffer: FlatBuffer) -> Iterator[tuple[str, int, Tensor]]:
+    """What lies in memory of this rank, by kind and position of the parameter."""
+    if buffer.whole is not None:
+        for position, span in enumerate(buffer.plan.layout.spans):
+            yield "", position, buffer.whole[span.as_slice()]
+    shard = None if buffer.is_view else buffer.resting.memory
+    master = buffer.training.memory if buffer.has_masters else None
+    for kind, memory in ((", its shard", shard), (", its master", master)):
+        if memory is not None:
+            for piece in buffer.pieces:
+                yield kind, piece.index, memory[piece.in_shard.as_slice()]
