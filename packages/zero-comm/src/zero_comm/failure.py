@@ -18,6 +18,7 @@ from .group import Group
 from .handle import Message
 from .logs import PACKAGES, rank_of_job
 from .peer_memory import Transfer
+from .watch import Launch
 
 # NOTE(signal): Python runs handlers in the main thread between two of its instructions, so never
 # while that waits in C, for gloo say. But the number is written to the wakeup fd at once, and a
@@ -113,5 +114,9 @@ def describe_launches(group: Group) -> dict[str, str]:
     if group.watch is None:
         traffic = group.log[-1].counted if group.log else {}
         return {f"{name} {subject}": str(n) for (name, subject, *_), n in tuple(traffic.items())}
+    return group.watch.describe(_in_flight)
+
+
+def _in_flight() -> list[Launch]:
     held = (found for found in gc.get_objects() if type(found) in (Message, Transfer))
-    return group.watch.describe([each.launch for each in held if each.launch is not None])
+    return [each.launch for each in held if each.launch is not None]

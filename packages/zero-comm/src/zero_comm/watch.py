@@ -285,21 +285,22 @@ class Watch:
             f"{self._divergence} (seen on rank {self._scope.rank}; this group can be used no more)"
         )
 
-    def describe(self, in_flight: Collection[Launch]) -> dict[str, str]:
+    def describe(self, in_flight: Callable[[], Collection[Launch]]) -> dict[str, str]:
         """What was launched last on groups of this scope, by number, and what is waited for. Local.
 
         Args:
-            in_flight: All of this rank's launches that were not waited for yet.
+            in_flight: Finds all of this rank's launches that were not waited for yet; called when
+                the rest has been read, as another thread goes on meanwhile.
         """
-        scope, waiting = self._scope, self._waiting
-        found = {"collectives": str(scope.num_launched), "waits for": "nobody"}
+        stop, recent, waiting = self._scope.num_launched, [*self._scope.recent], self._waiting
+        found = {"collectives": str(stop), "waits for": "nobody"}
         if waiting is not None:
             wait, since, _ = waiting
             rank, what = self._in_scope(wait.peer), wait.launch.purpose.what
             found["waits for"] = f"rank {rank} for {time.monotonic() - since:.0f} s in {what}"
-        flying = {(launch.watch.name, launch.key, launch.number) for launch in in_flight}
-        for number in range(max(0, scope.num_launched - NUM_RECENT), scope.num_launched):
-            name, key, count, operation, tag, purposes = scope.recent[number % NUM_RECENT]
+        flying = {(launch.watch.name, launch.key, launch.number) for launch in in_flight()}
+        for number in range(max(0, stop - NUM_RECENT), stop):
+            name, key, count, operation, tag, purposes = recent[number % NUM_RECENT]
             what = (purposes.get(tag) or Purpose(operation)).what
             is_flying = (name, key, count) in flying
             found[str(number + 1)] = f"{what}, {'in flight' if is_flying else 'finished'}"
