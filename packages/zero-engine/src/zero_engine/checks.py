@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import attrs
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from attrs import Attribute
 from torch import nn
-from zero_comm import Group, all_gather_json
+from zero_comm import Group
 
-from .errors import ConfigError, FileError
+from .errors import ConfigError
 
 Class = TypeVar("Class")
 
@@ -71,12 +71,6 @@ def names_fields(cls: type[Class]) -> type[Class]:
     return cls
 
 
-def check_folder(where: str, folder: Any) -> None:
-    """A path that is not empty: that would be the working directory."""
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
-
-
 def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:
     """Every name given is known; the error shows the nearest, and all there are."""
     known = sorted(known)
@@ -94,29 +88,6 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
-
-
-def together(
-    act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
-) -> list[Any]:
-    """Do it on every rank, and wait until all have; what it returned, by rank. Collective.
-
-    `act` returns what JSON can say. Where it fails on a rank, that rank raises its error, and all
-    others a FileError that says `what`. The timeout is the group's own when None.
-    """
-    problem, result = None, None
-    try:
-        result = act()
-    except Exception as error:
-        problem = error
-    mine = ["" if problem is None else f"{type(problem).__name__}: {problem}", result]
-    said = all_gather_json(mine, group=group, timeout_s=timeout_s)
-    if problem is not None:
-        raise problem
-    for rank, (theirs, _) in enumerate(said):
-        if theirs:
-            raise FileError(f"{what}: rank {rank} failed (seen on rank {group.rank}): {theirs}")
-    return [result for _, result in said]
 
 
 def default_group(model: nn.Module | None = None, *, timeout_s: float | None = None) -> Group:

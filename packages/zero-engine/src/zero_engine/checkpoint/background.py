@@ -23,10 +23,10 @@ from zero_offload import HostArena
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
 
-from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, naming
+from .folder import together
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
 

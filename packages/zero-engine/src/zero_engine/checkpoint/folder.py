@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
@@ -13,6 +14,7 @@ from typing import Any, Final, final
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from zero_comm import Group, all_gather_json
 from zero_partition.seams import StateSource
 
 from zero_engine.errors import ConfigError, FileError
@@ -392,3 +394,32 @@ def _find_damage(path: Path, facts: FileFacts) -> str | None:
         f"{path}: expected {facts.num_bytes} bytes of crc32 {facts.crc32:08x}, got {num_bytes} of "
         f"{crc32:08x}: it was damaged after it was saved"
     )
+
+
+def check_folder(where: str, folder: Any) -> None:
+    """A path that is not empty: that would be the working directory."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
+
+
+def together(
+    act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
+) -> list[Any]:
+    """Do it on every rank, and wait until all have; what it returned, by rank. Collective.
+
+    `act` returns what JSON can say. Where it fails on a rank, that rank raises its error, and all
+    others a FileError that says `what`. The timeout is the group's own when None.
+    """
+    problem, result = None, None
+    try:
+        result = act()
+    except Exception as error:
+        problem = error
+    mine = ["" if problem is None else f"{type(problem).__name__}: {problem}", result]
+    said = all_gather_json(mine, group=group, timeout_s=timeout_s)
+    if problem is not None:
+        raise problem
+    for rank, (theirs, _) in enumerate(said):
+        if theirs:
+            raise FileError(f"{what}: rank {rank} failed (seen on rank {group.rank}): {theirs}")
+    return [result for _, result in said]

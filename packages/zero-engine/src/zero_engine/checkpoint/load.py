@@ -23,11 +23,11 @@ from zero_partition.seams import (
     restore_loco,
 )
 
-from zero_engine.checks import check_folder, default_group, together
+from zero_engine.checks import default_group
 from zero_engine.errors import FileError
 
 from .deepspeed import DeepSpeedFolder, holds_deepspeed
-from .folder import Checkpoint, find_complete, holds_parts
+from .folder import Checkpoint, check_folder, find_complete, holds_parts, together
 from .pretrained import holds_weights
 from .ranges import Range
 from .save import restore_rngs, sharded_of

@@ -33,10 +33,9 @@ from zero_partition.seams import (
     plan_parts,
 )
 
-from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
-from .folder import LATEST, from_json, name_of, to_json
+from .folder import LATEST, from_json, name_of, to_json, together
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0

@@ -19,11 +19,11 @@ from zero_partition import StateError
 
 from zero_engine.checkpoint.deepspeed import holds_deepspeed, is_deepspeed
 from zero_engine.checkpoint.export import write_weights
-from zero_engine.checkpoint.folder import find_complete
+from zero_engine.checkpoint.folder import check_folder, find_complete, together
 from zero_engine.checkpoint.load import DeepSpeedLoadReport, load, load_deepspeed
 from zero_engine.checkpoint.save import save_as, warn_of_gradients
 from zero_engine.checkpoint.writer import SaveRequest
-from zero_engine.checks import check_flag, check_folder, together
+from zero_engine.checks import check_flag
 from zero_engine.deepspeed.loss_scale import (
     LossScaler,
     PendingOverflow,
