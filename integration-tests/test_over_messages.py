@@ -164,8 +164,12 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(("window", "is_ahead"), [(1, False), (2, True), (3, True)])
-def test_a_window_launches_gathers_ahead_of_use(_: Group, window: int, is_ahead: bool) -> None:
+def test_a_window_launches_gathers_ahead_of_use(ranks, window: int, is_ahead: bool) -> None:
     """It is what hides communication: while a unit computes, the next one's values travel."""
+    ranks(2).run(_look_ahead, window=window, is_ahead=is_ahead)
+
+
+def _look_ahead(_: Group, window: int, is_ahead: bool) -> None:
     config = ZeroConfig(3, window=window)
     model, optimizer = parity.build_sharded(parity.by_messages(), config, make=parity.Chain)
     units = [unit for unit in find_sharded(model).units if unit.name.startswith("layers.")]
