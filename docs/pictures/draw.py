@@ -290,25 +290,23 @@ def checkpoint(ranks: RankPool, folder: str) -> Figure:
 
 
 def wire(ranks: RankPool, folder: str) -> Figure:
-    """Time of a step against the rate between two nodes, from what `hatch run bench wire` wrote."""
-    times: dict[str, list[tuple[float, float]]] = {}
-    for path in sorted(RESULTS.glob("*-wire-*gbit.json")):
-        found = json.loads(path.read_text())
-        for row in found["rows"]:
-            at = (found["settings"]["gbit"], row["ms"])
-            times.setdefault(row["title"].removeprefix("ours, stage 3 on nodes, "), []).append(at)
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    """Time of a step between two nodes by what travels how, as `hatch run bench wire` found it."""
+    rows = {}
+    for path in sorted(RESULTS.glob("*-wire*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            rows[row["title"].removeprefix("ours, stage 3 on nodes, ")] = row
+    titles = sorted(rows, key=lambda title: -rows[title]["ms"])
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
     axis = figure.subplots()
-    for title, points in times.items():
-        rates, ms = zip(*sorted(points), strict=True)
-        axis.plot(rates, ms, marker="o", label=title)
-    axis.set_xscale("log")
-    axis.set_xticks(sorted({rate for points in times.values() for rate, _ in points}))
-    axis.minorticks_off()
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("Gbit/s between two nodes of two ranks")
-    axis.set_ylabel("ms of a step")
+    ms = [rows[title]["ms"] for title in titles]
+    network = [rows[title]["cable_s"] * 1e3 for title in titles]
+    axis.barh(titles, ms, color=EVENTS["compute"], label="a step")
+    axis.barh(titles, network, height=0.4, color=EVENTS["gather"], label="its bytes at 1 Gbit/s")
+    for row, title in enumerate(titles):
+        axis.text(ms[row], row, f" {rows[title]['node_bytes'] / 1e6:.0f} MB", va="center")
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.12 * max(ms))
+    axis.set_xlabel("ms; bytes that a node sends in a step")
     axis.legend()
     return figure
 
