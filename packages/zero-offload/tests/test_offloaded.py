@@ -196,55 +196,73 @@ def test_a_grad_scaler_unscales_skips_and_lowers_its_scale(unscales: bool, tmp_p
     assert_equal(outcomes[1], outcomes[0])
 
 
-def test_schedulers_and_groups_are_followed(tmp_path: Path) -> None:
+def _schedulers_and_groups(model: nn.Module, make: Callable[..., Optimizer]) -> list[float]:
     """Numbers are set in param_groups between steps, by whoever likes."""
-    outcomes = []
-    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["shared"](tmp_path))):
-        model = make_model()
-        weights = [param for param in model.parameters() if param.ndim > 1]
-        biases = [param for param in model.parameters() if param.ndim == 1]
-        optimizer = make([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 1e-4}])
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
-        losses = []
-        for step in range(5):
-            losses += train(model, optimizer, steps=range(step, step + 1)).losses
-            scheduler.step()
-        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
-
-    assert_equal(outcomes[1], outcomes[0])
+    weights = [param for param in model.parameters() if param.ndim > 1]
+    biases = [param for param in model.parameters() if param.ndim == 1]
+    optimizer = make([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 1e-4}])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
+    losses = []
+    for step in range(5):
+        losses += train(model, optimizer, steps=range(step, step + 1)).losses
+        scheduler.step()
+    return losses
 
 
-def test_a_group_may_be_added_between_steps(tmp_path: Path) -> None:
+def _a_group_added(model: nn.Module, make: Callable[..., Optimizer]) -> list[float]:
     """Gradual unfreezing does so; what is there already keeps its state."""
-    outcomes = []
-    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["disk"](tmp_path))):
-        model = make_model()
-        optimizer = make(model[4].parameters())
-        losses = train(model, optimizer, steps=range(2)).losses
-        model.zero_grad()
-        optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
-        losses += train(model, optimizer, steps=range(2, 5)).losses
-        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
-
-    assert_equal(outcomes[1], outcomes[0])
+    optimizer = make(model[4].parameters())
+    losses = train(model, optimizer, steps=range(2)).losses
+    model.zero_grad()
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
+    return losses + train(model, optimizer, steps=range(2, 5)).losses
 
 
-def test_parameters_without_gradient_cost_nothing_and_may_get_one_later(tmp_path: Path) -> None:
-    """Frozen models with adapters are passed whole."""
-    outcomes = []
-    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["disk"](tmp_path))):
-        model = make_model()
-        model[2].requires_grad_(False)
-        optimizer = make(model.parameters())
-        if isinstance(optimizer, OffloadedOptimizer):
-            assert optimizer.footprint.disk_bytes < 8 * (33 * 65 + 65 + 64 * 7 + 7) + 4096 * 8
-        losses = train(model, optimizer, steps=range(2)).losses
-        model[2].requires_grad_(True)
-        model[0].requires_grad_(False)
-        losses += train(model, optimizer, steps=range(2, 5)).losses
-        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
+def _frozen_by_turns(model: nn.Module, make: Callable[..., Optimizer]) -> list[float]:
+    """Frozen models with adapters are passed whole: what has no gradient costs nothing."""
+    model[2].requires_grad_(False)
+    optimizer = make(model.parameters())
+    if isinstance(optimizer, OffloadedOptimizer):
+        assert optimizer.footprint.disk_bytes < 8 * (33 * 65 + 65 + 64 * 7 + 7) + 4096 * 8
+    losses = train(model, optimizer, steps=range(2)).losses
+    model[2].requires_grad_(True)
+    model[0].requires_grad_(False)
+    return losses + train(model, optimizer, steps=range(2, 5)).losses
 
-    assert_equal(outcomes[1], outcomes[0])
+
+def _moved_between_steps(model: nn.Module, make: Callable[..., Optimizer]) -> list[float]:
+    """Loading with `assign`, and `model.to()`, put other memory under parameters."""
+    made, losses = make(model.parameters()), []
+    for step in range(4):
+        losses += train(model, made, steps=range(step, step + 1)).losses
+        for param in model.parameters():
+            param.data = param.data.clone()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("loop", "optimizer", "home"),
+    [
+        (_schedulers_and_groups, CPUAdam, "shared"),
+        (_a_group_added, CPUAdam, "disk"),
+        (_frozen_by_turns, CPUAdam, "disk"),
+        (_moved_between_steps, CPUAdam, None),
+        (_moved_between_steps, torch.optim.SGD, None),
+    ],
+)
+def test_what_users_do_between_steps_does_the_same(
+    tmp_path: Path, loop: Callable[..., list[float]], optimizer: type[Optimizer], home: str | None
+) -> None:
+    """As with the plain optimizer."""
+    options = {"lr": 1e-2, **(CUT if home is None else HOMES[home](tmp_path))}
+    plain, offloaded = make_model(), make_model()
+    expected = loop(plain, partial(optimizer, lr=1e-2))
+    found = loop(offloaded, partial(OffloadedOptimizer, optimizer=optimizer, **options))
+
+    assert_equal(
+        Outcome(found, [param.detach() for param in offloaded.parameters()]),
+        Outcome(expected, [param.detach() for param in plain.parameters()]),
+    )
 
 
 @pytest.mark.parametrize("grads", ["host", "device"])
@@ -305,23 +323,6 @@ def test_a_share_on_the_device_is_stepped_there_by_the_class_that_was_asked_for(
     # Native steps round in another order than torch's; a bf16 value may then be its neighbour.
     tolerance = 1e-6 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(actual.params, expected.params, rtol=tolerance, atol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", [CPUAdam, torch.optim.SGD])
-def test_parameters_may_move_between_steps(optimizer: type[Optimizer]) -> None:
-    """Loading with `assign`, and `model.to()`, put other memory under them."""
-    outcomes = []
-    for make in (optimizer, partial(OffloadedOptimizer, optimizer=optimizer, **CUT)):
-        model = make_model()
-        made = make(model.parameters(), lr=1e-2)
-        losses = []
-        for step in range(4):
-            losses += train(model, made, steps=range(step, step + 1)).losses
-            for param in model.parameters():
-                param.data = param.data.clone()
-        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
-
-    assert_equal(outcomes[1], outcomes[0])
 
 
 def test_a_steady_step_makes_few_calls() -> None:

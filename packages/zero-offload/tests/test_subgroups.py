@@ -49,62 +49,62 @@ def _plan(rng: np.random.Generator, items: list[Item]) -> tuple[tuple[SubGroup, 
     return plan_subgroups(items, shares), shares.subgroup_bytes
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_every_element_has_one_place_and_pieces_keep_their_order(seed: int) -> None:
+def test_every_element_has_one_place_and_pieces_keep_their_order() -> None:
     """Else an element is stepped twice, or never."""
-    rng = np.random.default_rng(seed)
-    items = _random_items(rng)
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        items = _random_items(rng)
 
-    groups, _ = _plan(rng, items)
+        groups, _ = _plan(rng, items)
 
-    pieces = [piece for group in groups for piece in group.pieces]
-    for index, item in enumerate(items):
-        own = [piece for piece in pieces if piece.item == index]
-        assert [piece.start for piece in own] == [0, *(piece.stop for piece in own[:-1])]
-        assert own[-1].stop == item.numel
-        assert len(own) == 1 or item.is_divisible
+        pieces = [piece for group in groups for piece in group.pieces]
+        for index, item in enumerate(items):
+            own = [piece for piece in pieces if piece.item == index]
+            assert [piece.start for piece in own] == [0, *(piece.stop for piece in own[:-1])]
+            assert own[-1].stop == item.numel
+            assert len(own) == 1 or item.is_divisible
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_entries_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size(seed: int) -> None:
+def test_entries_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size() -> None:
     """Three slots of that size are all the memory there is; what overlaps is overwritten."""
-    rng = np.random.default_rng(seed)
-    items = _random_items(rng)
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        items = _random_items(rng)
 
-    groups, subgroup_bytes = _plan(rng, items)
+        groups, subgroup_bytes = _plan(rng, items)
 
-    for group in groups:
-        end = 0
-        for entry in group.entries:
-            assert entry.offset_bytes >= end
-            assert entry.offset_bytes % ALIGN_BYTES == 0
-            end = entry.offset_bytes + entry.numel * entry.dtype.itemsize
-        is_on_disk = group.residence is Residence.DISK
-        assert end <= group.nbytes < end + (PAGE_BYTES if is_on_disk else ALIGN_BYTES)
-        assert group.nbytes % (PAGE_BYTES if is_on_disk else ALIGN_BYTES) == 0
-        least = max(items[p.item].nbytes(min(CUT_NUMEL, p.numel)) for p in group.pieces)
-        full = [piece for piece in group.pieces if piece.numel]
-        is_alone = len(full) == 1 and not items[full[0].item].is_divisible
-        assert is_alone or end <= max(subgroup_bytes, least)
-        assert len({items[piece.item].place for piece in group.pieces}) == 1
-        assert len(group.entries) == sum(len(items[p.item].entries) for p in group.pieces)
+        for group in groups:
+            end = 0
+            for entry in group.entries:
+                assert entry.offset_bytes >= end
+                assert entry.offset_bytes % ALIGN_BYTES == 0
+                end = entry.offset_bytes + entry.numel * entry.dtype.itemsize
+            is_on_disk = group.residence is Residence.DISK
+            assert end <= group.nbytes < end + (PAGE_BYTES if is_on_disk else ALIGN_BYTES)
+            assert group.nbytes % (PAGE_BYTES if is_on_disk else ALIGN_BYTES) == 0
+            least = max(items[p.item].nbytes(min(CUT_NUMEL, p.numel)) for p in group.pieces)
+            full = [piece for piece in group.pieces if piece.numel]
+            is_alone = len(full) == 1 and not items[full[0].item].is_divisible
+            assert is_alone or end <= max(subgroup_bytes, least)
+            assert len({items[piece.item].place for piece in group.pieces}) == 1
+            assert len(group.entries) == sum(len(items[p.item].entries) for p in group.pieces)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_shares_are_kept_to_one_cut(seed: int) -> None:
+def test_shares_are_kept_to_one_cut() -> None:
     """A fraction is how a user fits memory: twice as much on the device does not fit."""
-    rng = np.random.default_rng(seed)
-    numels = rng.integers(0, 50_000, size=rng.integers(1, 9)).tolist()
-    device, host = (rng.random(2) / 2).tolist()
-    items = [Item(numel, MOMENTS, is_divisible=True) for numel in numels]
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        numels = rng.integers(0, 50_000, size=rng.integers(1, 9)).tolist()
+        device, host = (rng.random(2) / 2).tolist()
+        items = [Item(numel, MOMENTS, is_divisible=True) for numel in numels]
 
-    shares = Shares(Residence.DISK, device, host, subgroup_bytes=4096, small_bytes=0)
-    groups = plan_subgroups(items, shares)
+        shares = Shares(Residence.DISK, device, host, subgroup_bytes=4096, small_bytes=0)
+        groups = plan_subgroups(items, shares)
 
-    total = sum(numels) * 8
-    for residence, share in ((Residence.DEVICE, device), (Residence.HOST, host)):
-        held = sum(group.nbytes for group in groups if group.residence is residence)
-        assert abs(held - total * share) <= CUT_NUMEL * 8 * 2 + ALIGN_BYTES * 2 * len(numels)
+        total = sum(numels) * 8
+        for residence, share in ((Residence.DEVICE, device), (Residence.HOST, host)):
+            held = sum(group.nbytes for group in groups if group.residence is residence)
+            assert abs(held - total * share) <= CUT_NUMEL * 8 * 2 + ALIGN_BYTES * 2 * len(numels)
 
 
 def test_small_subgroups_stay_in_memory() -> None:

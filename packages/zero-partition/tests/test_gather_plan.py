@@ -146,47 +146,47 @@ def _random_case(seed: int) -> tuple[list[Use], Extents, Limits]:
     return uses, extents, limits
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_units_in_use_at_once_never_share_a_slot(seed: int) -> None:
+def test_units_in_use_at_once_never_share_a_slot() -> None:
     """One would overwrite the other while something reads it."""
-    uses, extents, limits = _random_case(seed)
+    for seed in range(200):
+        uses, extents, limits = _random_case(seed)
 
-    slot_of = _slot_of(choose_slots(uses, extents, limits))
+        slot_of = _slot_of(choose_slots(uses, extents, limits))
 
-    assert all(choose_slots(uses, extents, limits))  # no slot without a unit
-    assert set(slot_of) == {unit for use in uses for unit in use.in_use}
-    for use in uses:
-        assert len({slot_of[unit] for unit in use.in_use}) == len(use.in_use)
+        assert all(choose_slots(uses, extents, limits))  # no slot without a unit
+        assert set(slot_of) == {unit for use in uses for unit in use.in_use}
+        for use in uses:
+            assert len({slot_of[unit] for unit in use.in_use}) == len(use.in_use)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another(seed: int) -> None:
+def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another() -> None:
     """Played back: what a launch overwrites is in use by no one, and launches keep the order."""
-    uses, extents, limits = _random_case(seed)
-    slot_of, gathers = _plan(uses, extents, limits)
+    for seed in range(200):
+        uses, extents, limits = _random_case(seed)
+        slot_of, gathers = _plan(uses, extents, limits)
 
-    launched = [gather.launched for gather in gathers]
-    assert launched == sorted(launched)
-    owner: dict[int, int] = {}
-    waiting: set[int] = set()
-    due = list(gathers)
-    for position in range(-1, len(uses)):
-        in_use: frozenset[int] = frozenset()
-        if position >= 0:
-            use = uses[position]
-            in_use = use.in_use
-            if due and (due[0].launched, due[0].used) == (position, position):  # at its use
-                owner[slot_of[use.unit]] = due.pop(0).unit
-            assert owner[slot_of[use.unit]] == use.unit
-            waiting.discard(use.unit)
-        while due and due[0].launched == position and due[0].used > position:
-            gather = due.pop(0)
-            assert owner.get(slot_of[gather.unit]) not in in_use
-            owner[slot_of[gather.unit]] = gather.unit
-            waiting.add(gather.unit)
-        if limits.prefetch_numel is not None:
-            assert sum(extents[unit].numel for unit in waiting) <= limits.prefetch_numel
-    assert not due
+        launched = [gather.launched for gather in gathers]
+        assert launched == sorted(launched)
+        owner: dict[int, int] = {}
+        waiting: set[int] = set()
+        due = list(gathers)
+        for position in range(-1, len(uses)):
+            in_use: frozenset[int] = frozenset()
+            if position >= 0:
+                use = uses[position]
+                in_use = use.in_use
+                if due and (due[0].launched, due[0].used) == (position, position):  # at its use
+                    owner[slot_of[use.unit]] = due.pop(0).unit
+                assert owner[slot_of[use.unit]] == use.unit
+                waiting.discard(use.unit)
+            while due and due[0].launched == position and due[0].used > position:
+                gather = due.pop(0)
+                assert owner.get(slot_of[gather.unit]) not in in_use
+                owner[slot_of[gather.unit]] = gather.unit
+                waiting.add(gather.unit)
+            if limits.prefetch_numel is not None:
+                assert sum(extents[unit].numel for unit in waiting) <= limits.prefetch_numel
+        assert not due
 
 
 @pytest.mark.parametrize(

@@ -25,82 +25,82 @@ def _random_layout(seed: int, kind: str) -> tuple[list[int], int, int, list[int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(100))
-def test_shards_cover_every_element_once(seed: int, kind: str) -> None:
+def test_shards_cover_every_element_once(kind: str) -> None:
     """Else an element is updated twice, or never, and training drifts silently."""
-    numels, world_size, _, _, layout = _random_layout(seed, kind)
-    seen = [np.zeros(numel, dtype=int) for numel in numels]
+    for seed in range(100):
+        numels, world_size, _, _, layout = _random_layout(seed, kind)
+        seen = [np.zeros(numel, dtype=int) for numel in numels]
 
-    for rank in range(world_size):
-        for piece in layout.pieces(rank):
-            seen[piece.index][piece.in_tensor.as_slice()] += 1
+        for rank in range(world_size):
+            for piece in layout.pieces(rank):
+                seen[piece.index][piece.in_tensor.as_slice()] += 1
 
-    assert all((counts == 1).all() for counts in seen)
-    assert sum(layout.splits) == layout.numel
-    assert sum(layout.payload_splits) == layout.payload_numel == sum(numels)
+        assert all((counts == 1).all() for counts in seen)
+        assert sum(layout.splits) == layout.numel
+        assert sum(layout.payload_splits) == layout.payload_numel == sum(numels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(100))
-def test_a_shard_holds_what_the_buffer_holds_there(seed: int, kind: str) -> None:
+def test_a_shard_holds_what_the_buffer_holds_there(kind: str) -> None:
     """The two coordinates of a piece must name the same element."""
-    numels, world_size, _, _, layout = _random_layout(seed, kind)
-    buffer = np.full(layout.numel, -1)
-    tensors = [np.arange(numel) + 1000 * i for i, numel in enumerate(numels)]
-    for span, tensor in zip(layout.spans, tensors, strict=True):
-        buffer[span.as_slice()] = tensor
+    for seed in range(100):
+        numels, world_size, _, _, layout = _random_layout(seed, kind)
+        buffer = np.full(layout.numel, -1)
+        tensors = [np.arange(numel) + 1000 * i for i, numel in enumerate(numels)]
+        for span, tensor in zip(layout.spans, tensors, strict=True):
+            buffer[span.as_slice()] = tensor
 
-    for rank in range(world_size):
-        shard = buffer[layout.shard(rank).as_slice()]
-        for piece in layout.pieces(rank):
-            expected = tensors[piece.index][piece.in_tensor.as_slice()]
+        for rank in range(world_size):
+            shard = buffer[layout.shard(rank).as_slice()]
+            for piece in layout.pieces(rank):
+                expected = tensors[piece.index][piece.in_tensor.as_slice()]
 
-            np.testing.assert_array_equal(shard[piece.in_shard.as_slice()], expected)
+                np.testing.assert_array_equal(shard[piece.in_shard.as_slice()], expected)
 
 
 @pytest.mark.parametrize("kind", ["even", "whole"])
-@pytest.mark.parametrize("seed", range(100))
-def test_tensors_and_shards_are_aligned(seed: int, kind: str) -> None:
+def test_tensors_and_shards_are_aligned(kind: str) -> None:
     """Vector kernels take another path, with other rounding, on an unaligned start."""
-    _, world_size, align, _, layout = _random_layout(seed, kind)
+    for seed in range(100):
+        _, world_size, align, _, layout = _random_layout(seed, kind)
 
-    assert all(span.start % align == 0 for span in layout.spans)
-    assert all(shard.start % align == 0 for shard in layout.shards)
-    assert len(layout.shards) == world_size
-    assert kind == "whole" or len(set(layout.splits)) == 1
+        assert all(span.start % align == 0 for span in layout.spans)
+        assert all(shard.start % align == 0 for shard in layout.shards)
+        assert len(layout.shards) == world_size
+        assert kind == "whole" or len(set(layout.splits)) == 1
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_tensor_lies_whole_with_its_owner(seed: int) -> None:
+def test_a_tensor_lies_whole_with_its_owner() -> None:
     """An optimizer that needs whole matrices must never see a part of one."""
-    numels, world_size, _, owners, layout = _random_layout(seed, "whole")
+    for seed in range(100):
+        numels, world_size, _, owners, layout = _random_layout(seed, "whole")
 
-    for rank in range(world_size):
-        for piece in layout.pieces(rank):
-            assert piece.in_tensor.numel == numels[piece.index]
-            assert owners[piece.index] == rank
+        for rank in range(world_size):
+            for piece in layout.pieces(rank):
+                assert piece.in_tensor.numel == numels[piece.index]
+                assert owners[piece.index] == rank
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_tensor_is_cut_on_multiples_of_its_grain(seed: int) -> None:
+def test_a_tensor_is_cut_on_multiples_of_its_grain() -> None:
     """A row or a block that two ranks share has no norm and no scale of its own."""
-    numels, world_size, _, grains, layout = _random_layout(seed, "cut")
+    for seed in range(100):
+        numels, world_size, _, grains, layout = _random_layout(seed, "cut")
 
-    for rank in range(world_size):
-        for piece in layout.pieces(rank):
-            grain, part = grains[piece.index], piece.in_tensor
-            assert part.start % grain == 0
-            assert part.stop % grain == 0 or part.stop == numels[piece.index]
+        for rank in range(world_size):
+            for piece in layout.pieces(rank):
+                grain, part = grains[piece.index], piece.in_tensor
+                assert part.start % grain == 0
+                assert part.stop % grain == 0 or part.stop == numels[piece.index]
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_cut_is_the_legal_one_nearest_to_even(seed: int) -> None:
+def test_a_cut_is_the_legal_one_nearest_to_even() -> None:
     """Half a grain, or half the padding, is all that a rank may have more than its share."""
-    _, world_size, align, grains, layout = _random_layout(seed, "cut")
-    coarsest = max(grains, default=1) + align
+    for seed in range(100):
+        _, world_size, align, grains, layout = _random_layout(seed, "cut")
+        coarsest = max(grains, default=1) + align
 
-    for rank, shard in enumerate(layout.shards):
-        assert abs(shard.start - layout.numel * rank / world_size) <= coarsest / 2 + align
+        for rank, shard in enumerate(layout.shards):
+            assert abs(shard.start - layout.numel * rank / world_size) <= coarsest / 2 + align
 
 
 def test_cuts_even_out_what_ranks_keep_elsewhere() -> None:
