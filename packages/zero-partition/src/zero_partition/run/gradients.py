@@ -796,7 +796,10 @@ class GradientReducer:
         Args:
             is_asked_for: The user drops them anyway; else earlier ones go with a warning.
         """
+        absent = [p for g in self.gradients for p in g.buffer.params if p.grad is None]
         self._flush()
+        for param in () if self.shards_state else absent:
+            param.grad = None  # what was still on its way is not what the user has left there
         if self._has_earlier and self.shards_state and not is_asked_for:
             warnings.warn(
                 "a backward ended in an exception: the gradients of the backwards before it, "
