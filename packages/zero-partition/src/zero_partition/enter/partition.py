@@ -43,7 +43,6 @@ from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
-from zero_partition.sanitize import sanitize
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_model
@@ -338,6 +337,8 @@ def partition(
         model, optimizer, config, world_size=group.world_size, rests=residence.rests
     )
     facts = _describe(model, plans, config, residence) | describe_optimizer(optimizer)
+    if config.sanitize:
+        facts["sanitize"] = "True"
     check_agreement(facts, group=routes.whole, timeout_s=config.timeout_s)
 
     residence.prepare(
@@ -381,6 +382,8 @@ def partition(
         if sharded.shards_state:
             install_state_dict_hooks_of(optimizer, sharded)
     if config.sanitize:
+        from zero_partition.sanitize import sanitize  # noqa: PLC0415 (nobody else needs it)
+
         sanitize(sharded, given)
     for plan in plans if _LOG.isEnabledFor(logging.DEBUG) else ():
         params = [param for buffer in plan.buffers for param in buffer.params]
@@ -417,7 +420,6 @@ def _describe(
         },
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
-        "sanitize": str(config.sanitize),
         "shards of parameters are kept": homes.place,
         "the optimizer's steps taken elsewhere": "no" if homes.open_state is None else when,
         "parameters sharded by Init": f"{len(early)} from {early[0]!r} on ({found:08x})"
