@@ -9,18 +9,13 @@ import pytest
 from zero_comm import AgreementError, CommError, Group, all_gather_json, check_agreement
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_that_agree_go_on(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_ranks_that_agree_go_on(group: Group) -> None:
     """Any text may be a fact, however long."""
-    facts = {"layout": "x" * 5000, "π": "∞", "empty": ""}
-
-    ranks(world_size).run(_agree, facts=[facts] * world_size)
+    check_agreement({"layout": "x" * 5000, "π": "∞", "empty": ""}, group=group)
 
 
-def _agree(group: Group, facts: list[dict[str, str]]) -> None:
-    check_agreement(facts[group.rank], group=group)
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("first", "other", "text"),
     [
@@ -34,11 +29,7 @@ def _agree(group: Group, facts: list[dict[str, str]]) -> None:
             {"unit b": "5"},
             r"rank 0 has unit a where rank 1 has unit b \(seen on rank {rank}\)",
         ),
-        (
-            {"a": "1", "b": "2"},
-            {"b": "2", "a": "1"},
-            r"rank 0 has a where rank 1 has b",
-        ),
+        ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, r"rank 0 has a where rank 1 has b"),
         ({"a": "1", "b": "2"}, {"a": "1"}, r"only rank 0 has b \(2\), comparing ranks 0 and 1"),
         ({"a": "1"}, {"a": "1", "b": "2"}, r"only rank 1 has b \(2\), comparing ranks 0 and 1"),
         ({}, {"a": "a" * 3000}, r"only rank 1 has a"),
@@ -46,45 +37,30 @@ def _agree(group: Group, facts: list[dict[str, str]]) -> None:
     ids=["value", "name", "order", "rank 0 has more", "rank 1 has more", "nothing"],
 )
 def test_every_rank_hears_what_differs(
-    ranks, first: dict[str, str], other: dict[str, str], text: str
+    group: Group, first: dict[str, str], other: dict[str, str], text: str
 ) -> None:
     """The fact, the ranks and both values, on all ranks: only one of the logs may be at hand."""
-    ranks(3).run(_disagree, facts=[first, other, first], text=text)
-
-
-def _disagree(group: Group, facts: list[dict[str, str]], text: str) -> None:
     with pytest.raises(AgreementError, match=text.format(rank=group.rank)):
-        check_agreement(facts[group.rank], group=group)
+        check_agreement(other if group.rank == 1 else first, group=group)
 
 
-def test_a_rank_that_stays_away_is_an_error_in_seconds(ranks) -> None:
+def test_a_rank_that_stays_away_is_an_error_in_seconds(group: Group) -> None:
     """The check exists because ranks go astray; it must not itself wait for ever."""
-    waited_s, _ = ranks(2).run(_agree_without_rank_1)
-
-    assert waited_s < 10
-
-
-def _agree_without_rank_1(group: Group) -> float:
     started = time.monotonic()
     if group.rank == 0:
         with pytest.raises(CommError, match=r"receiving from rank 1 did not finish within 0.5 s"):
             check_agreement({"a": "1"}, group=group, timeout_s=0.5)
-    return time.monotonic() - started
+    assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_hears_what_every_rank_says(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 3)
+def test_every_rank_hears_what_every_rank_says(group: Group) -> None:
     """Of different length each, and of every kind that JSON has."""
-    heard = ranks(world_size).run(_say)
-
-    assert heard == [[_words(rank) for rank in range(world_size)]] * world_size
+    with pytest.raises(TypeError):
+        all_gather_json({1}, group=group)  # no message was sent
+    heard = all_gather_json(_words(group.rank), group=group)
+    assert heard == [_words(rank) for rank in range(group.world_size)]
 
 
 def _words(rank: int) -> Any:
     return {"rank": rank, "list": ["ü"] * 100 * rank, "none": None, "big": 2**70, "x": 0.1, "": {}}
-
-
-def _say(group: Group) -> list[Any]:
-    with pytest.raises(TypeError):
-        all_gather_json({1}, group=group)  # no message was sent
-    return all_gather_json(_words(group.rank), group=group)

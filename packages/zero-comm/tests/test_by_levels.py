@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ FLOATS = [torch.float32, torch.bfloat16]
 SPLITS = [(300, 300, 300, 300), (1, 700, 0, 513)]
 
 each_node_size = pytest.mark.parametrize("size", [1, 2, 4])
+each_kept = pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
 
 
 def _values(rank: int, numel: int, dtype: torch.dtype = torch.float32, step: int = 0) -> Tensor:
@@ -111,54 +113,37 @@ def _there_and_back(codec: AbstractCodec, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.ranks(4)
 @each_node_size
-def test_each_hop_encodes_once_and_adds_in_order(ranks, splits: Sequence[int], size: int) -> None:
+def test_each_hop_encodes_once_and_adds_in_order(
+    group: Group, splits: Sequence[int], size: int
+) -> None:
     """Which rank has which chunk, in which order sums are taken, and how often they are rounded."""
-    results = ranks(4).run(_reduce_each, splits=splits, size=size)
+    levels = _levels(group, size)
+    for name, dtype in product(NAMES, FLOATS):
+        oracle = _Oracle(parse_codec(name))
+        oracle.dtype = dtype
+        values = [_values(rank, sum(splits), dtype) for rank in range(4)]
+        expected = oracle.reduce(values, splits, size)[group.rank]
+        how = {"splits": splits, "levels": levels, "codec": parse_codec(name)}
+        buffer, in_place = (values[group.rank].clone() for _ in range(2))
+        own = _chunk(in_place, splits, group.rank)
+        total = reduce_scatter_by_levels(buffer, op=Reduction.SUM, **how).wait()
 
-    for name in NAMES:
-        for dtype in FLOATS:
-            oracle = _Oracle(parse_codec(name))
-            oracle.dtype = dtype
-            values = [_values(rank, sum(splits), dtype) for rank in range(4)]
-            totals = oracle.reduce(values, splits, size)
-            for rank, got in enumerate(results):
-                assert torch.equal(got[name, dtype, "sum"], totals[rank].to(dtype)), (name, dtype)
-                mean = (totals[rank] / 4).to(dtype)
-                assert torch.equal(got[name, dtype, "mean"], mean), (name, dtype)
-                assert torch.equal(got[name, dtype, "buffer"], values[rank]), (name, dtype)
-
-
-def _reduce_each(group: Group, splits: Sequence[int], size: int) -> dict[tuple, Tensor]:
-    levels, results = _levels(group, size), {}
-    for name in NAMES:
-        for dtype in FLOATS:
-            buffer = _values(group.rank, sum(splits), dtype)
-            how = {"splits": splits, "levels": levels, "codec": parse_codec(name)}
-            total = reduce_scatter_by_levels(buffer, op=Reduction.SUM, **how).wait()
-            in_place = buffer.clone()
-            own = _chunk(in_place, splits, group.rank)
-            assert reduce_scatter_by_levels(in_place, out=own, **how).wait() is own
-            results[name, dtype, "sum"] = total
-            results[name, dtype, "mean"] = own.clone()
-            results[name, dtype, "buffer"] = buffer
-    return results
+        assert reduce_scatter_by_levels(in_place, out=own, **how).wait() is own
+        assert torch.equal(total, expected.to(dtype)), (name, dtype)
+        assert torch.equal(own, (expected / 4).to(dtype)), (name, dtype)
+        assert torch.equal(buffer, values[group.rank]), (name, dtype)
 
 
+@pytest.mark.ranks(4)
 @each_node_size
-def test_without_a_codec_it_is_a_reduce_scatter(ranks, size: int) -> None:
+def test_without_a_codec_it_is_a_reduce_scatter(group: Group, size: int) -> None:
     """Levels say which way values go, and not what comes out."""
-    splits = SPLITS[1]
-    for two_hops, one in ranks(4).run(_both, splits=splits, size=size):
-        assert torch.allclose(two_hops, one, rtol=1e-5, atol=1e-6)
-
-
-def _both(group: Group, splits: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
-    buffer = _values(group.rank, sum(splits))
-    return (
-        reduce_scatter_by_levels(buffer, splits=splits, levels=_levels(group, size)).wait(),
-        reduce_scatter_flat(buffer, splits=splits, group=group).wait(),
-    )
+    splits, buffer = SPLITS[1], _values(group.rank, sum(SPLITS[1]))
+    two_hops = reduce_scatter_by_levels(buffer, splits=splits, levels=_levels(group, size)).wait()
+    one = reduce_scatter_flat(buffer, splits=splits, group=group).wait()
+    assert torch.allclose(two_hops, one, rtol=1e-5, atol=1e-6)
 
 
 def test_alone_values_stay_exact() -> None:
@@ -174,134 +159,93 @@ def test_alone_values_stay_exact() -> None:
 SHAPES = [(40, 30), (7,), (3,), (5, 5, 5), (0,), ()]
 
 
+@pytest.mark.ranks(4)
 @each_node_size
-def test_tensors_that_do_not_divide_are_cut_unevenly(ranks, size: int) -> None:
+def test_tensors_that_do_not_divide_are_cut_unevenly(group: Group, size: int) -> None:
     """Biases and odd vocabularies exist; to fall back to an exact reduction is to hide the cost."""
-    codec = Blockwise(4)
-    results = ranks(4).run(_reduce_lists, size=size)
-
+    tensors, totals = [], []
     for index, shape in enumerate(SHAPES):
-        numel = torch.Size(shape).numel()
+        numel, dtype = torch.Size(shape).numel(), FLOATS[index % 2]
         step = -(-numel // 4)
         splits = [max(0, min(step, numel - rank * step)) for rank in range(4)]
-        dtype = FLOATS[index % 2]
         values = [_values(rank, numel, dtype, index) for rank in range(4)]
-        totals = _Oracle(codec).reduce(values, splits, size)
-        for rank, parts in enumerate(results):
-            assert torch.equal(parts[index], (totals[rank] / 4).to(dtype)), (shape, rank)
+        tensors.append(values[group.rank].view(shape))
+        totals.append(_Oracle(Blockwise(4)).reduce(values, splits, size)[group.rank])
+    parts = all_to_all_quant_reduce(tensors, _levels(group, size)).wait()
 
-
-def _reduce_lists(group: Group, size: int) -> list[Tensor]:
-    tensors = [
-        _values(group.rank, torch.Size(shape).numel(), FLOATS[index % 2], index).view(shape)
-        for index, shape in enumerate(SHAPES)
-    ]
-    return all_to_all_quant_reduce(tensors, _levels(group, size)).wait()
+    for shape, tensor, part, total in zip(SHAPES, tensors, parts, totals, strict=True):
+        assert torch.equal(part, (total / 4).to(tensor.dtype)), shape
 
 
 # ---- Errors that are fed back ----
 
 
-@pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
+@pytest.mark.ranks(4)
+@each_kept
 @each_node_size
-def test_errors_are_fed_back_in_each_hop(ranks, size: int, kept: AbstractCodec | None) -> None:
+def test_errors_are_fed_back_in_each_hop(
+    group: Group, size: int, kept: AbstractCodec | None
+) -> None:
     """Bit for bit over several steps and a reset, so that what is kept is what the paper keeps."""
     splits, loco = SPLITS[1], Loco(err_beta=0.8, reset_T=3, kept=kept)
-    oracle = _Oracle(Blockwise(4), loco)
-    results = ranks(4).run(_reduce_often, splits=splits, size=size, loco=loco, num_steps=5)
-
+    oracle, levels = _Oracle(Blockwise(4), loco), _levels(group, size)
+    errors, errors_of_lists = LocoErrors(loco), LocoErrors(loco)
     for step in range(5):
         values = [_values(rank, sum(splits), step=step) for rank in range(4)]
-        totals = oracle.reduce(values, splits, size)
-        for rank, got in enumerate(results):
-            assert torch.equal(got[step], totals[rank] / 4), (step, rank)
-
-
-def _reduce_often(
-    group: Group, splits: Sequence[int], size: int, loco: Loco, num_steps: int
-) -> list[Tensor]:
-    levels, errors, tensors_errors = _levels(group, size), LocoErrors(loco), LocoErrors(loco)
-    results = []
-    for step in range(num_steps):
-        values = _values(group.rank, sum(splits), step=step)
+        mine, total = values[group.rank], oracle.reduce(values, splits, size)[group.rank]
         how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "errors": errors}
-        results.append(reduce_scatter_by_levels(values, **how).wait())
-        # Lists keep theirs just so; with an even cut the two are the same.
-        (part,) = all_to_all_loco_quant_reduce([values[:1200]], levels, tensors_errors).wait()
+        assert torch.equal(reduce_scatter_by_levels(mine, **how).wait(), total / 4), step
+        (part,) = all_to_all_loco_quant_reduce([mine[:1200]], levels, errors_of_lists).wait()
         assert part.numel() == 300
-    return results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
-def test_the_mean_over_many_reductions_becomes_exact(ranks, kept: AbstractCodec | None) -> None:
+@pytest.mark.ranks(4)
+@each_kept
+def test_the_mean_over_many_reductions_becomes_exact(
+    group: Group, kept: AbstractCodec | None
+) -> None:
     """That is what error feedback is for: what 4 bits lose now, they gain later."""
-    num_steps = 64
-    results = ranks(4).run(_reduce_the_same, kept=kept, num_steps=num_steps)
-    exact = sum(_values(rank, 1200) for rank in range(4)) / 4
-
-    for rank, (plain, fed_back) in enumerate(results):
-        wanted = exact[rank * 300 : (rank + 1) * 300]
-        # The largest value of a block is some 3.5, so half a scale is 0.25; 5 of them per hop are
-        # spread over all steps, and what keeping errors in 8 bits loses comes on top.
-        allowed = 2 * 5 * 0.3 / num_steps + (0 if kept is None else 0.005)
-        assert (fed_back - wanted).abs().max() < allowed
-        assert (fed_back - wanted).norm() < (plain - wanted).norm() / 10
-
-
-def _reduce_the_same(
-    group: Group, kept: AbstractCodec | None, num_steps: int
-) -> tuple[Tensor, Tensor]:
-    levels, values = _levels(group, 2), _values(group.rank, 1200)
-    errors = LocoErrors(Loco(kept=kept))
+    num_steps, levels, values = 64, _levels(group, 2), _values(group.rank, 1200)
     how = {"splits": (300,) * 4, "levels": levels, "codec": Blockwise(4)}
-    plain, fed_back = torch.zeros(2, 300)
+    errors, (plain, fed_back) = LocoErrors(Loco(kept=kept)), torch.zeros(2, 300)
     for _ in range(num_steps):
         plain += reduce_scatter_by_levels(values, **how).wait() / num_steps
         fed_back += reduce_scatter_by_levels(values, errors=errors, **how).wait() / num_steps
-    return plain, fed_back
+
+    wanted = (sum(_values(rank, 1200) for rank in range(4)) / 4).chunk(4)[group.rank]
+    # The largest value of a block is some 3.5, so half a scale is 0.25; 5 of them per hop are
+    # spread over all steps, and what keeping errors in 8 bits loses comes on top.
+    allowed = 2 * 5 * 0.3 / num_steps + (0 if kept is None else 0.005)
+    assert (fed_back - wanted).abs().max() < allowed
+    assert (fed_back - wanted).norm() < (plain - wanted).norm() / 10
 
 
-def test_an_overflow_is_seen_once(ranks) -> None:
+def test_an_overflow_is_seen_once(group: Group) -> None:
     """A nan among the errors would spoil every later step, until a reset."""
-    for spoilt, later in ranks(2).run(_reduce_an_inf):
-        assert spoilt.isnan().any()
-        assert later.isfinite().all()
-
-
-def _reduce_an_inf(group: Group) -> tuple[Tensor, Tensor]:
     levels, errors = _levels(group, 2), LocoErrors(Loco(kept=None))
     how = {"splits": (300, 300), "levels": levels, "codec": Blockwise(4), "errors": errors}
     values = _values(group.rank, 600)
     bad = values.clone()
     bad[[10, 400]] = torch.inf
-    return (
-        reduce_scatter_by_levels(bad, **how).wait(),
-        reduce_scatter_by_levels(values, **how).wait(),
-    )
+    assert reduce_scatter_by_levels(bad, **how).wait().isnan().any()
+    assert reduce_scatter_by_levels(values, **how).wait().isfinite().all()
 
 
-def test_errors_cost_what_they_are_kept_in(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_errors_cost_what_they_are_kept_in(group: Group) -> None:
     """A plan adds them up before anything is allocated: all chunks, and own chunks across nodes."""
-    for rank, (first, second) in enumerate(ranks(4).run(_errors_bytes)):
-        wire = Blockwise(8).wire_bytes
-        splits = SPLITS[1]
-        assert first == sum(map(wire, splits)) + sum(map(wire, splits[rank % 2 :: 2]))
-        assert second == 0
-
-
-def _errors_bytes(group: Group) -> tuple[int, int]:
-    errors, splits = LocoErrors(), SPLITS[1]
+    errors, splits, wire = LocoErrors(), SPLITS[1], Blockwise(8).wire_bytes
     how = {"splits": splits, "levels": _levels(group, 2), "codec": Blockwise(4), "errors": errors}
     reduce_scatter_by_levels(torch.zeros(sum(splits)), **how).wait()
-    first = errors.num_bytes
+    assert errors.num_bytes == sum(map(wire, (*splits, *splits[group.rank % 2 :: 2])))
     errors.reset()
-    return first, errors.num_bytes
+    assert errors.num_bytes == 0
 
 
 @pytest.mark.ranks(4)
 @each_node_size
-@pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
+@each_kept
 def test_reductions_go_on_from_errors_that_were_saved(
     group: Group, size: int, kept: AbstractCodec | None
 ) -> None:
@@ -345,20 +289,22 @@ def test_errors_of_another_buffer_are_refused(group: Group) -> None:
 # ---- Traffic, and what is refused ----
 
 
+@pytest.mark.ranks(4)
 @each_node_size
-def test_traffic_is_what_the_two_hops_send(ranks, size: int) -> None:
+def test_traffic_is_what_the_two_hops_send(group: Group, size: int) -> None:
     """ZeRO++'s quarter of M across nodes, exactly; integers, scales and padding apart."""
-    splits, payload = SPLITS[1], (1, 690, 0, 500)
-    for rank, operation in enumerate(
-        ranks(4).run(_count, splits=splits, payload=payload, size=size)
-    ):
-        node, local = divmod(rank, size)
-        mates = [r for r in range(4) if r % size != local]  # who gets what goes inside
-        counterparts = [r for r in range(4) if r % size == local and r // size != node]
+    splits, payload, levels = SPLITS[1], (1, 690, 0, 500), _levels(group, size)
+    how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "payload": payload}
+    with record_traffic(levels.whole) as traffic:
+        reduce_scatter_by_levels(torch.zeros(sum(splits)), **how).wait()
 
-        assert operation.calls == 1
-        assert operation.inside == _sent(mates, splits, payload)
-        assert operation.across == _sent(counterparts, splits, payload)
+    node, local = divmod(group.rank, size)
+    mates = [r for r in range(4) if r % size != local]  # who gets what goes inside
+    counterparts = [r for r in range(4) if r % size == local and r // size != node]
+    ((name, operation),) = traffic.operations.items()
+    assert (name, operation.calls) == ("reduce_scatter", 1)
+    assert operation.inside == _sent(mates, splits, payload)
+    assert operation.across == _sent(counterparts, splits, payload)
 
 
 def _sent(chunks: Sequence[int], splits: Sequence[int], payload: Sequence[int]) -> Sent:
@@ -369,25 +315,12 @@ def _sent(chunks: Sequence[int], splits: Sequence[int], payload: Sequence[int]) 
     return Sent(numel, values, integers - values, scales)
 
 
-def _count(group: Group, splits: Sequence[int], payload: Sequence[int], size: int):
-    levels = _levels(group, size)
-    how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "payload": payload}
-    with record_traffic(levels.whole) as traffic:
-        reduce_scatter_by_levels(torch.zeros(sum(splits)), **how).wait()
-    assert list(traffic.operations) == ["reduce_scatter"]
-    return traffic.operations["reduce_scatter"]
-
-
-def test_what_does_not_fit_is_refused(ranks) -> None:
+def test_what_does_not_fit_is_refused(group: Group) -> None:
     """Before anything travels, on every rank."""
-    ranks(2).run(_refuse)
     with pytest.raises(CodecError, match=r"err_beta in \[0, 1\), got 1"):
         Loco(err_beta=1)
     with pytest.raises(CodecError, match="at least 1 reduction, got 0"):
         Loco(reset_T=0)
-
-
-def _refuse(group: Group) -> None:
     levels, errors = _levels(group, 2), LocoErrors()
     how = {"levels": levels, "codec": Blockwise(4)}
     with pytest.raises(CodecError, match=r"int4 encodes .* got torch\.int64"):

@@ -21,7 +21,15 @@ from zero_comm import (
     reduce_scatter_coalesced,
 )
 
-WORLD_SIZES = [1, 2, 3, 4]
+COLLECTIVES = [
+    all_gather_coalesced,
+    reduce_scatter_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+]
+each_world = pytest.mark.ranks(1, 2, 3, 4)
+each_op = pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
+each_out = pytest.mark.parametrize("with_out", [False, True], ids=["allocated", "out given"])
 # Several sizes of several dtypes, mixed; nothing at all among them; more than one dimension.
 SHAPES = [
     ((3,), torch.float32),
@@ -60,59 +68,35 @@ def _assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("with_out", [False, True], ids=["allocated", "out given"])
-def test_all_gather_concatenates_in_rank_order(ranks, world_size: int, with_out: bool) -> None:
+@each_world
+@each_out
+def test_all_gather_concatenates_in_rank_order(group: Group, with_out: bool) -> None:
     """Each tensor by itself, whatever travelled beside it."""
-    lists = [_list(rank) for rank in range(world_size)]
+    lists = [_list(rank) for rank in range(group.world_size)]
     expected = [torch.cat([t.reshape(-1) for t in column]) for column in zip(*lists, strict=True)]
+    shards, out = _list(group.rank), [torch.ones_like(each) for each in expected]
+    full = all_gather_coalesced(shards, group=group, out=out if with_out else None).wait()
 
-    for got in ranks(world_size).run(_gather, with_out=with_out):
-        _assert_same(got, expected)
-
-
-def _gather(group: Group, with_out: bool) -> list[Tensor]:
-    shards = _list(group.rank)
-    out = None
-    if with_out:
-        out = [torch.ones(t.numel() * group.world_size, dtype=t.dtype) for t in shards]
-    full = all_gather_coalesced(shards, group=group, out=out).wait()
-
-    assert out is None or all(a is b for a, b in zip(full, out, strict=True))
-    _assert_same(shards, _list(group.rank))
-    return full
+    assert not with_out or all(a is b for a, b in zip(full, out, strict=True))
+    _assert_same(shards, lists[group.rank])
+    _assert_same(full, expected)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
-@pytest.mark.parametrize("with_out", [False, True], ids=["allocated", "out given"])
-def test_reduce_scatter_keeps_this_rank_s_rows(
-    ranks, world_size: int, op: Reduction, with_out: bool
-) -> None:
+@each_world
+@each_op
+@each_out
+def test_reduce_scatter_keeps_this_rank_s_rows(group: Group, op: Reduction, with_out: bool) -> None:
     """Bit for bit the sum in rank order, and the inputs stay what they were."""
-    with_integers = op is Reduction.SUM
+    world_size, with_integers = group.world_size, op is Reduction.SUM
     lists = [_list(rank, world_size, with_integers=with_integers) for rank in range(world_size)]
-    totals = [total.reshape(world_size, -1) for total in _flat(_reduced(lists, op), world_size)]
-
-    for rank, got in enumerate(ranks(world_size).run(_scatter, op=op, with_out=with_out)):
-        _assert_same(got, [total[rank] for total in totals])
-
-
-def _flat(tensors: list[Tensor], world_size: int) -> list[Tensor]:
-    return [tensor.reshape(world_size, tensor.numel() // world_size) for tensor in tensors]
-
-
-def _scatter(group: Group, op: Reduction, with_out: bool) -> list[Tensor]:
-    with_integers = op is Reduction.SUM
-    tensors = _list(group.rank, group.world_size, with_integers=with_integers)
-    out = None
-    if with_out:
-        out = [torch.ones(t.numel() // group.world_size, dtype=t.dtype) for t in tensors]
+    expected = [total.reshape(world_size, -1)[group.rank] for total in _reduced(lists, op)]
+    tensors = [tensor.clone() for tensor in lists[group.rank]]
+    out = [torch.ones_like(each) for each in expected] if with_out else None
     shards = reduce_scatter_coalesced(tensors, group=group, op=op, out=out).wait()
 
     assert out is None or all(a is b for a, b in zip(shards, out, strict=True))
-    _assert_same(tensors, _list(group.rank, group.world_size, with_integers=with_integers))
-    return shards
+    _assert_same(tensors, lists[group.rank])
+    _assert_same(shards, expected)
 
 
 @pytest.mark.ranks(1, 2)
@@ -156,68 +140,43 @@ def test_tensors_may_be_written_as_soon_as_a_collective_was_launched(
         _assert_same(tensors, [torch.full((3,), expected)] * num_tensors)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_one_tensor_alone_is_copied_like_many(ranks, world_size: int) -> None:
+@each_world
+def test_one_tensor_alone_is_copied_like_many(group: Group) -> None:
     """A short cut that lends or scales the caller's gradient changes what the caller reads."""
-    for got in ranks(world_size).run(_scatter_one):
-        mean = (1 + world_size) / 2
-        torch.testing.assert_close(got, torch.full((3,), mean), rtol=0, atol=0)
-
-
-def _scatter_one(group: Group) -> Tensor:
     mine = torch.full((3 * group.world_size,), 1.0 + group.rank)
     handle = reduce_scatter_coalesced([mine], group=group)
     assert torch.equal(mine, torch.full_like(mine, 1.0 + group.rank))
     mine.fill_(-7)  # the caller's own again
     (shard,) = handle.wait()
     assert torch.equal(mine, torch.full_like(mine, -7))
-    return shard
+    assert torch.equal(shard, torch.full((3,), (1 + group.world_size) / 2))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
-def test_all_reduce_is_the_same_sum_everywhere(ranks, world_size: int, op: Reduction) -> None:
+@each_world
+@each_op
+def test_all_reduce_is_the_same_sum_everywhere(group: Group, op: Reduction) -> None:
     """In place, in rank order, for every shape and dtype of the list."""
     with_integers = op is Reduction.SUM
-    lists = [_list(rank, with_integers=with_integers) for rank in range(world_size)]
-    expected = _reduced(lists, op)
-
-    for got in ranks(world_size).run(_all_reduce, op=op):
-        _assert_same(got, expected)
-
-
-def _all_reduce(group: Group, op: Reduction) -> list[Tensor]:
-    tensors = _list(group.rank, with_integers=op is Reduction.SUM)
+    lists = [_list(rank, with_integers=with_integers) for rank in range(group.world_size)]
+    tensors = [tensor.clone() for tensor in lists[group.rank]]
     reduced = all_reduce_coalesced(tensors, group=group, op=op).wait()
 
     assert all(a is b for a, b in zip(reduced, tensors, strict=True))
-    return reduced
+    _assert_same(tensors, _reduced(lists, op))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_broadcast_overwrites_with_the_source_s(ranks, world_size: int) -> None:
+@each_world
+def test_broadcast_overwrites_with_the_source_s(group: Group) -> None:
     """Every rank's list becomes that of position `src`, in place."""
-    src = world_size - 1
-
-    for got in ranks(world_size).run(_broadcast, src=src):
-        _assert_same(got, _list(src))
-
-
-def _broadcast(group: Group, src: int) -> list[Tensor]:
-    tensors = _list(group.rank)
+    tensors, src = _list(group.rank), group.world_size - 1
     sent = broadcast_coalesced(tensors, group=group, src=src).wait()
 
     assert all(a is b for a, b in zip(sent, tensors, strict=True))
-    return tensors
+    _assert_same(tensors, _list(src))
 
 
-def test_parameters_can_be_handed_in_as_they_are(ranks) -> None:
+def test_parameters_can_be_handed_in_as_they_are(group: Group) -> None:
     """`model.parameters()` is what users have; autograd must neither record nor object."""
-    for result in ranks(2).run(_all_on_parameters):
-        assert result == {"same": True, "leaves": True, "graphs": 0}
-
-
-def _all_on_parameters(group: Group) -> dict[str, object]:
     torch.manual_seed(group.rank)
     params = list(nn.Linear(2, 2).parameters())
     broadcast_coalesced(params, group=group).wait()
@@ -226,36 +185,20 @@ def _all_on_parameters(group: Group) -> dict[str, object]:
     results += all_gather_coalesced(params, group=group).wait()
     first = nn.utils.parameters_to_vector(params).detach()
     copies = all_gather_coalesced([first], group=group).wait()[0].chunk(2)
-    return {
-        "same": torch.equal(copies[0], copies[1]),
-        "leaves": all(param.is_leaf and param.requires_grad for param in params),
-        "graphs": sum(result.requires_grad for result in results),
-    }
+
+    assert torch.equal(*copies)
+    assert all(param.is_leaf and param.requires_grad for param in params)
+    assert not any(result.requires_grad for result in results)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_to_send_is_fine(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_nothing_to_send_is_fine(group: Group) -> None:
     """A stage with no trainable parameters still calls every collective."""
-    assert ranks(world_size).run(_all_on_nothing) == [[[], [], [], []]] * world_size
-
-
-def _all_on_nothing(group: Group) -> list[list[Tensor]]:
-    return [
-        all_gather_coalesced([], group=group).wait(),
-        reduce_scatter_coalesced([], group=group).wait(),
-        all_reduce_coalesced([], group=group).wait(),
-        broadcast_coalesced([], group=group).wait(),
-    ]
+    for collective in COLLECTIVES:
+        assert collective([], group=group).wait() == []
 
 
 # ---- Misuse ----
-
-COLLECTIVES = [
-    all_gather_coalesced,
-    reduce_scatter_coalesced,
-    all_reduce_coalesced,
-    broadcast_coalesced,
-]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transports import MESSAGES, READS, each_way, over, worlds
+from transports import MESSAGES, READS, each_way, each_world, over
 from zero_comm import (
     BACKENDS,
     CommError,
@@ -37,7 +37,8 @@ SPLITS = [
     *((4, 4, 4), (5, 0, 2), (255, 256, 1), (0, 0, 0)),
     *((3, 3, 3, 3), (1, 700, 0, 513), (0, 0, 9, 0)),
 ]
-EACH_SPLITS = each_way(SPLITS)
+each_splits = each_way(SPLITS)
+each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 FLOATS = [torch.float32, torch.bfloat16]
 CODECS = ["none", "int8", "int4", "int8:8", "bf16", "fp32"]
@@ -86,38 +87,23 @@ def _reduced(
 # ---- All-gather ----
 
 
-@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
+@each_splits
 def test_all_gather_puts_each_shard_in_its_rank_s_chunk(
-    ranks, splits: Sequence[int], transport: str
+    group: Group, splits: Sequence[int], transport: str
 ) -> None:
     """Parameters are views of the buffer: one element off and every later one is another's.
 
     A rank's own chunk is rounded as its peers' are: else ranks would have different models.
     """
-    alone = len(splits) == 1
-    for results in ranks(len(splits)).run(_gather_each, splits=splits, transport=transport):
-        assert len(results) == len(GATHERED)
-        for (codec, dtype), fulls in results.items():
-            shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
-            arrived = torch.cat([_arrived(codec, shard) for shard in shards])
-            for how, full in fulls.items():
-                exact = alone and how != "from bytes"  # nothing travels
-                expected = torch.cat(shards) if exact else arrived
-                assert torch.equal(full, expected), (codec, dtype, how)
-
-
-def _gather_each(
-    group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     group = over(group, transport)
-    return {
-        (codec, dtype): {
-            how: _gather(group, splits, dtype, codec, how)
-            for how in ("in place", "from a shard", "from bytes")
-            if codec != "none" or how != "from bytes"
-        }
-        for codec, dtype in GATHERED
-    }
+    for (codec, dtype), how in product(GATHERED, ("in place", "from a shard", "from bytes")):
+        if codec == "none" and how == "from bytes":
+            continue
+        full = _gather(group, splits, dtype, codec, how)
+        shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
+        if group.world_size > 1 or how == "from bytes":  # else nothing travels
+            shards = [_arrived(codec, shard) for shard in shards]
+        assert torch.equal(full, torch.cat(shards)), (codec, dtype, how)
 
 
 def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, name: str, how: str) -> Tensor:
@@ -137,152 +123,93 @@ def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, name: str, 
     return full
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 4))
-def test_a_late_first_rank_moves_no_shard(ranks, world_size: int, transport: str) -> None:
+@each_world(2, 4)
+def test_a_late_first_rank_moves_no_shard(group: Group, transport: str) -> None:
     """Chunks follow rank, not arrival."""
-    splits = (3,) * world_size
-    expected = torch.cat([_values(rank, 3, torch.float32) for rank in range(world_size)])
-
-    for full in ranks(world_size).run(_gather_late, splits=splits, transport=transport):
-        assert torch.equal(full, expected)
-
-
-def _gather_late(group: Group, splits: Sequence[int], transport: str) -> Tensor:
-    group = over(group, transport)
+    group, splits = over(group, transport), (3,) * group.world_size
     if group.rank == 0:
         time.sleep(0.2)
-    return _gather(group, splits, torch.float32, "none", "in place")
+    full = _gather(group, splits, torch.float32, "none", "in place")
+    assert torch.equal(full, torch.cat([_values(rank, 3) for rank in range(group.world_size)]))
 
 
 # ---- Reductions ----
 
 
-@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
+@each_splits
 def test_reductions_add_what_was_sent_in_rank_order(
-    ranks, splits: Sequence[int], transport: str
+    group: Group, splits: Sequence[int], transport: str
 ) -> None:
     """Bit for bit, or a resumed or re-partitioned run is not the run that was saved.
 
     A rank's own contribution is rounded as its peers' are.
     """
-    results = ranks(len(splits)).run(_reduce_each, splits=splits, transport=transport)
-
-    for rank in range(len(splits)):
-        assert len(results[rank]) == len(REDUCED)
-        for (codec, dtype, op), got in results[rank].items():
-            total, how = _reduced(splits, dtype, op, codec), (codec, dtype, op)
-            sums = [_chunk(total, splits, peer) for peer in range(len(splits))]
-            sent = "none" if len(splits) == 1 else codec
-            everywhere = torch.cat([_arrived(sent, each) for each in sums])
-            assert torch.equal(got["scattered"], sums[rank]), how
-            assert torch.equal(got["scattered in place"], sums[rank]), how
-            assert torch.equal(got["everywhere"], everywhere), how
-            assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype)), how
-            if codec == "none":
-                assert torch.equal(got["everywhere, even"], total), how
-
-
-def _reduce_each(
-    group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[str, torch.dtype, Reduction], dict[str, Tensor]]:
     group = over(group, transport)
-    return {
-        (codec, dtype, op): _reduce(group, splits, dtype, op, codec) for codec, dtype, op in REDUCED
-    }
+    for codec, dtype, op in REDUCED:
+        _check_reductions(group, splits, dtype, op, codec)
 
 
-def _reduce(
+def _check_reductions(
     group: Group, splits: Sequence[int], dtype: torch.dtype, op: Reduction, codec: str = "none"
-) -> dict[str, Tensor]:
+) -> None:
+    total, what = _reduced(splits, dtype, op, codec), (codec, dtype, op)
+    sums = [_chunk(total, splits, peer) for peer in range(len(splits))]
+    sent = "none" if len(splits) == 1 else codec
     how: dict[str, Any] = {"group": group, "op": op, "codec": parse_codec(codec)}
     mine = _values(group.rank, sum(splits), dtype)
     buffer, in_place, given = mine.clone(), mine.clone(), mine.clone()
     own = _chunk(in_place, splits, group.rank)
     scattered = reduce_scatter_flat(buffer, splits=splits, **how).wait()
-    aliased = reduce_scatter_flat(in_place, splits=splits, out=own, **how).wait()
-    everywhere = all_reduce_flat(given, splits=splits, **how).wait()
+    assert reduce_scatter_flat(in_place, splits=splits, out=own, **how).wait() is own
+    assert all_reduce_flat(given, splits=splits, **how).wait() is given
 
-    assert aliased is own
-    assert everywhere is given
     assert scattered.data_ptr() != _chunk(buffer, splits, group.rank).data_ptr() or not own.numel()
-    return {
-        "scattered": scattered,
-        "scattered in place": aliased,
-        "untouched": buffer,
-        "everywhere": everywhere,
-        "everywhere, even": all_reduce_flat(mine, **how).wait(),
-    }
+    assert torch.equal(scattered, sums[group.rank]), what
+    assert torch.equal(own, sums[group.rank]), what
+    assert torch.equal(given, torch.cat([_arrived(sent, each) for each in sums])), what
+    assert torch.equal(buffer, mine), what
+    if codec == "none":
+        assert torch.equal(all_reduce_flat(mine, **how).wait(), total), what
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(1, 2, 3))
-def test_integers_are_summed_exactly(ranks, world_size: int, transport: str) -> None:
+@each_world(1, 2, 3)
+def test_integers_are_summed_exactly(group: Group, transport: str) -> None:
     """Counts and flags travel too; 2**53 + 1 does not survive a float."""
-    expected = world_size * (2**53 + 1)
-
-    assert ranks(world_size).run(_sum_integers, transport=transport) == [expected] * world_size
-
-
-def _sum_integers(group: Group, transport: str) -> int:
-    group = over(group, transport)
-    buffer = torch.full((1,), 2**53 + 1)
-    return int(all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait())
+    group, buffer = over(group, transport), torch.full((1,), 2**53 + 1)
+    total = all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait()
+    assert int(total) == group.world_size * (2**53 + 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
-def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int, transport: str) -> None:
+@each_world(2, 3)
+def test_a_long_buffer_is_as_exact_as_a_short_one(group: Group, transport: str) -> None:
     """Long messages travel in pieces, and a piece too few or too many is a wrong gradient."""
-    splits = [600_000 + 1000 * rank for rank in range(world_size)]  # more than a piece of either
-    total = _reduced(splits, torch.float32, Reduction.MEAN)
-
-    got = ranks(world_size).run(_reduce_long, splits=splits, transport=transport)
-
-    for rank in range(world_size):
-        assert torch.equal(got[rank]["scattered"], _chunk(total, splits, rank))
-        assert torch.equal(got[rank]["scattered in place"], _chunk(total, splits, rank))
-        assert torch.equal(got[rank]["everywhere"], total)
+    # More than a piece of either.
+    splits = [600_000 + 1000 * rank for rank in range(group.world_size)]
+    _check_reductions(over(group, transport), splits, torch.float32, Reduction.MEAN)
 
 
-def _reduce_long(group: Group, splits: Sequence[int], transport: str) -> dict[str, Tensor]:
-    return _reduce(over(group, transport), splits, torch.float32, Reduction.MEAN)
-
-
-@pytest.mark.parametrize(("world_size", "transport"), worlds(1, 2, 3))
-def test_the_default_is_the_mean(ranks, world_size: int, transport: str) -> None:
+@each_world(1, 2, 3)
+def test_the_default_is_the_mean(group: Group, transport: str) -> None:
     """Data-parallel gradients are means; a silent sum is a learning rate times world size."""
-    mean = (world_size - 1) / 2
-
-    got = ranks(world_size).run(_reduce_by_default, transport=transport)
-
-    assert got == [(mean, mean)] * world_size
-
-
-def _reduce_by_default(group: Group, transport: str) -> tuple[float, float]:
-    group = over(group, transport)
+    group, mean = over(group, transport), (group.world_size - 1) / 2
     buffer = torch.full((group.world_size,), float(group.rank))
     scattered = reduce_scatter_flat(buffer, splits=[1] * group.world_size, group=group).wait()
-    return scattered.item(), all_reduce_flat(buffer, group=group).wait()[0].item()
+    assert scattered.tolist() == [mean]
+    assert all_reduce_flat(buffer, group=group).wait()[0] == mean
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
+@each_world(2, 3)
 @pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
 def test_a_backend_s_own_collectives_agree_with_ours(
-    ranks, world_size: int, transport: str, op: Reduction
+    group: Group, transport: str, op: Reduction
 ) -> None:
     """A group on NCCL takes the other branch; this tries it as far as gloo can."""
-    for ours, theirs in ranks(world_size).run(_both_ways, transport=transport, op=op):
-        for key in ours:
-            torch.testing.assert_close(theirs[key], ours[key])
-
-
-def _both_ways(
-    group: Group, transport: str, op: Reduction
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     group = over(group, transport)
     builtin = attrs.evolve(
         group, backend=attrs.evolve(BACKENDS["nccl"], reason="for a test on gloo")
     )
-    return _three_collectives(group, op), _three_collectives(builtin, op)
+    torch.testing.assert_close(_three_collectives(builtin, op), _three_collectives(group, op))
 
 
 def _three_collectives(group: Group, op: Reduction) -> dict[str, Tensor]:
@@ -300,90 +227,59 @@ def _three_collectives(group: Group, op: Reduction) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_broadcast_gives_everyone_the_source_s_values(
-    ranks, world_size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_broadcast_gives_everyone_the_source_s_values(group: Group, dtype: torch.dtype) -> None:
     """Replicas that start apart stay apart."""
-    src = world_size - 1
-    expected = _values(src, 5, dtype)
-
-    for got in ranks(world_size).run(_broadcast, src=src, dtype=dtype):
-        assert torch.equal(got, expected)
-
-
-def _broadcast(group: Group, src: int, dtype: torch.dtype) -> Tensor:
-    buffer = _values(group.rank, 5, dtype)
-    empty = buffer[:0]
-    broadcast_flat(empty, src=src, group=group).wait()
+    src, buffer = group.world_size - 1, _values(group.rank, 5, dtype)
+    broadcast_flat(buffer[:0], src=src, group=group).wait()
     assert broadcast_flat(buffer, src=src, group=group).wait() is buffer
-    return buffer
+    assert torch.equal(buffer, _values(src, 5, dtype))
 
 
 # ---- Order ----
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_tags_allow_another_order_on_another_rank(ranks, transport: str) -> None:
+@each_transport
+def test_tags_allow_another_order_on_another_rank(group: Group, transport: str) -> None:
     """A prefetch may run ahead on one rank; its bytes must not land in another unit's buffer."""
-    for got in ranks(2).run(_launch_in_own_order, transport=transport):
-        assert got == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
-
-
-def _launch_in_own_order(group: Group, transport: str) -> list[list[float]]:
-    group = over(group, transport)
-    handles = {}
+    group, handles = over(group, transport), {}
     for tag in [0, 1, 2] if group.rank == 0 else [2, 0, 1]:
         out = torch.full((2,), 10.0 * tag + group.rank)
         handles[tag] = all_gather_flat(out, splits=[1, 1], group=group, tag=tag)
-    return [handles[tag].wait().tolist() for tag in range(3)]
+    for tag in range(3):
+        assert handles[tag].wait().tolist() == [10.0 * tag, 10.0 * tag + 1]
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_handles_may_be_waited_on_in_any_order(ranks, transport: str) -> None:
+@each_transport
+@pytest.mark.ranks(3)
+def test_handles_may_be_waited_on_in_any_order(group: Group, transport: str) -> None:
     """Backward and prefetch wait in the order they need things, not in that of the launches."""
-    for rank, got in enumerate(ranks(3).run(_wait_in_own_order, transport=transport)):
-        assert got == [[0.0, 1.0, 2.0], [3.0 + 3 * rank], [13.0]], rank
-
-
-def _wait_in_own_order(group: Group, transport: str) -> list[list[float]]:
     group = over(group, transport)
-    gather = all_gather_flat(
-        torch.full((3,), float(group.rank)), splits=[1, 1, 1], group=group, tag=0
-    )
-    scatter = reduce_scatter_flat(
-        torch.tensor([1.0, 2.0, 3.0]), splits=[1, 1, 1], group=group, op=Reduction.SUM, tag=1
-    )
-    reduce = all_reduce_flat(
-        torch.full((1,), 12.0 + group.rank), group=group, op=Reduction.MEAN, tag=2
-    )
-    handles = [gather, scatter, reduce]
-    results: dict[int, list[float]] = {}
+    mine, how = float(group.rank), {"splits": [1, 1, 1], "group": group}
+    given = torch.tensor([1.0, 2.0, 3.0])
+    expected = [
+        (all_gather_flat(torch.full((3,), mine), tag=0, **how), [0.0, 1.0, 2.0]),
+        (reduce_scatter_flat(given, op=Reduction.SUM, tag=1, **how), [3.0 + 3 * mine]),
+        (all_reduce_flat(torch.full((1,), 12.0 + mine), group=group, tag=2), [13.0]),
+    ]
     for shift in range(3):
-        index = (group.rank + shift) % 3
-        results[index] = handles[index].wait().tolist()
-    return [results[index] for index in range(3)]
+        handle, values = expected[(group.rank + shift) % 3]
+        assert handle.wait().tolist() == values
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_an_all_reduce_waited_on_late_takes_no_other_s_bytes(ranks, transport: str) -> None:
+@each_transport
+def test_an_all_reduce_waited_on_late_takes_no_other_s_bytes(group: Group, transport: str) -> None:
     """Its second half is launched in `wait`, which ranks reach before or after other launches."""
-    for got in ranks(2).run(_wait_before_or_after, transport=transport):
-        assert got == ([1.0, 1.0], [10.0, 11.0])
-
-
-def _wait_before_or_after(group: Group, transport: str) -> tuple[list[float], list[float]]:
     group = over(group, transport)
     reduction = all_reduce_flat(torch.full((2,), 2.0 * group.rank), group=group)
     out = torch.full((2,), 10.0 + group.rank)
     if group.rank == 0:
         reduced = reduction.wait()
-        gathered = all_gather_flat(out, splits=[1, 1], group=group).wait()
-    else:
-        gather = all_gather_flat(out, splits=[1, 1], group=group)
+    gather = all_gather_flat(out, splits=[1, 1], group=group)
+    if group.rank == 1:
         reduced = reduction.wait()
-        gathered = gather.wait()
-    return reduced.tolist(), gathered.tolist()
+    assert gather.wait().tolist() == [10.0, 11.0]
+    assert reduced.tolist() == [1.0, 1.0]
 
 
 LAUNCHES = {
@@ -395,23 +291,16 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
+@each_transport
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_missing_peer_is_an_error_in_time(ranks, name: str, transport: str) -> None:
+def test_a_missing_peer_is_an_error_in_time(group: Group, name: str, transport: str) -> None:
     """A hang without a word costs an afternoon."""
-    waited_s, _ = ranks(2).run(_collective_without_rank_1, name=name, transport=transport)
-
-    assert waited_s < 10
-
-
-def _collective_without_rank_1(group: Group, name: str, transport: str) -> float:
-    group = over(group, transport)
-    started = time.monotonic()
+    group, started = over(group, transport), time.monotonic()
     if group.rank == 0:
         handle = LAUNCHES[name](group)
         with pytest.raises(CommError, match=r"did not finish within 0.3 s: .*first error"):
             handle.wait(timeout_s=0.3)
-    return time.monotonic() - started
+    assert time.monotonic() - started < 10
 
 
 # ---- Misuse ----
@@ -505,73 +394,43 @@ def test_even_splits_cover_and_differ_by_one_at_most(numel: int, world_size: int
     assert all(stop >= start for start, stop in pairwise(accumulate(splits, initial=0)))
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_a_user_s_own_messages_do_not_meet_ours(ranks, transport: str) -> None:
+@each_transport
+def test_a_user_s_own_messages_do_not_meet_ours(group: Group, transport: str) -> None:
     """The group may be in use for plain send and recv, whose tags start at 0."""
-    for got in ranks(2).run(_send_between, transport=transport):
-        assert got == ([0.0, 1.0], 5.0)
-
-
-def _send_between(group: Group, transport: str) -> tuple[list[float], float]:
     group = over(group, transport)
-    received = torch.zeros(1)
-    peer = 1 - group.rank
+    received, peer = torch.zeros(1), 1 - group.rank
     work = dist.irecv(received, peer, group=group.process_group)
     out = torch.full((2,), float(group.rank))
-    gathered = all_gather_flat(out, splits=[1, 1], group=group).wait().tolist()
+    assert all_gather_flat(out, splits=[1, 1], group=group).wait().tolist() == [0.0, 1.0]
     dist.send(torch.tensor([5.0]), peer, group=group.process_group)
     work.wait()
-    return gathered, received.item()
+    assert received.item() == 5.0
 
 
 # ---- On one rank alone ----
 
 
-@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
+@each_splits
 def test_one_rank_has_all_values_in_rank_order_and_no_other_any(
-    ranks, splits: Sequence[int], transport: str
+    group: Group, splits: Sequence[int], transport: str
 ) -> None:
     """State that is put together on one rank must not cost the others its memory."""
+    group, shard = over(group, transport), _values(group.rank, splits[group.rank])
     expected = torch.cat([_values(rank, numel) for rank, numel in enumerate(splits)])
-
-    for rank, results in enumerate(
-        ranks(len(splits)).run(_gather_to_each, splits=splits, transport=transport)
-    ):
-        for to, (given, allocated) in enumerate(results):
-            if to == rank:
-                assert torch.equal(given, expected)
-                assert torch.equal(allocated, expected)
-            else:
-                assert given is None
-                assert allocated is None
-
-
-def _gather_to_each(
-    group: Group, splits: Sequence[int], transport: str
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    group = over(group, transport)
-    shard = _values(group.rank, splits[group.rank])
-    results = []
     for to in range(group.world_size):
-        out = torch.full((sum(splits),), 77.0) if to == group.rank else None
-        given = gather_flat(shard, splits=splits, to=to, group=group, out=out).wait()
-        results.append((given, gather_flat(shard, splits=splits, to=to, group=group).wait()))
-    return results
+        for out in (torch.full((sum(splits),), 77.0) if to == group.rank else None, None):
+            full = gather_flat(shard, splits=splits, to=to, group=group, out=out).wait()
+            assert (full is None) == (to != group.rank)
+            assert full is None or torch.equal(full, expected)
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2))
-def test_only_senders_count_what_travels(ranks, world_size: int, transport: str) -> None:
+@each_world(2)
+def test_only_senders_count_what_travels(group: Group, transport: str) -> None:
     """Bytes on the wire are what a user plans with."""
-    first, second = ranks(world_size).run(_count, transport=transport)
-
-    assert (first, second) == (0, 5 * 4)
-
-
-def _count(group: Group, transport: str) -> int:
     group = over(group, transport)
     with record_traffic(group) as traffic:
         gather_flat(torch.ones(5), splits=(5, 5), to=0, group=group).wait()
-    return traffic.operations["gather"].payload_bytes
+    assert traffic.operations["gather"].payload_bytes == 5 * 4 * group.rank
 
 
 def test_what_does_not_fit_is_refused() -> None:

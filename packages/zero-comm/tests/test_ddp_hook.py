@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transports import over, worlds
+from transports import each_world, over
 from zero_comm import Blockwise, Group, ddp_hook, record_traffic
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
-def test_gradients_are_the_mean_in_rank_order(ranks, world_size: int, transport: str) -> None:
+@each_world(2, 3)
+def test_gradients_are_the_mean_in_rank_order(group: Group, transport: str) -> None:
     """Who registers it trains as before: with two ranks in every bit, else as documented."""
-    ranks(world_size).run(_train, transport=transport)
-
-
-def _train(group: Group, transport: str) -> None:
     chosen = over(group, transport)
     models = []
     for _ in range(3):
@@ -47,13 +42,9 @@ def _train(group: Group, transport: str) -> None:
                 assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
-def test_gradients_travel_encoded(ranks, world_size: int, transport: str) -> None:
+@each_world(2, 3)
+def test_gradients_travel_encoded(group: Group, transport: str) -> None:
     """With a codec every rank has the same gradients, close to the mean, in a quarter the bytes."""
-    ranks(world_size).run(_train_encoded, transport=transport)
-
-
-def _train_encoded(group: Group, transport: str) -> None:
     chosen, codec = over(group, transport), Blockwise(bits=8)
     torch.manual_seed(0)
     exact = DistributedDataParallel(nn.Linear(256, 8, bias=False))  # a row is a block

@@ -46,50 +46,35 @@ def _gather(exposure: Exposure, shard: Tensor, **options: float) -> Tensor:
     return out
 
 
-def test_one_rank_reads_all_shards_while_the_others_do_nothing(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_one_rank_reads_all_shards_while_the_others_do_nothing(group: Group) -> None:
     """A rank may need what its peers skip."""
-    _, got, _ = ranks(3).run(_read_alone)
-
-    assert torch.equal(got, _whole())
-
-
-def _read_alone(group: Group) -> Tensor | None:
     exposure, shard = _expose(group)
-    return _gather(exposure, shard) if group.rank == 1 else None
+    if group.rank == 1:
+        assert torch.equal(_gather(exposure, shard), _whole())
 
 
-def test_a_part_of_each_shard_can_be_read(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_a_part_of_each_shard_can_be_read(group: Group) -> None:
     """One parameter lies somewhere in the shards of several ranks."""
-    for got in ranks(3).run(_read_parts):
-        assert torch.equal(got, torch.tensor([1.0, 2.0, 23.0]))
-
-
-def _read_parts(group: Group) -> Tensor:
     exposure, shard = _expose(group)
     out = torch.zeros(3)
     exposure.gather(shard, out, splits=(2, 0, 1), starts=(1, 0, 3))
-    return out
+    assert out.tolist() == [1.0, 2.0, 23.0]
 
 
-def test_nobody_sees_a_shard_half_written(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_nobody_sees_a_shard_half_written(group: Group) -> None:
     """A step begins when all have read, and is read when it has ended, on every rank."""
-    for versions in ranks(3).run(_write_and_read):
-        for version, got in enumerate(versions):
-            assert torch.equal(got, _whole(version)), version
-
-
-def _write_and_read(group: Group) -> list[Tensor]:
     exposure, shard = _expose(group)
-    seen = []
     for version in range(20):
         if (version + group.rank) % 3 == 0:
             time.sleep(0.002)  # another rank is late each time
-        seen.append(_gather(exposure, shard))
+        assert torch.equal(_gather(exposure, shard), _whole(version)), version
         exposure.begin_write()
         for i in range(shard.numel()):  # slowly
             shard[i] += 100
         exposure.end_write()
-    return seen
 
 
 def test_a_rank_that_does_not_write_is_an_error_in_time(group: Group) -> None:
@@ -124,16 +109,13 @@ def test_shards_outlive_their_owner_s_interest(group: Group) -> None:
     _meet(group)
 
 
-def test_what_is_read_is_counted_as_an_all_gather(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_what_is_read_is_counted_as_an_all_gather(group: Group) -> None:
     """The traffic of a step is the formula's, however the bytes travel."""
-    assert ranks(3).run(_count) == [3 * 2, 0, 4 * 2]
-
-
-def _count(group: Group) -> int:
     exposure, shard = _expose(group)
     with record_traffic(group) as traffic:
         _gather(exposure, shard)
-    return traffic.payload_numel("all_gather")
+    assert traffic.payload_numel("all_gather") == 2 * SPLITS[group.rank]
 
 
 # ---- Bad input ----

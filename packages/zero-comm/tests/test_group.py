@@ -102,60 +102,41 @@ def test_init_joins_the_job_that_torchrun_describes(tmp_path: Path) -> None:
     assert outputs == [f"{rank} 2 gloo True [0.0, 1.0]\n" for rank in range(2)]
 
 
-def test_a_sub_group_counts_from_zero(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_a_sub_group_counts_from_zero(group: Group) -> None:
     """Every splits, chunk and source is a position in the group; only torch counts in the job."""
-    assert ranks(4).run(_work_in_a_sub_group) == [
-        None,
-        {"rank": 0, "global": [1, 3], "gathered": [10.0, 30.0], "broadcast": 3.0},
-        None,
-        {"rank": 1, "global": [1, 3], "gathered": [10.0, 30.0], "broadcast": 3.0},
-    ]
-
-
-def _work_in_a_sub_group(group: Group) -> dict[str, object] | None:
     process_group = dist.new_group([1, 3])
     if group.rank not in (1, 3):
         with pytest.raises(CommError, match=rf"rank {group.rank} of the job is not a member"):
             Group.from_process_group(process_group)
-        return None
+        return
     odd = Group.from_process_group(process_group)
-    out = torch.full((2,), 10.0 * group.rank)
-    source = torch.tensor([float(group.rank)])
-    return {
-        "rank": odd.rank,
-        "global": [odd.global_rank(rank) for rank in range(odd.world_size)],
-        "gathered": all_gather_flat(out, splits=[1, 1], group=odd).wait().tolist(),
-        "broadcast": broadcast_flat(source, src=1, group=odd).wait().item(),
-    }
+    out, source = torch.full((2,), 10.0 * group.rank), torch.tensor([float(group.rank)])
+    assert odd.rank == (group.rank == 3)
+    assert [odd.global_rank(rank) for rank in range(odd.world_size)] == [1, 3]
+    assert all_gather_flat(out, splits=[1, 1], group=odd).wait().tolist() == [10.0, 30.0]
+    assert broadcast_flat(source, src=1, group=odd).wait() == 3.0
 
 
-def test_an_axis_of_a_mesh_is_a_group(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_an_axis_of_a_mesh_is_a_group(group: Group) -> None:
     """Replicate and shard axes come from torch's own meshes."""
-    for rank, (shard, replica) in enumerate(ranks(4).run(_two_axes)):
-        row, column = divmod(rank, 2)
-        assert shard == (column, [2.0 * row, 2.0 * row + 1])
-        assert replica == (row, [float(column), column + 2.0])
-
-
-def _two_axes(group: Group) -> list[tuple[int, list[float]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    found = []
-    for axis in ("shard", "replica"):
+    row, column = divmod(group.rank, 2)
+    for axis, rank, members in (
+        ("shard", column, [2.0 * row, 2.0 * row + 1]),
+        ("replica", row, [float(column), column + 2.0]),
+    ):
         of_axis = Group.from_mesh(mesh, axis)
         out = torch.full((2,), float(group.rank))
         all_gather_flat(out, splits=[1, 1], group=of_axis).wait()
-        found.append((of_axis.rank, out.tolist()))
-    return found
+        assert (of_axis.rank, out.tolist()) == (rank, members)
 
 
-def test_a_mesh_of_one_axis_needs_no_name(ranks) -> None:
+def test_a_mesh_of_one_axis_needs_no_name(group: Group) -> None:
     """There is only one group it can mean."""
-    assert ranks(2).run(_only_axis) == [(0, 2), (1, 2)]
-
-
-def _only_axis(group: Group) -> tuple[int, int]:
     of_mesh = Group.from_mesh(init_device_mesh("cpu", (2,)))
-    return of_mesh.rank, of_mesh.world_size
+    assert (of_mesh.rank, of_mesh.world_size) == (group.rank, 2)
 
 
 def test_a_group_needs_torch_s() -> None:
@@ -178,37 +159,27 @@ def test_a_backend_we_do_not_know_is_refused(group: Group) -> None:
 # ---- What a backend can do ----
 
 
-def test_gloo_can_do_what_its_row_says(ranks) -> None:
+def test_gloo_can_do_what_its_row_says(group: Group) -> None:
     """Messages are matched by tag and not by order, which compositions rely on."""
-    assert all(ranks(2).run(_sends_by_tag)) >= BACKENDS["gloo"].composes_from_peers
-
-
-def _sends_by_tag(group: Group) -> bool:
-    """Two messages sent in the other order than they are asked for."""
-    peer = 1 - group.rank
-    out = [torch.zeros(1), torch.zeros(1)]
+    peer, out = 1 - group.rank, [torch.zeros(1), torch.zeros(1)]
     works = [dist.irecv(out[tag], peer, tag=tag) for tag in (0, 1)]
     works += [dist.isend(torch.full((1,), float(tag)), peer, tag=tag) for tag in (1, 0)]
     for work in works:
         work.wait()
-    return [tensor.item() for tensor in out] == [0.0, 1.0]
+    assert ([each.item() for each in out] == [0.0, 1.0]) >= BACKENDS["gloo"].composes_from_peers
 
 
-def test_torch_s_own_collectives_are_found_under_either_name(ranks) -> None:
-    """Torch 2.13 renames them and warns: `all_gather_single` was `all_gather_into_tensor`."""
-    for gathered, scattered in ranks(2).run(_call_torch_s):
-        assert gathered == [0.0, 1.0]
-        assert scattered == [1.0]
+def test_torch_s_own_collectives_are_found_under_either_name(group: Group) -> None:
+    """Torch 2.13 renames them and warns: `all_gather_single` was `all_gather_into_tensor`.
 
-
-def _call_torch_s(group: Group) -> tuple[list[float], list[float]]:
-    """As on nccl, which composes nothing; of gloo's own, a sum is what both know."""
+    As on nccl, which composes nothing; of gloo's own, a sum is what both know.
+    """
     group = evolve(group, backend=evolve(BACKENDS["nccl"], name="gloo"))
-    gathered = torch.full((2,), float(group.rank))
+    gathered, mine = (torch.full((2,), float(group.rank)) for _ in range(2))
     all_gather_flat(gathered, splits=[1, 1], group=group).wait()
-    mine = torch.full((2,), float(group.rank))
     scattered = reduce_scatter_flat(mine, splits=[1, 1], group=group, op=Reduction.SUM).wait()
-    return gathered.tolist(), scattered.tolist()
+    assert gathered.tolist() == [0.0, 1.0]
+    assert scattered.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -24,17 +24,16 @@ from zero_comm import (
 )
 from zero_comm.testing import cannot_read, reads_cut_short, without_reads
 
+each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
+
 # ---- What is chosen ----
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_of_one_host_read_each_other_s_memory(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_of_one_host_read_each_other_s_memory(group: Group) -> None:
     """It is several times as fast, and a quiet fallback would be noticed by nobody."""
-    assert ranks(world_size).run(_ask) == [(BY_READING, True)] * world_size
-
-
-def _ask(group: Group) -> tuple[str, bool]:
-    return group.transport, group.peers is not None
+    assert group.transport == BY_READING
+    assert group.peers is not None
 
 
 # What keeps one rank from reading, and what all ranks then say of whom.
@@ -46,22 +45,20 @@ OBSTACLES = {
 }
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_one_rank_that_cannot_read_makes_all_send_messages(ranks, name: str, odd: int) -> None:
+def test_one_rank_that_cannot_read_makes_all_send_messages(
+    group: Group, name: Any, odd: int
+) -> None:
     """A rank that reads and one that sends would wait for each other; who and why is the remedy."""
-    named = 0 if name == "host" else odd
-    for transport, has_peers, gathered in ranks(3).run(_wrap_with_an_obstacle, name=name, odd=odd):
-        assert transport.startswith(f"messages, because rank {named} {OBSTACLES[name]}")
-        assert not has_peers
-        assert gathered == [0.0, 1.0, 2.0]
-
-
-def _wrap_with_an_obstacle(group: Group, name: Any, odd: int) -> tuple[str, bool, list[float]]:
     process_group = dist.new_group()
     with cannot_read(name) if group.rank == odd else nullcontext():
         group = Group.from_process_group(process_group)
-    return group.transport, group.peers is not None, _gather_ranks(group)
+    named = 0 if name == "host" else odd
+    assert group.transport.startswith(f"messages, because rank {named} {OBSTACLES[name]}")
+    assert group.peers is None
+    assert _gather_ranks(group) == [0.0, 1.0, 2.0]
 
 
 def _gather_ranks(group: Group) -> list[float]:
@@ -72,7 +69,7 @@ def _gather_ranks(group: Group) -> list[float]:
 # ---- A group does what it says ----
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
+@each_transport
 def test_values_travel_as_the_group_says(group: Group, transport: str) -> None:
     """Else every test of one transport may be a test of the other."""
     group = over(group, transport)
@@ -96,19 +93,14 @@ def _no_messages() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_results_are_the_same_either_way(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_results_are_the_same_either_way(group: Group) -> None:
     """Bit for bit: a run that resumes in a container that forbids reading is the same run."""
-    for by_reading, by_message in ranks(world_size).run(_one_of_each_both_ways):
-        assert by_reading.keys() == by_message.keys()
-        for name, values in by_reading.items():
-            assert torch.equal(values, by_message[name]), name
-
-
-def _one_of_each_both_ways(group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with reads_cut_short(3 * 2**14 + 5):  # as the kernel does, at 2 GiB
         by_reading = _one_of_each(over(group, READS))
-    return by_reading, _one_of_each(over(group, MESSAGES))
+    by_message = _one_of_each(over(group, MESSAGES))
+    for name, values in by_reading.items():
+        assert torch.equal(values, by_message[name]), name
 
 
 def _one_of_each(group: Group) -> dict[str, Tensor]:
@@ -130,7 +122,7 @@ def _one_of_each(group: Group) -> dict[str, Tensor]:
 # ---- Several groups ----
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
+@each_transport
 def test_wrapping_a_group_again_says_nothing_to_its_peers(group: Group, transport: str) -> None:
     """One rank may do it alone, in a log line say; and two journals would be two orders."""
     group = over(group, transport)
@@ -143,68 +135,46 @@ def test_wrapping_a_group_again_says_nothing_to_its_peers(group: Group, transpor
     assert _gather_ranks(group) == [0.0, 1.0]
 
 
-def test_a_rank_that_does_not_wrap_its_group_is_an_error_in_time(ranks) -> None:
+def test_a_rank_that_does_not_wrap_its_group_is_an_error_in_time(group: Group) -> None:
     """Wrapping is collective the first time, and one rank may have taken another branch."""
-    waited_s, _ = ranks(2).run(_wrap_without_rank_1)
-
-    assert waited_s < 10
-
-
-def _wrap_without_rank_1(group: Group) -> float:
-    process_group = dist.new_group()
-    started = time.monotonic()
+    process_group, started = dist.new_group(), time.monotonic()
     if group.rank == 0:
         with pytest.raises(CommError, match=r"meeting the other ranks .* within 0.3 s: .*first er"):
             Group.from_process_group(process_group, timeout_s=0.3)
-    return time.monotonic() - started
+    assert time.monotonic() - started < 10
 
 
-def test_a_sub_group_finds_out_for_itself(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_a_sub_group_finds_out_for_itself(group: Group) -> None:
     """Its members may share a host when the whole job does not, and count from zero."""
-    found = ranks(3).run(_wrap_whole_and_part)
-
-    assert [transport for transport, _, _ in found] == [
-        f"messages, because rank 1 has {SWITCH}=0 set"
-    ] * 3
-    for rank in (0, 2):
-        assert found[rank][1:] == (BY_READING, [0.0, 2.0])
-    assert found[1][1:] == ("", [])
-
-
-def _wrap_whole_and_part(group: Group) -> tuple[str, str, list[float]]:
     of_all, of_two = dist.new_group(), dist.new_group([0, 2])
     with cannot_read("switch") if group.rank == 1 else nullcontext():
         whole = Group.from_process_group(of_all)
-    if group.rank == 1:
-        return whole.transport, "", []
-    part = Group.from_process_group(of_two)
-    out = torch.full((2,), float(group.rank))
-    values = all_gather_flat(out, splits=[1, 1], group=part).wait().tolist()
-    return whole.transport, part.transport, values
+    assert whole.transport == f"messages, because rank 1 has {SWITCH}=0 set"
+    if group.rank != 1:
+        part = Group.from_process_group(of_two)
+        out = torch.full((2,), float(group.rank))
+        values = all_gather_flat(out, splits=[1, 1], group=part).wait().tolist()
+        assert (part.transport, values) == (BY_READING, [0.0, 2.0])
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_groups_of_the_same_ranks_do_not_mix(ranks, transport: str) -> None:
+@each_transport
+def test_groups_of_the_same_ranks_do_not_mix(group: Group, transport: str) -> None:
     """Models in one job have groups of their own and use the same tags."""
-    for got in ranks(2).run(_gather_in_two_groups, transport=transport):
-        assert got == [[10.0, 11.0], [20.0, 21.0], [30.0, 31.0]]
-
-
-def _gather_in_two_groups(group: Group, transport: str) -> list[list[float]]:
     groups = [over(group, transport), _another(transport), _another(transport)]
-    order = [0, 1, 2] if group.rank == 0 else [2, 0, 1]
     handles = {}
-    for i in order:
-        out = torch.full((2,), 10.0 * (i + 1) + group.rank)
+    for i in [0, 1, 2] if group.rank == 0 else [2, 0, 1]:
+        out = torch.full((2,), 10.0 * i + group.rank)
         handles[i] = all_gather_flat(out, splits=[1, 1], group=groups[i])
-    return [handles[i].wait().tolist() for i in range(3)]
+    for i in range(3):
+        assert handles[i].wait().tolist() == [10.0 * i, 10.0 * i + 1]
 
 
 def _another(transport: str) -> Group:
     return Group.from_process_group(dist.new_group()) if transport == READS else by_messages()
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
+@each_transport
 def test_handles_of_two_groups_may_be_waited_on_in_any_order(ranks, transport: str) -> None:
     """As those of one may: a rank that waits in one group is still wanted in the other."""
     for got in ranks(2).run(_wait_crosswise, transport=transport):
@@ -268,7 +238,7 @@ BORROWED: dict[str, Callable[[Tensor, Group], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("transport", [READS, MESSAGES])
+@each_transport
 @pytest.mark.parametrize("name", BORROWED)
 def test_a_buffer_is_one_s_own_again_after_the_wait(ranks, name: str, transport: str) -> None:
     """The next gradients go there; the late peer, of whom nothing is needed, must not get those."""

@@ -25,116 +25,77 @@ from zero_comm import (
 SPLITS = [(6,), (3, 3), (5, 0), (2, 2, 2), (1, 4, 0), (2, 2, 2, 2), (5, 0, 1, 2)]
 
 
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_each_collective_sends_what_its_formula_says(ranks, splits: Sequence[int]) -> None:
-    """Per rank exactly, and summed over N ranks M(N-1), that is M(N-1)/N each on average."""
-    world_size, numel = len(splits), sum(splits)
-    counts = ranks(world_size).run(_one_of_each, splits=splits)
-
-    for rank, operations in enumerate(counts):
-        gathered = splits[rank] * (world_size - 1)
-        scattered = numel - splits[rank]
-        broadcast = numel * (world_size - 1) if rank == world_size - 1 else 0
-        assert operations == {
-            "all_gather": _traffic(1, gathered),
-            "reduce_scatter": _traffic(1, scattered),
-            "all_reduce": _traffic(1, gathered + scattered),
-            "broadcast": _traffic(1, broadcast),
-        }
-
-    totals = {name: sum(c[name].payload_numel for c in counts) for name in counts[0]}
-    assert totals == {
-        "all_gather": numel * (world_size - 1),
-        "reduce_scatter": numel * (world_size - 1),
-        "all_reduce": 2 * numel * (world_size - 1),  # 2 psi (N-1)/N on each of N ranks
-        "broadcast": numel * (world_size - 1),
-    }
-
-
-def _traffic(calls: int, payload_numel: int, *, itemsize: int = 4) -> OperationTraffic:
-    return OperationTraffic(calls, payload_numel, payload_numel * itemsize, 0)
-
-
-def _one_of_each(group: Group, splits: Sequence[int]) -> dict[str, OperationTraffic]:
-    buffer = torch.zeros(sum(splits))
+@pytest.mark.parametrize(
+    ("group", "splits"), [(len(each), each) for each in SPLITS], indirect=["group"], ids=str
+)
+def test_each_collective_sends_what_its_formula_says(group: Group, splits: Sequence[int]) -> None:
+    """Per rank exactly: summed over N ranks M(N-1), that is M(N-1)/N each on average."""
+    buffer, others = torch.zeros(sum(splits)), group.world_size - 1
     with record_traffic(group) as traffic:
         all_gather_flat(buffer, splits=splits, group=group).wait()
         reduce_scatter_flat(buffer, splits=splits, group=group).wait()
         all_reduce_flat(buffer, group=group, splits=splits).wait()
-        broadcast_flat(buffer, src=group.world_size - 1, group=group).wait()
-    return traffic.operations
+        broadcast_flat(buffer, src=others, group=group).wait()
+
+    gathered, scattered = splits[group.rank] * others, sum(splits) - splits[group.rank]
+    sent = {
+        "all_gather": gathered,
+        "reduce_scatter": scattered,
+        "all_reduce": gathered + scattered,
+        "broadcast": sum(splits) * others if group.rank == others else 0,
+    }
+    assert traffic.operations == {
+        name: OperationTraffic(1, numel, 4 * numel, 0) for name, numel in sent.items()
+    }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_padding_is_counted_apart(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_padding_is_counted_apart(group: Group) -> None:
     """The formulas count what a model needs; padding is the layout's price, and shown as such."""
-    for rank, operations in enumerate(ranks(world_size).run(_with_padding)):
-        payload = [8] * (world_size - 1) + [5]
-        others = 8 * (world_size - 1)
-        gathered, scattered = payload[rank] * (world_size - 1), sum(payload) - payload[rank]
-        assert operations["all_gather"] == OperationTraffic(
-            1, gathered, 2 * gathered, 2 * (others - gathered)
-        )
-        assert operations["reduce_scatter"] == OperationTraffic(
-            1, scattered, 2 * scattered, 2 * (others - scattered)
-        )
-
-
-def _with_padding(group: Group) -> dict[str, OperationTraffic]:
-    splits = [8] * group.world_size
-    payload = [8] * (group.world_size - 1) + [5]
-    buffer = torch.zeros(sum(splits), dtype=torch.bfloat16)
+    others = group.world_size - 1
+    payload = [8] * others + [5]
+    how = {"splits": [8] * group.world_size, "group": group, "payload": payload}
+    buffer = torch.zeros(8 * group.world_size, dtype=torch.bfloat16)
     with record_traffic(group) as traffic:
-        all_gather_flat(buffer, splits=splits, group=group, payload=payload).wait()
-        reduce_scatter_flat(buffer, splits=splits, group=group, payload=payload).wait()
-    return traffic.operations
+        all_gather_flat(buffer, **how).wait()
+        reduce_scatter_flat(buffer, **how).wait()
+
+    own = payload[group.rank]
+    sent = {"all_gather": own * others, "reduce_scatter": sum(payload) - own}
+    assert traffic.operations == {
+        name: OperationTraffic(1, numel, 2 * numel, 2 * (8 * others - numel))
+        for name, numel in sent.items()
+    }
 
 
-def test_a_list_costs_one_call_per_dtype(ranks) -> None:
+def test_a_list_costs_one_call_per_dtype(group: Group) -> None:
     """That is what coalescing is for: hundreds of tensors, one message."""
-    for operations in ranks(2).run(_lists):
-        assert {name: op.calls for name, op in operations.items()} == {
-            "all_gather": 2,
-            "reduce_scatter": 2,
-            "all_reduce": 2,
-        }
-        assert operations["all_gather"].payload_bytes == 100 * (4 * 4 + 2 * 2)
-        assert operations["reduce_scatter"].payload_bytes == 50 * (4 * 4 + 2 * 2)
-
-
-def _lists(group: Group) -> dict[str, OperationTraffic]:
     tensors = 100 * [torch.zeros(4), torch.zeros(2, dtype=torch.bfloat16)]
     with record_traffic(group) as traffic:
         all_gather_coalesced(tensors, group=group).wait()
         reduce_scatter_coalesced(tensors, group=group).wait()
         all_reduce_coalesced(tensors, group=group).wait()
-    return traffic.operations
+
+    num_bytes = 100 * (4 * 4 + 2 * 2)
+    assert {name: (op.calls, op.payload_bytes) for name, op in traffic.operations.items()} == {
+        "all_gather": (2, num_bytes),
+        "reduce_scatter": (2, num_bytes // 2),
+        "all_reduce": (2, num_bytes),
+    }
 
 
-def test_agreement_is_control_and_not_payload(ranks) -> None:
+def test_agreement_is_control_and_not_payload(group: Group) -> None:
     """Checksums must not disturb a comparison with the published volume of a step."""
-    for traffic in ranks(2).run(_agree_and_gather):
-        assert set(traffic["operations"]) == {"agree", "all_gather"}
-        assert traffic["calls"] == 3  # two of check_agreement, one scalar of a caller
-        assert traffic["payload_numel"] == 1
-        assert traffic["gathered"] == 1
-        assert traffic["of_nothing"] == 0
-        assert traffic["agreed"] > 0
-
-
-def _agree_and_gather(group: Group) -> dict[str, object]:
     with record_traffic(group) as traffic:
         check_agreement({"seed": "1"}, group=group)
         all_gather_flat(torch.zeros(2), splits=[1, 1], group=group, control=True).wait()
         all_gather_flat(torch.zeros(2), splits=[1, 1], group=group).wait()
-    return {
-        "operations": list(traffic.operations),
-        "calls": traffic.operations["agree"].calls,
-        "payload_numel": traffic.payload_numel(),
-        "gathered": traffic.payload_numel("all_gather"),
-        "agreed": traffic.payload_numel("agree"),
-        "of_nothing": traffic.payload_numel("broadcast"),
-    }
+
+    assert set(traffic.operations) == {"agree", "all_gather"}
+    assert traffic.operations["agree"].calls == 3  # two of check_agreement, one of a caller
+    assert traffic.payload_numel() == traffic.payload_numel("all_gather") == 1
+    assert traffic.payload_numel("broadcast") == 0
+    assert traffic.payload_numel("agree") > 0
 
 
 def test_a_record_ends_with_its_context() -> None:

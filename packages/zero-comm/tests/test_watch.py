@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transports import MESSAGES, over, transports, worlds
+from transports import MESSAGES, each_world, over, transports, worlds
 from zero_comm import (
     DivergenceError,
     Group,
@@ -108,26 +108,22 @@ DIVERGENCES: dict[Callable[[Group], None], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("how", DIVERGENCES, ids=lambda how: how.__name__.strip("_"))
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 4))
+@each_world(2, 4)
 def test_every_rank_hears_what_each_waits_for(
-    ranks, world_size: int, transport: str, how: Callable[[Group], None]
+    group: Group, transport: str, how: Callable[[Group], None]
 ) -> None:
     """A job that hangs for half an hour and then says "timeout" is a day of a user's life.
 
     The gathers are of equal size, and none takes another's values.
     """
-    ranks(world_size).run(_diverge, how=how.__name__, transport=transport)
-
-
-def _diverge(group: Group, how: str, transport: str) -> None:
     group = _watched(group, transport)
     began = time.monotonic()
 
     with pytest.raises(DivergenceError, match=rf"seen on rank {group.rank};") as caught:
-        globals()[how](group)
+        how(group)
 
     assert time.monotonic() - began < SOON_S
-    waits = rf"rank \d waits for rank \d in ({'|'.join(DIVERGENCES[globals()[how]])})"
+    waits = rf"rank \d waits for rank \d in ({'|'.join(DIVERGENCES[how])})"
     assert len(set(re.findall(waits, str(caught.value)))) == 2, caught.value
 
 
@@ -141,21 +137,18 @@ BLOCKING: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport", "how"),
+    ("group", "transport", "how"),
     [
         *((*world, "barrier") for world in worlds(2, 4)),
         (2, MESSAGES, "broadcast_object_list"),
         (2, MESSAGES, "all_gather_object"),
     ],
+    indirect=["group"],
 )
 def test_a_peer_in_a_collective_of_torchs_own_is_noticed(
-    ranks, world_size: int, transport: str, how: str
+    group: Group, transport: str, how: str
 ) -> None:
     """`if rank == 0: save()`, and then a barrier: the first thing that everyone writes."""
-    ranks(world_size).run(_wait_beside_torch, transport=transport, how=how)
-
-
-def _wait_beside_torch(group: Group, transport: str, how: str) -> None:
     group = _watched(group, transport)
     began = time.monotonic()
     if group.rank == 0:
@@ -167,20 +160,14 @@ def _wait_beside_torch(group: Group, transport: str, how: str) -> None:
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_circle_of_three_is_noticed(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_a_circle_of_three_is_noticed(group: Group) -> None:
     """Each waits for another one; no two of them wait for each other."""
-    messages = ranks(3).run(_go_round)
-
-    assert all("rank 0 waits for rank 2" in message for message in messages), messages
-    assert all("rank 1 waits for rank 0" in message for message in messages), messages
-    assert all("rank 2 waits for rank 1" in message for message in messages), messages
-
-
-def _go_round(group: Group) -> str:
     group = _watched(group)
     with pytest.raises(DivergenceError) as caught:
         _gather(group, tag=1 + group.rank)  # the message of the rank before is the first awaited
-    return str(caught.value)
+    for rank in range(3):
+        assert f"rank {rank} waits for rank {(rank - 1) % 3}" in str(caught.value)
 
 
 def test_the_remedy_is_told_and_the_group_is_over(group: Group) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from zero_comm import BACKENDS, Group
 
@@ -25,9 +26,17 @@ def worlds(*world_sizes: int) -> list[tuple[int, str]]:
     return [(size, transport) for size in world_sizes for transport in transports(size)]
 
 
-def each_way(splits: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], str]]:
-    """Splits with each transport of as many ranks, to parametrise a test."""
-    return [(each, transport) for each in splits for transport in transports(len(each))]
+def each_world(*world_sizes: int) -> pytest.MarkDecorator:
+    """Run a test with a `group` and a `transport` on so many ranks, over each way they have."""
+    return pytest.mark.parametrize(("group", "transport"), worlds(*world_sizes), indirect=["group"])
+
+
+def each_way(splits: Iterable[tuple[int, ...]]) -> pytest.MarkDecorator:
+    """Run a test with `group`, `splits` and `transport` for each splits, over each transport."""
+    cases = [(len(each), each, way) for each in splits for way in transports(len(each))]
+    return pytest.mark.parametrize(
+        ("group", "splits", "transport"), cases, indirect=["group"], ids=str
+    )
 
 
 def over(group: Group, transport: str) -> Group:
