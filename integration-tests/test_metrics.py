@@ -251,6 +251,20 @@ def test_boards_get_the_same_tags(group: Group, tmp_path: Path, monkeypatch: Any
         assert told == events
 
 
+@pytest.mark.parametrize(
+    ("section", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("comms_logger", "tabulate")],
+)
+def test_a_missing_package_is_said_on_every_rank(
+    group: Group, section: str, module: str, monkeypatch: Any
+) -> None:
+    """Before the first step: a rank that stops alone leaves the others waiting."""
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"^{section}.enabled: .* pip install"):
+            build_engine(group, engine_config(group, 1, monitoring={f"{section}.enabled": True}))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_flops_are_those_of_the_plain_model(group: Group, tmp_path: Path, stage: int) -> None:
     """By module, whoever has its parameters."""

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from zero_comm.testing import RankPool
 from zero_engine import Offload, ZeroConfig, memory_report, timeline
+from zero_engine.observe.timeline import COLORS, class_of
 from zero_partition import schedule_report
 from zero_partition.plan import STAGES, Placement
 
@@ -40,15 +41,7 @@ KINDS: Final = {
     "slots": "#52b0d8",
     "buffers of reductions": "#f2b880",
 }
-EVENTS: Final = {
-    "compute": "#9db4c0",
-    "gather": "#2a6f97",
-    "reduce": "#e07a1f",
-    "wait": "#c1121f",
-    "publish": "#52b0d8",
-    "step": "#4f772d",
-    "swap": "#7b2cbf",
-}
+EVENTS: Final = {kind: COLORS[kind] for kind in COLORS if not kind.endswith("ward")}
 CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folder
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
@@ -172,14 +165,8 @@ def events_of_step(
     train(model, optimizer, 4)
     with timeline(model) as recorded:
         train(model, optimizer, 1)
-    return [
-        (
-            "wait" if event.kind.endswith(" wait") else event.kind.split("_")[0],
-            event.start_s * 1e3,
-            event.seconds * 1e3,
-        )
-        for event in recorded.ranks[0]
-    ]
+    events = recorded.ranks[0]
+    return [(class_of(event), event.start_s * 1e3, event.seconds * 1e3) for event in events]
 
 
 def step(ranks: RankPool, folder: str) -> Figure:

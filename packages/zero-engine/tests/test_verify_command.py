@@ -10,6 +10,8 @@ import pytest
 MODULE = """
 import os, torch
 
+seed = 3
+
 def same(seed=0):
     def build():
         torch.manual_seed(seed)
@@ -25,6 +27,9 @@ def other():
         torch.manual_seed(int.from_bytes(os.urandom(4)))
         return torch.nn.Linear(4, 1)
     return same() | {"build_model": build}
+
+def fails():
+    raise AttributeError("of the user's")
 """
 
 
@@ -44,6 +49,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine:same", 0, "2 steps beside DistributedDataParallel: losses, gradients and weights"),
         ("mine:other", 1, "step 0, initial weight of 'weight'"),
         ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
+        (
+            "mine:seed",
+            1,
+            "expected a function that returns a dict or tuple of what",
+        ),
         ("nothing:same", 1, "No module named 'nothing'"),
     ],
 )
@@ -52,3 +62,10 @@ def test_the_status_says_what_differs(zero, function: str, status: int, said: st
     assert zero("verify", function) == status
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+
+
+@pytest.mark.usefixtures("mine")
+def test_an_error_of_the_function_is_its_own(zero) -> None:
+    """With its traceback, which says where."""
+    with pytest.raises(AttributeError, match="of the user's"):
+        zero("verify", "mine:fails")

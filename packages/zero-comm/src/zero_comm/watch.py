@@ -210,9 +210,8 @@ class Scope:
     rank: int
     launched: dict[str, int] = field(factory=dict)  # by group and key
     num_launched: int = 0
-    recent: list[tuple[Any, ...]] = field(
-        factory=lambda: [()] * NUM_RECENT
-    )  # by their number, in turns
+    # Of the last launches, by their number, in turns.
+    recent: list[tuple[Any, ...]] = field(factory=lambda: [()] * NUM_RECENT)
 
 
 @define(eq=False)

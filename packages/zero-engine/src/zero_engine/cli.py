@@ -320,9 +320,15 @@ def _run_verify(options: argparse.Namespace) -> int:
     group, text = zero_comm.init(), options.function
     sys.path.insert(0, "")  # the working directory, as for `python -m`
     try:
-        given: Any = resolve_name(text)()
+        function = resolve_name(text)
     except (ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
+    given: Any = function() if callable(function) else None
+    if not isinstance(given, Mapping | tuple):
+        raise ConfigError(
+            f"{text}: expected a function that returns a dict or tuple of what "
+            f"zero_engine.verify() takes, got {function if given is None else given!r}"
+        )
     is_named = isinstance(given, Mapping)
     found = verify(**given, group=group) if is_named else verify(*given, group=group)
     if group.rank == 0:

@@ -30,6 +30,7 @@ from zero_engine.sharding import shard
 
 from .engine import Engine
 from .engine_config import EngineConfig, NamedSpec
+from .monitor import check_packages
 from .schedules import make_scheduler
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
@@ -102,6 +103,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     across = model_group_of(mpu, what="initialize()")
     implied = implied_values(args, optimizer, lr_scheduler)
     settings = _as_engine_config(chosen, model, group.world_size, auto, implied)
+    if settings.monitoring:
+        check_packages(settings.monitoring)
     if optimizer is not None or settings.optimizer is not None:
         _check_trains(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}

@@ -19,12 +19,31 @@ from zero_engine.errors import ConfigError
 from zero_engine.observe.metrics import Row, append_row, metrics, open_writer
 from zero_engine.reports import report
 
+_PACKAGES: Final = {  # what a key needs, and may be missing
+    "tensorboard.enabled": "torch.utils.tensorboard",
+    "wandb.enabled": "wandb",
+    "comms_logger.enabled": "tabulate",
+    "flops_profiler.enabled": "tabulate",
+}
 _TIMERS: Final = {  # of DeepSpeed; a reduction takes as long as something waits for it
     "forward": "forward",
     "backward": "backward",
     "backward_allreduce": "reduce",
     "step": "optimizer",
 }
+
+
+def check_packages(asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a package that is missing: on every rank, though only one writes."""
+    for key, module in _PACKAGES.items():
+        table = key.replace("enabled", "detailed")
+        if not asked.get(key) or asked.get(table) is False:
+            continue
+        try:
+            import_module(module)
+        except ImportError as error:
+            name = module.rpartition(".")[2]
+            raise ConfigError(f"{key}: expected the package {name}: pip install {name}") from error
 
 
 @final
@@ -45,7 +64,9 @@ class Monitor:
                 to = partial(_append_rows, folder) if name == "csv_monitor" else folder
                 self._writers.append(open_writer(to, self.stack))
         if said["wandb.enabled"]:
-            self._writers.append(_wandb_run(said).log)
+            project, group, team = (said[f"wandb.{name}"] for name in ("project", "group", "team"))
+            run = import_module("wandb").init(project=project, group=group, entity=team)
+            self._writers.append(run.log)
         self._end_step = None
         if said["wall_clock_breakdown"] or said["flops_profiler.enabled"]:
             self._end_step = self.stack.enter_context(metrics(model))
@@ -111,12 +132,3 @@ def _append_rows(folder: Path, row: Row, num_samples: int) -> None:
     for tag, value in row.items():
         file = folder / f"{tag.replace('/', '_')}.csv"
         append_row(file, {tag.rpartition("/")[2]: value}, num_samples)
-
-
-def _wandb_run(said: Mapping[str, Any]) -> Any:
-    try:
-        wandb = import_module("wandb")
-    except ImportError as error:
-        raise ConfigError("wandb: expected its package, got none: pip install wandb") from error
-    project, group, team = (said[f"wandb.{name}"] for name in ("project", "group", "team"))
-    return wandb.init(project=project, group=group, entity=team)

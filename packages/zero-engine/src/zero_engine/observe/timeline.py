@@ -21,7 +21,7 @@ from zero_partition.seams import require_sharded
 from zero_engine.errors import FileError
 from zero_engine.reports import as_table, new_figure, save_figure
 
-_COLORS: Final = {  # of each kind; those that begin alike are alike
+COLORS: Final = {  # of each kind; those that begin alike are alike
     "compute": "#9db4c0",
     "forward": "#c3d0d6",
     "backward": "#7d96a3",
@@ -97,15 +97,15 @@ class Timeline:
         figure = new_figure(12, 1.2 + 0.7 * len(ranks))
         axis = figure.subplots()
         for rank, events in enumerate(ranks):
-            for name, color in _COLORS.items():
-                spans = [(e.start_s * 1e3, e.seconds * 1e3) for e in events if _class_of(e) == name]
+            for name, color in COLORS.items():
+                spans = [(e.start_s * 1e3, e.seconds * 1e3) for e in events if class_of(e) == name]
                 axis.broken_barh(
                     spans, (rank - 0.4, 0.8), color=color, label=None if rank else name
                 )
         axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
         axis.set_xlabel("ms")
         axis.invert_yaxis()
-        axis.legend(ncols=len(_COLORS), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+        axis.legend(ncols=len(COLORS), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
         save_figure(figure, path)
 
     def summary(self) -> str:
@@ -130,7 +130,7 @@ class Timeline:
             for (subject, kind), total in exposed.items()
         ]
         table = as_table(rows, headers=["unit", "", "exposed ms", "hidden ms"], floatfmt=".2f")
-        busy = [sum(e.seconds for e in events if _class_of(e) != "wait") for events in ranks]
+        busy = [sum(e.seconds for e in events if class_of(e) != "wait") for events in ranks]
         slowest = max(range(len(busy)), key=busy.__getitem__)
         said = f"{table}\n\nrank {slowest} was busy longest: {busy.pop(slowest) * 1e3:.2f} ms"
         return f"{said}, the others {fmean(busy) * 1e3:.2f} ms on average" if busy else said
@@ -156,7 +156,8 @@ def _row(rank: int, track: int, event: Event) -> dict[str, Any]:
     }
 
 
-def _class_of(event: Event) -> str:
+def class_of(event: Event) -> str:
+    """Which of COLORS has it."""
     return "wait" if event.kind.endswith(" wait") else event.kind.split("_")[0]
 
 

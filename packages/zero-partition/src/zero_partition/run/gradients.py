@@ -798,8 +798,9 @@ class GradientReducer:
         """
         absent = [p for g in self.gradients for p in g.buffer.params if p.grad is None]
         self._flush()
-        for param in () if self.shards_state else absent:
-            param.grad = None  # what was still on its way is not what the user has left there
+        if not self.shards_state:
+            for param in absent:
+                param.grad = None  # what was on its way; the user has dropped it, or never had it
         if self._has_earlier and self.shards_state and not is_asked_for:
             warnings.warn(
                 "a backward ended in an exception: the gradients of the backwards before it, "
