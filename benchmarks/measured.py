@@ -23,7 +23,7 @@ No figure here is of a GPU: [what a GPU has run](gpu.md).
 
 
 def page(folder: Path = HERE / "results") -> str:
-    """The page as text: a section for each suite, in it a table for each file, the longest first."""
+    """The page as text: a section for each suite, in it a table of each file, long ones first."""
     lines = [HEAD]
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)]
     files.sort(key=lambda record: -len(record["rows"]))
