@@ -150,7 +150,8 @@ def _exists(name: str) -> bool:
 
 
 GUIDES: Final = [
-    *(ROOT / page for page in ("README.md", "docs/start.md", "packages/zero-engine/README.md")),
+    *(ROOT / page for page in ("README.md", "docs/start.md")),
+    *sorted(ROOT.glob("packages/*/README.md")),
     *sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/coming-from/*.md")]),
 ]
 

@@ -17,6 +17,7 @@ import matplotlib as mpl
 import torch
 import zero_engine
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -277,24 +278,30 @@ def checkpoint(ranks: RankPool, folder: str) -> Figure:
 
 
 def wire(ranks: RankPool, folder: str) -> Figure:
-    """Time of a step between two nodes by what travels how, as `hatch run bench wire` found it."""
-    rows = {}
+    """Time of a step on two nodes against the rate of the network between them, for each wire.
+
+    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes that a
+    node sends take at that rate.
+    """
+    found: dict[str, dict[float, tuple[float, float]]] = {}
     for path in sorted(RESULTS.glob("*-wire*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            rows[row["title"].removeprefix("ours, stage 3 on nodes, ")] = row
-    titles = sorted(rows, key=lambda title: -rows[title]["ms"])
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+        record = json.loads(path.read_text())
+        for row in record["rows"] if record["settings"]["model"] == "25m" else ():
+            title = row["title"].removeprefix("ours, stage 3 on nodes, ")
+            figures = row["ms"] / 1e3, row["cable_s"]
+            found.setdefault(title, {})[record["settings"]["gbit"]] = figures
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
     axis = figure.subplots()
-    ms = [rows[title]["ms"] for title in titles]
-    network = [rows[title]["cable_s"] * 1e3 for title in titles]
-    axis.barh(titles, ms, color=EVENTS["compute"], label="a step")
-    axis.barh(titles, network, height=0.4, color=EVENTS["gather"], label="its bytes at 1 Gbit/s")
-    for row, title in enumerate(titles):
-        axis.text(ms[row], row, f" {rows[title]['node_bytes'] / 1e6:.0f} MB", va="center")
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.12 * max(ms))
-    axis.set_xlabel("ms; bytes that a node sends in a step")
-    axis.legend()
+    for (title, by_rate), color in zip(found.items(), mpl.colormaps["tab10"].colors, strict=False):
+        rates = sorted(by_rate)
+        steps, cables = zip(*(by_rate[rate] for rate in rates), strict=True)
+        axis.loglog(rates, steps, "o-", color=color, label=title)
+        axis.loglog(rates, cables, ":", color=color)
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("Gbit/s between the nodes")
+    axis.set_ylabel("seconds of a step")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
