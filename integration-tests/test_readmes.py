@@ -157,7 +157,7 @@ GUIDES: Final = [
 GOES_ON: Final = ("accelerate", "ddp", "deepspeed", "fsdp2", "megatron", "trainer")  # started again
 PRINTED: Final = {  # by scripts that say how well they learned, and what can be read again
     "accelerate": r"epoch 1: accuracy (0\.9[1-9]|1\.00)",
-    "trainer": r"'checkpoint-10', 'model'\]\nloss (3\.[0-7]|[0-2]).*, as loaded (3\.[0-7]|[0-2])",
+    "trainer": r"'checkpoint-10', 'model'\]\nloss of what was saved: (3\.[0-7]|[0-2])",
     "lightning": "at step 60\nas loaded: True",
 }
 
