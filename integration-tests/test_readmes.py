@@ -137,12 +137,57 @@ def _exists(name: str) -> bool:
     return True
 
 
+# ---- Words of ours ----
+
+# No page uses these for anything else, so each can be asked for a link at the first use.
+PLAIN: Final = (
+    *("unit", "layout", "span", "placement", "slot", "stand-in", "residence", "footprint", "torn"),
+    *("hop", "codec", "manifest"),
+)
+EXPLAINING: Final = [
+    *(
+        ROOT / f"docs/{name}.md"
+        for name in ("start", "memory", "architecture", "checkpoint-format")
+    ),
+    *sorted(ROOT / page for name in ("how", "guides") for page in ROOT.glob(f"docs/{name}/*.md")),
+]
+
+
+def test_every_word_of_ours_is_explained_and_some_page_leads_there() -> None:
+    """A word that no page needs is one too many; 25 are many."""
+    text = (ROOT / "docs/vocabulary.md").read_text()
+    words = {word.replace(" ", "-") for word in re.findall(r"(?m)^### (.*)$", text)}
+    linked = {
+        word for page in PAGES for word in re.findall(r"vocabulary\.md#([\w-]+)", page.read_text())
+    }
+
+    assert words == linked
+    assert {*PLAIN} <= words
+    assert len(words) <= 25
+
+
+@pytest.mark.parametrize("page", EXPLAINING, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_a_page_links_the_first_use_of_a_word_of_ours(page: Path) -> None:
+    """Who reads one page alone must not have to guess."""
+    not_prose = r"(?ms)^```.*?^```|`[^`\n]*`|^#[^\n]*$|^    [^\n]*$|\*"
+    other_links = r"\[[^\]]*\]\((?!\S*vocabulary\.md#)[^)]*\)"
+    prose = re.sub(other_links, "", re.sub(not_prose, "", page.read_text()))
+    unexplained = []
+    for word in PLAIN:
+        first = re.search(rf"(?i)\b{word}s?\b(.*)", prose)
+        if first and not re.match(rf"\]\([./]*vocabulary\.md#{word}\)", first[1]):
+            unexplained.append(word)
+
+    assert not unexplained
+
+
 # ---- Every block of the guides, on two ranks ----
 
 
+FOLDERS: Final = ("guides", "coming-from", "how")
 GUIDES: Final = [
     *(ROOT / page for page in ("README.md", "docs/start.md", "packages/zero-engine/README.md")),
-    *sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/coming-from/*.md")]),
+    *sorted(ROOT / page for name in FOLDERS for page in ROOT.glob(f"docs/{name}/*.md")),
 ]
 
 
