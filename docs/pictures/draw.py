@@ -213,7 +213,7 @@ def slots(ranks: RankPool, folder: str) -> Figure:
     names = [unit.name or "(model)" for unit in plan.units]
     moments = {f"{use.phase} of {names[use.unit]}": at for at, use in enumerate(plan.uses)}
     moments |= {"before the forward": -1, "at the end": len(plan.uses), "at its use": None}
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     half = len(plan.uses) / 2
     titles = {"ranks that read each other's memory": None, "ranks that gather together": 1}
@@ -231,7 +231,9 @@ def slots(ranks: RankPool, folder: str) -> Figure:
                     axis.barh(row.slot, 1, left=at, color=color)
                     if plan.units[plan.uses[at].unit].name in (row.unit, ""):
                         place = {"ha": "center", "va": "center"}
-                        axis.text(at + 0.5, row.slot, row.unit, fontsize=7, color="black", **place)
+                        axis.text(
+                            at + 0.5, row.slot, row.unit, fontsize=6.5, color="black", **place
+                        )
         axis.axvline(half, color=GRAY, linestyle="dotted")
         axis.set_title(title, fontsize=9, color=GRAY)
         axis.set_yticks(range(4), [f"slot {number}" for number in range(4)])
@@ -288,7 +290,7 @@ def laid_out(cut: str) -> BufferPlan:
 
 def units(ranks: RankPool, folder: str) -> Figure:
     """One unit's flat buffer under each cut, and which rank keeps what."""
-    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axis = figure.subplots()
     names = [name for name, _ in FeedForward().named_parameters()]
     colors = dict(zip(names, mpl.color_sequences["Set2"], strict=False)) | {"padding": GRAY}
@@ -371,32 +373,25 @@ def transfers(
 
 
 def swap(ranks: RankPool, folder: str) -> Figure:
-    """What each slot holds of the optimizer's state on disk, over two steps."""
+    """What each slot holds of the optimizer's state on disk, around a step."""
     phases, found = ranks.run(transfers, timeout_s=300, folder=folder)[0]
-    end = phases[-1][2]
-    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    (_, begin, end), (_, _, last) = phases[2:4]  # the first step, and the forward after it
+    right = min(last, max(stop for *_, start, stop in found if start < last)) - begin
+    left = (begin - end) / 3
+    figure = Figure(figsize=(6.4, 2.4), layout="constrained")
     axis = figure.subplots()
-    for name, start, stop in phases:
+    place = {"ha": "center", "va": "center", "color": "black", "clip_on": True}
+    for name, start, stop in ((name, start - begin, stop - begin) for name, start, stop in phases):
         axis.barh(0, stop - start, left=start, color=COLORS[name], edgecolor=GRAY)
-        axis.text((start + stop) / 2, 0, name, ha="center", va="center", color="black")
+        axis.text((max(start, left) + min(stop, right)) / 2, 0, name, **place)
     for slot, verb, k, start, stop in found:
-        if start < end:
-            color = TRANSFERS[verb]
-            axis.barh(1 + slot, stop - start, left=start, color=color, label=verb)
-            if stop - start > end / 50:
-                axis.text(
-                    (start + stop) / 2,
-                    1 + slot,
-                    k,
-                    ha="center",
-                    va="center",
-                    color="black",
-                    clip_on=True,
-                )
+        color = TRANSFERS[verb]
+        axis.barh(1 + slot, stop - start, left=start - begin, color=color, label=verb)
+        axis.text((start + stop) / 2 - begin, 1 + slot, k, **place)
     axis.set_yticks(range(1 + NUM_SLOTS), ["rank 0", *(f"slot {at}" for at in range(NUM_SLOTS))])
     axis.invert_yaxis()
-    axis.set_xlim(0, end)
-    axis.set_xlabel("ms; numbers are those of sub-groups")
+    axis.set_xlim(left, right)
+    axis.set_xlabel("ms since optimizer.step() was called; numbers are those of sub-groups")
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     handles = [handles[verb] for verb in TRANSFERS]
     axis.legend(handles, list(TRANSFERS), ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1))
