@@ -17,7 +17,7 @@ import matplotlib as mpl
 import torch
 import zero_engine
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +41,14 @@ KINDS: Final = {
     "optimizer state": "#4f772d",
     "slots": "#52b0d8",
     "buffers of reductions": "#f2b880",
+}
+WIRES: Final = {  # by the name of a system of `bench wire`
+    "fsdp2": "FSDP2",
+    "zero3_nodes": "stage 3, exact",
+    "zero3_nodes_hpz": "secondary shards",
+    "zero3_nodes_qgz": "gradients in int4",
+    "zero3_nodes_qwz": "weights in int8",
+    "zero3_nodes_all": "all three",
 }
 EVENTS: Final = {kind: COLORS[kind] for kind in COLORS if not kind.endswith("ward")}
 CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folder
@@ -280,14 +288,14 @@ def checkpoint(ranks: RankPool, folder: str) -> Figure:
 def wire(ranks: RankPool, folder: str) -> Figure:
     """Time of a step on two nodes against the rate of the network between them, for each wire.
 
-    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes that a
-    node sends take at that rate.
+    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes
+    that a node sends take at that rate.
     """
     found: dict[str, dict[float, tuple[float, float]]] = {}
     for path in sorted(RESULTS.glob("*-wire*.json")):
         record = json.loads(path.read_text())
         for row in record["rows"] if record["settings"]["model"] == "25m" else ():
-            title = row["title"].removeprefix("ours, stage 3 on nodes, ")
+            title = WIRES[row["system"]]
             figures = row["ms"] / 1e3, row["cable_s"]
             found.setdefault(title, {})[record["settings"]["gbit"]] = figures
     figure = Figure(figsize=(8, 3.4), layout="constrained")
