@@ -18,9 +18,9 @@ options, the date, the machine, the versions, and the figures of every round. Wh
 and how systems take turns so that a ratio compares figures of the same minutes, is in [the page of
 the benchmarks](../benchmarks/README.md). Times of two tables do not compare; ratios do.
 
-A system has the name that `--systems` takes: `zero3` is our stage 3 (with `_host`, `_disk`, `_all`: where
-state rests, and parameters too; `_nodes`: two nodes, with `qwz` for weights in int8, `hpz` for
-secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
+A system has the name that `--systems` takes: `zero3` is our stage 3 (`_host` and `_disk` say where
+state rests, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
+`hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
 ZeroRedundancyOptimizer under DDP, `torch_zro` torch's.
 
 No figure here is of a GPU: [what a GPU has run](gpu.md).
