@@ -32,8 +32,8 @@ BYTES_PER_PROCESS: Final = 400 * 2**20
     ("rounds", "ratio_range", ".2f"),
     ("peak MB", "peak_bytes", ".0f", 1e-6),
     ("idle B/param", "idle_bytes_per_param", ".2f"),
-    ("last loss", "last_loss"),
-    ("", "losses_to_ddp"),
+    ("last loss", "last_loss", ".6f"),
+    ("losses", "losses_to_ddp"),
     at_once=(0, "systems side by side, DDP among them; else as many as fit"),
     **training_options(rounds=8),
 )
@@ -76,9 +76,7 @@ def _step_row(entry: Entry, reference: Entry, numel: int) -> Row:
     if not (reference.error or entry is reference or entry.system.is_alone):
         row["first_other_loss"] = first = _first_difference(row["losses"], reference.reports)
         row["same_losses"] = first is None  # in every step, on every rank, in every bit
-        row["losses_to_ddp"] = (
-            "losses = DDP" if first is None else f"losses differ from step {first}"
-        )
+        row["losses_to_ddp"] = "= DDP" if first is None else f"differ from step {first}"
     return row
 
 

@@ -195,7 +195,7 @@ def compiled(source: str, *flags: str) -> ctypes.CDLL:
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """Lines of even width. Texts stand at their left; what a row does not have is left empty."""
     lines = [[column[0] for column in columns]]
-    lines += [[_cell(row, *column[1:]) for column in columns] for row in rows]
+    lines += [[cell(row, *column[1:]) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     is_text = [any(isinstance(row.get(column[1]), str) for row in rows) for column in columns]
     return "\n".join(
@@ -207,7 +207,8 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     )
 
 
-def _cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:
+def cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:
+    """The text of a figure of a row; empty where the row has none."""
     value = row.get(key)
     if value is None:
         return ""

@@ -19,6 +19,7 @@ import matplotlib as mpl
 import torch
 import zero_engine
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,14 @@ KINDS: Final = {
     "optimizer state": "#4f772d",
     "slots": "#52b0d8",
     "buffers of reductions": "#f2b880",
+}
+WIRES: Final = {  # by the name of a system of `bench wire`
+    "fsdp2": "FSDP2",
+    "zero3_nodes": "stage 3, exact",
+    "zero3_nodes_hpz": "secondary shards",
+    "zero3_nodes_qgz": "gradients in int4",
+    "zero3_nodes_qwz": "weights in int8",
+    "zero3_nodes_all": "all three",
 }
 EVENTS: Final = {kind: COLORS[kind] for kind in COLORS if not kind.endswith("ward")}
 CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folder
@@ -212,18 +221,15 @@ def slots(ranks: RankPool, folder: str) -> Figure:
     plan = plan_model(Transformer(), world_size=ranks.world_size)  # says which units are in use
     names = [unit.name or "(model)" for unit in plan.units]
     moments = {f"{use.phase} of {names[use.unit]}": at for at, use in enumerate(plan.uses)}
-    moments |= {"before the forward": -1, "at the end": len(plan.uses), "at its use": None}
+    moments |= {"before the forward": -1, "at the end": len(plan.uses)}
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     half = len(plan.uses) / 2
     titles = {"ranks that read each other's memory": None, "ranks that gather together": 1}
     for axis, (title, levels) in zip(axes, titles.items(), strict=True):
         for row in ranks.run(turns, timeout_s=300, levels=levels)[0].rows:
-            launched, used, released = (
-                moments[said.removeprefix("ahead, ")]
-                for said in (row.gathered, row.used, row.released)
-            )
-            start = used if launched is None else launched
+            used, released = moments[row.used], moments[row.released]
+            start = moments.get(row.gathered.removeprefix("ahead, "), used)
             color = mpl.color_sequences["Set3"][names.index(row.unit)]
             axis.barh(row.slot, released - start, left=start, color=color, alpha=0.4)
             for at in range(used, released):
@@ -431,24 +437,30 @@ def checkpoint(ranks: RankPool, folder: str) -> Figure:
 
 
 def wire(ranks: RankPool, folder: str) -> Figure:
-    """Time of a step between two nodes by what travels how, as `hatch run bench wire` found it."""
-    rows = {}
+    """Time of a step on two nodes against the rate of the network between them, for each wire.
+
+    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes
+    that a node sends take at that rate.
+    """
+    found: dict[str, dict[float, tuple[float, float]]] = {}
     for path in sorted(RESULTS.glob("*-wire*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            rows[row["title"].removeprefix("ours, stage 3 on nodes, ")] = row
-    titles = sorted(rows, key=lambda title: -rows[title]["ms"])
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+        record = json.loads(path.read_text())
+        for row in record["rows"] if record["settings"]["model"] == "25m" else ():
+            title = WIRES[row["system"]]
+            figures = row["ms"] / 1e3, row["cable_s"]
+            found.setdefault(title, {})[record["settings"]["gbit"]] = figures
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
     axis = figure.subplots()
-    ms = [rows[title]["ms"] for title in titles]
-    network = [rows[title]["cable_s"] * 1e3 for title in titles]
-    axis.barh(titles, ms, color=EVENTS["compute"], label="a step")
-    axis.barh(titles, network, height=0.4, color=EVENTS["gather"], label="its bytes at 1 Gbit/s")
-    for row, title in enumerate(titles):
-        axis.text(ms[row], row, f" {rows[title]['node_bytes'] / 1e6:.0f} MB", va="center")
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.12 * max(ms))
-    axis.set_xlabel("ms; bytes that a node sends in a step")
-    axis.legend()
+    for (title, by_rate), color in zip(found.items(), mpl.colormaps["tab10"].colors, strict=False):
+        rates = sorted(by_rate)
+        steps, cables = zip(*(by_rate[rate] for rate in rates), strict=True)
+        axis.loglog(rates, steps, "o-", color=color, label=title)
+        axis.loglog(rates, cables, ":", color=color)
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("Gbit/s between the nodes")
+    axis.set_ylabel("seconds of a step")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

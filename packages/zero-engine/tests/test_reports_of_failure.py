@@ -126,7 +126,7 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     ranks = job("hangs", ZERO_COMM_PEER_MEMORY="0")
     assert [process.stdout.readline() for process in ranks] == ["ready\n"] * 2
     deadline, seen = time.monotonic() + 60, {}
-    while not seen or "rank" not in seen[0]["launched"]["waits for"]:
+    while not seen or "unit '3'" not in seen[0]["launched"]["waits for"]:
         assert time.monotonic() < deadline
         for process in ranks:
             process.send_signal(signal.SIGUSR1)
