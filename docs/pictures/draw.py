@@ -451,7 +451,7 @@ def wire(ranks: RankPool, folder: str) -> Figure:
             found.setdefault(title, {})[record["settings"]["gbit"]] = figures
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axis = figure.subplots()
-    for (title, by_rate), color in zip(found.items(), mpl.colormaps["tab10"].colors, strict=False):
+    for (title, by_rate), color in zip(found.items(), mpl.color_sequences["tab10"], strict=False):
         rates = sorted(by_rate)
         steps, cables = zip(*(by_rate[rate] for rate in rates), strict=True)
         axis.loglog(rates, steps, "o-", color=color, label=title)
