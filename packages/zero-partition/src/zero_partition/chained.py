@@ -62,7 +62,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Step each, in order; `closure` is evaluated once, before the first."""
+        """Step each, in order; `closure` is evaluated once, before the first. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
