@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import subprocess
@@ -127,6 +128,33 @@ def test_a_name_that_moved_still_works_and_says_where_it_is(
         found = getattr(module, name)
 
     assert found is getattr(import_module(f"{package}.{home}"), name)
+
+
+def test_the_site_calls_nothing_local_that_ranks_must_call_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who then calls it on one rank waits for ever. What says nothing, the site calls local."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    conf = import_module("conf")
+    modules = [".".join(filter(None, (p, b))) for p in conf.PACKAGES for b in ("", *conf.BLOCKS[p])]
+    wrong, num_collective = [], 0
+    for module, name in ((m, name) for m in modules for name in import_module(m).__all__):
+        value = getattr(import_module(module), name)
+        kind = "method" if isinstance(value, type) else "function"
+        for attr, found in vars(value).items() if kind == "method" else [("", value)]:
+            call = inspect.unwrap(getattr(found, "__func__", found))
+            if attr.startswith("_") or not inspect.isfunction(call):
+                continue
+            path = ".".join(filter(None, (module, name, attr)))
+            lines = str(inspect.getdoc(call)).splitlines()
+            conf.mark_local(None, kind, path, lines)
+            is_collective = "@collective" in inspect.getsource(call).partition("def ")[0]
+            num_collective += is_collective
+            if call.__doc__ is None or (is_collective and "*Local*" in "".join(lines)):
+                wrong.append(path)
+
+    assert not wrong
+    assert num_collective
 
 
 def _headings(page: Path) -> list[str]:
