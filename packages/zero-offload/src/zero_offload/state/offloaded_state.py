@@ -248,7 +248,7 @@ class OffloadedState:
         try:
             self._window.settle()
         except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
+            raise self._tear("writing state", self._window.failed or 0, error) from error
 
     def check(self, what: str) -> None:
         """Raise TornStepError if an error has left states of two different steps."""
@@ -266,7 +266,7 @@ class OffloadedState:
                 self._window.lose(k)
                 self._states[k].forget()
             self._window.forget()
-        self._window.has_failed, self._torn = False, ""
+        self._window.failed, self._torn = None, ""
 
     def step(
         self,
@@ -373,7 +373,7 @@ class OffloadedState:
         After an error midway in what `writes`, nothing is done until a load.
         """
         self.check(what)
-        num_begun = 0
+        k, has_begun = 0, False
         try:
             if swapped := self._swapped(numbers):
                 self._window.expect(swapped)
@@ -382,17 +382,18 @@ class OffloadedState:
                 is_swapped = state.plan.residence is Residence.DISK
                 if is_swapped:
                     state.attach(self._window.open(k))
-                num_begun += 1
+                has_begun = True
                 act(state)
                 if is_swapped:
                     self._window.close(k, dirty=writes)
             if at_end is not None:
                 at_end()
         except BaseException as error:
+            at = k if self._window.failed is None else self._window.failed
             self._come_to_rest()
-            if not writes or not (num_begun or self._window.has_failed):
+            if not writes or not (has_begun or self._window.failed is not None):
                 raise
-            torn = self._tear(what, f"sub-group {num_begun} of {len(numbers)}", error)
+            torn = self._tear(what, at, error)
             if isinstance(error, Exception):
                 raise torn from error
             raise
@@ -402,9 +403,9 @@ class OffloadedState:
         with contextlib.suppress(Exception):
             self._window.settle()
 
-    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
+    def _tear(self, what: str, at: int, error: BaseException) -> TornStepError:
         self._torn = (
-            f"{what} ended in {where}, so parameters and state are of two different steps: "
+            f"{what} ended in sub-group {at + 1} of {len(self._states)}, so parameters and state are of two different steps: "
             f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
         )
         return TornStepError(self._torn)
