@@ -79,11 +79,11 @@ class DelayedState:
     ) -> None:
         """Begin to step with copies of the gradients, and with the numbers of now."""
         assert not self.held_back(), "bring_in() comes first"
+        numbers = copy.deepcopy(self.inner.numbers(groups))
         for param, grad in grads.items():
             self._grads[param].copy_(grad)
         taken = {self._stepped[param]: self._grads[param] for param in grads}
         self._behind = set(grads)
-        numbers = [copy.deepcopy(numbers_of(group)) for group in groups]
         self._job = partial(self._step, numbers, taken, factor)
         self._begin()
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 from zero_offload.disk.host_store import HostStore
 from zero_offload.disk.store import AbstractStore
-from zero_offload.errors import TornStepError
+from zero_offload.errors import TornStepError, UnsupportedOptimizerError
 from zero_offload.memory.arena import HostArena
 
 from .block import SubGroupState
@@ -61,6 +61,7 @@ class OffloadedState:
     _staging: Staging = field(init=False)
     _states: list[SubGroupState] = field(factory=list, init=False)
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
+    _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
     _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
@@ -151,6 +152,7 @@ class OffloadedState:
         self._staging.reserve(footprint.staging_bytes // 2)
         self._take_memory(dict(enumerate(states, first)))
         self._states += states
+        self._plain |= {at for at in positions.values() if not groups[at].get("amsgrad")}
         self.gradients.add(leaving)
         for number, state in enumerate(states, first):
             for param in dict.fromkeys(state.params):
@@ -289,8 +291,9 @@ class OffloadedState:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
             TornStepError: A later read or write failed, or a sub-group's step did, or this was so
                 before.
+            UnsupportedOptimizerError: As by `numbers`; nothing was stepped.
         """
-        numbers = [numbers_of(group) for group in groups]
+        numbers = self.numbers(groups)
 
         def step(state: SubGroupState) -> None:
             if opening is not None:
@@ -299,6 +302,21 @@ class OffloadedState:
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
+
+    def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What all param groups say now.
+
+        Raises:
+            UnsupportedOptimizerError: One asks for state that there is no room for.
+        """
+        for at in self._plain:
+            if groups[at].get("amsgrad"):
+                raise UnsupportedOptimizerError(
+                    f"param_groups[{at}]['amsgrad'] was turned on after room was taken for state "
+                    "without 'max_exp_avg_sq'; turn it off, or make the optimizer with "
+                    "amsgrad=True and load the state dict of this one"
+                )
+        return [numbers_of(group) for group in groups]
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
