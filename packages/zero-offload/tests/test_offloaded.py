@@ -415,7 +415,9 @@ def _train(dtype: torch.dtype, make: Make, max_norm: float | None = None) -> Out
 
 
 @pytest.mark.parametrize("home", [None, "host", "disk"], ids=["CPUAdam", "host", "disk"])
-def test_an_option_of_a_group_counts_from_the_next_step_on(home: str | None, tmp_path: Path) -> None:
+def test_an_option_of_a_group_counts_from_the_next_step_on(
+    home: str | None, tmp_path: Path
+) -> None:
     """Schedules change more than lr; a plan that is kept must notice."""
     plain_model, model = make_model(), make_model()
     arguments = {"lr": 1e-2, "amsgrad": True}
@@ -444,7 +446,9 @@ def test_an_option_that_needs_further_state_is_refused_before_anything_is_steppe
     before = copy.deepcopy(model.state_dict())
     optimizer.param_groups[0]["amsgrad"] = True
 
-    with pytest.raises(UnsupportedOptimizerError, match=r"param_groups\[0\]\['amsgrad'\].*optimizer with"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"param_groups\[0\]\['amsgrad'\].*optimizer with"
+    ):
         train(model, optimizer, steps=range(2, 3))
 
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

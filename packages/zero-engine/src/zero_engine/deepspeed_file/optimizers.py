@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition import ChainedOptimizer
+from zero_partition.plan import nearest
 
-from zero_engine.checks import check_names, nearest
+from zero_engine.checks import check_names
 from zero_engine.errors import ConfigError
 
 from .keys import KEYS

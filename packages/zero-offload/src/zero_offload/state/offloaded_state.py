@@ -423,8 +423,9 @@ class OffloadedState:
 
     def _tear(self, what: str, at: int, error: BaseException) -> TornStepError:
         self._torn = (
-            f"{what} ended in sub-group {at + 1} of {len(self._states)}, so parameters and state are of two different steps: "
-            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
+            f"{what} ended in sub-group {at + 1} of {len(self._states)}, so parameters and state "
+            "are of two different steps: load_state_dict(), and the model's. It ended with "
+            f"{type(error).__name__}: {error}"
         )
         return TornStepError(self._torn)
 
