@@ -118,7 +118,12 @@ def make_optimizer(
     """
     name = str(type).lower()
     if name not in _MAKERS:
-        raise _refused(type)
+        near = nearest(type, _MAKERS)
+        raise ConfigError(
+            f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
+            f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
+            "object: optimizer=..."
+        )
     known, make = _MAKERS[name]
     if state_dtype is torch.float32:
         if name not in ("adam", "adamw"):
@@ -150,15 +155,6 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
             if got != only:
                 raise ConfigError(f"{where}: expected {only!r}, got {got!r}: {why}")
     return options
-
-
-def _refused(type: Any) -> ConfigError:
-    near = nearest(type, _MAKERS)
-    return ConfigError(
-        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
-        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
-        "object: optimizer=..."
-    )
 
 
 class DeepSpeedCPUAdam(CPUAdam):
