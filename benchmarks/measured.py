@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from harness import HERE, Column, Row, Suite, cell
+from harness import HERE, Row, Suite, cell
 from run import SUITES
 
 PAGE: Final = HERE.parent / "docs/measured.md"
@@ -17,6 +17,11 @@ Every table is written by `hatch run measured` from a file in `benchmarks/result
 options, the date, the machine, the versions, and the figures of every round. What the columns mean,
 and how systems take turns so that a ratio compares figures of the same minutes, is in [the page of
 the benchmarks](../benchmarks/README.md). Times of two tables do not compare; ratios do.
+
+A system has the name that `--systems` takes: `zero3` is our stage 3 (`_host` and `_disk` say where
+state rests, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
+`hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
+ZeroRedundancyOptimizer under DDP, `torch_zro` torch's.
 
 No figure here is of a GPU: [what a GPU has run](gpu.md).
 """
@@ -51,7 +56,7 @@ def _table(suite: Suite, record: dict[str, Any]) -> list[str]:
         "",
         f"| {' | '.join(titles)} |",
         "|" + "---|" * len(titles),
-        *(f"| {' | '.join(_shown(row, column) for column in columns)} |" for row in rows),
+        *(f"| {' | '.join(cell(row, *column[1:]) for column in columns)} |" for row in rows),
     ]
 
 
@@ -60,11 +65,6 @@ def _differs(rows: list[Row], key: str) -> bool:
     values = [row.get(key) for row in rows]
     is_same = key in {"heat", "threads"} and len(set(values)) == 1
     return any(value is not None for value in values) and not is_same
-
-
-def _shown(row: Row, column: Column) -> str:
-    text = row.get("title") if column[1] == "system" else ""
-    return text or cell(row, *column[1:])
 
 
 def _command(suite: Suite, name: str, settings: dict[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,10 @@ BLOCKS: Final = {  # what may be imported besides what a package's `__init__` li
     "zero_ckpt": (),
     "zero_comm": ("codecs", "planning"),
 }
+
+# "See `that`" or "As `that`" says it by a link, in the first line of a docstring.
+WHO_CALLS: Final = re.compile(r"collective|every rank|\blocal|\A.*\b(see|as) `", re.IGNORECASE)
+METHODS_ARE: Final = re.compile(r"methods are [a-z]+")
 
 project = "zero"
 version = release = zero_engine.__version__
@@ -54,6 +60,7 @@ def _page(module: Any, homes: dict[int, str]) -> list[str]:
     name = module.__name__
     lines = [name, "=" * len(name), "", f".. currentmodule:: {name}", ""]
     lines += [str(module.__doc__).partition("\n")[0], ""]
+    lines += ["Names are there since 0.1.0, but where they say another version.", ""]
     elsewhere = []
     for public in sorted(module.__all__, key=str.lower):
         value = getattr(module, public)
@@ -65,11 +72,23 @@ def _page(module: Any, homes: dict[int, str]) -> list[str]:
         elif isinstance(value, type):
             lines += [f".. autoclass:: {name}.{public}", ""]
         else:
-            kind = "autofunction" if callable(value) else "py:data"
+            kind = "autofunction" if isfunction(value) else "py:data"
             lines += [f".. {kind}:: {name}.{public}", ""]
     if elsewhere:
         lines += ["Also here", "---------", "", *elsewhere, ""]
     return lines
+
+
+def mark_local(*event: Any) -> None:
+    """Say that a call is local where neither its docstring nor its class says what it is."""
+    _, what, name, *_, lines = event
+    said = "\n".join(lines)
+    if what == "method":
+        module, owner, _ = name.rsplit(".", 2)
+        said += "".join(METHODS_ARE.findall(str(getattr(import_module(module), owner).__doc__)))
+    if what in {"function", "method"} and not WHO_CALLS.search(said):
+        end = lines.index("") if "" in lines else len(lines)
+        lines[end:end] = ["*Local*: one rank may call it alone."]
 
 
 def mark_code(*event: Any) -> None:
@@ -84,4 +103,5 @@ def mark_code(*event: Any) -> None:
 def setup(app: Any) -> None:
     """Connect what runs before pages are read, and before docstrings are."""
     app.connect("builder-inited", write_api)
+    app.connect("autodoc-process-docstring", mark_local, priority=300)
     app.connect("autodoc-process-docstring", mark_code, priority=400)

@@ -419,7 +419,7 @@ def test_the_peak_of_sharding_is_planned(group: Group) -> None:
 def test_what_rests_elsewhere_is_planned(group: Group, tmp_path: Path, stage: int) -> None:
     """Which memory is short decides what goes where: host and disk count as the device does."""
     chosen = [cell for cell in cells(stage) if cell.residence == "engine"]
-    for number, cell in enumerate(chosen):
+    for number, cell in enumerate(chosen[:: 2 if stage == 3 else 1]):
         precision = Precision(params=torch.bfloat16) if number % 2 else None
         config = ZeroConfig(stage, offload=cell.offload(tmp_path), precision=precision)
         _compare_elsewhere(group, cell, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any, Final
 
 import pytest
 import scripts
+import torch
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = sorted(
@@ -127,6 +130,33 @@ def test_a_name_that_moved_still_works_and_says_where_it_is(
     assert found is getattr(import_module(f"{package}.{home}"), name)
 
 
+def test_the_site_calls_nothing_local_that_ranks_must_call_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who then calls it on one rank waits for ever. What says nothing, the site calls local."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    conf = import_module("conf")
+    modules = [".".join(filter(None, (p, b))) for p in conf.PACKAGES for b in ("", *conf.BLOCKS[p])]
+    wrong, num_collective = [], 0
+    for module, name in ((m, name) for m in modules for name in import_module(m).__all__):
+        value = getattr(import_module(module), name)
+        kind = "method" if isinstance(value, type) else "function"
+        for attr, found in vars(value).items() if kind == "method" else [("", value)]:
+            call = inspect.unwrap(getattr(found, "__func__", found))
+            if attr.startswith("_") or not inspect.isfunction(call):
+                continue
+            path = ".".join(filter(None, (module, name, attr)))
+            lines = str(inspect.getdoc(call)).splitlines()
+            conf.mark_local(None, kind, path, lines)
+            is_collective = "@collective" in inspect.getsource(call).partition("def ")[0]
+            num_collective += is_collective
+            if call.__doc__ is None or (is_collective and "*Local*" in "".join(lines)):
+                wrong.append(path)
+
+    assert not wrong
+    assert num_collective
+
+
 def _headings(page: Path) -> list[str]:
     """As GitHub makes anchors of them."""
     found = re.findall(r"(?m)^#+ (.*)$", page.read_text())
@@ -146,13 +176,130 @@ def _exists(name: str) -> bool:
     return True
 
 
+# ---- Words of ours ----
+
+# No page uses these for anything else, so each can be asked for a link at the first use.
+PLAIN: Final = (
+    *("unit", "layout", "span", "placement", "slot", "stand-in", "residence", "footprint", "torn"),
+    *("hop", "codec", "manifest"),
+)
+EXPLAINING: Final = [
+    *(
+        ROOT / f"docs/{name}.md"
+        for name in ("start", "memory", "architecture", "checkpoint-format")
+    ),
+    *sorted(ROOT / page for name in ("how", "guides") for page in ROOT.glob(f"docs/{name}/*.md")),
+]
+
+
+def test_every_word_of_ours_is_explained_and_some_page_leads_there() -> None:
+    """A word that no page needs is one too many; 25 are many."""
+    text = (ROOT / "docs/vocabulary.md").read_text()
+    words = {word.replace(" ", "-") for word in re.findall(r"(?m)^### (.*)$", text)}
+    linked = {
+        word for page in PAGES for word in re.findall(r"vocabulary\.md#([\w-]+)", page.read_text())
+    }
+
+    assert words == linked
+    assert {*PLAIN} <= words
+    assert len(words) <= 25
+
+
+@pytest.mark.parametrize("page", EXPLAINING, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_a_page_links_the_first_use_of_a_word_of_ours(page: Path) -> None:
+    """Who reads one page alone must not have to guess."""
+    not_prose = r"(?ms)^```.*?^```|`[^`\n]*`|^#[^\n]*$|^    [^\n]*$|\*"
+    other_links = r"\[[^\]]*\]\((?!\S*vocabulary\.md#)[^)]*\)"
+    prose = re.sub(other_links, "", re.sub(not_prose, "", page.read_text()))
+    unexplained = []
+    for word in PLAIN:
+        first = re.search(rf"(?i)\b{word}s?\b(.*)", prose)
+        if first and not re.match(rf"\]\([./]*vocabulary\.md#{word}\)", first[1]):
+            unexplained.append(word)
+
+    assert not unexplained
+
+
+# ---- Pictures ----
+
+
+def _drawn(name: str, pool: Any, folder: Path) -> list[Any]:
+    """The axes of a picture of docs/pictures, drawn anew."""
+    sys.path.insert(0, str(ROOT / "docs/pictures"))
+    figure = import_module("draw").PICTURES[name][1](pool, str(folder))
+    figure.savefig(folder / f"{name}.svg")
+    return figure.axes
+
+
+def _bars(axis: Any, row: int) -> list[Any]:
+    """Left to right."""
+    found = [bar for bar in axis.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+    return sorted(found, key=lambda bar: bar.get_x())
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_unit_shows_every_element_once_and_cuts_where_it_may(
+    tmp_path: Path,
+) -> None:
+    """Between rows of the parameter, or between parameters, is for the optimizer to rely on."""
+    [axis] = _drawn("units", None, tmp_path)
+    shapes = {n: p.shape for n, p in import_module("draw").FeedForward().named_parameters()}
+    names = {id(bars[0]): bars.get_label() for bars in axis.containers}
+    for row, grain_of in enumerate((lambda _: 16, lambda s: s[1:].numel(), torch.Size.numel)):
+        bars = _bars(axis, row)
+        ends = [0, *(bar.get_x() + bar.get_width() for bar in bars)]
+        params = {names[id(bar)]: bar for bar in bars if names[id(bar)] != "padding"}
+        assert [bar.get_x() for bar in bars] == ends[:-1]
+        numels = {name: bar.get_width() for name, bar in params.items()}
+        assert numels == {name: shape.numel() for name, shape in shapes.items()}
+        for lines in axis.collections[4 * row : 4 * row + 4]:
+            for (place, _), _ in lines.get_segments():
+                for name, bar in params.items():
+                    at = place - bar.get_x()
+                    assert not 0 < at < bar.get_width() or not at % grain_of(shapes[name])
+
+
+@pytest.mark.slow
+def test_the_picture_of_placements_is_the_table_of_zero(tmp_path: Path) -> None:
+    """Over how many ranks parameters, gradients and state are divided (arXiv 1910.02054)."""
+    for axis, divided in zip(
+        _drawn("placements", None, tmp_path), ((), (2,), (1, 2), (0, 1, 2)), strict=True
+    ):
+        for kind in range(3):
+            filled = [b.get_width() for b in _bars(axis, kind) if b.get_facecolor()[3]]
+            assert sum(filled) == pytest.approx(0.9 * (1 if kind in divided else 4))
+
+
+@pytest.mark.slow
+def test_the_picture_of_slots_has_the_order_of_plain_torch(ranks, tmp_path: Path) -> None:
+    """And no two units in one slot at a time."""
+    axes = _drawn("slots", ranks(2), tmp_path)
+    model, order = import_module("draw").Transformer(), []
+    for name, module in {
+        "(model)": model,
+        **{f"blocks.{i}": b for i, b in enumerate(model.blocks)},
+    }.items():
+        module.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        module.register_full_backward_pre_hook(lambda *_, name=name: order.append(name))
+    model(torch.randn(1, 2, 512, requires_grad=True)).sum().backward()
+
+    for axis in axes:
+        labels = sorted(axis.texts, key=lambda text: text.get_position()[0])
+        assert [text.get_text() for text in labels] == order
+        for slot in range(4):
+            whole = [bar for bar in _bars(axis, slot) if bar.get_alpha()]
+            for bar, after in itertools.pairwise(whole):
+                assert bar.get_x() + bar.get_width() <= after.get_x()
+
+
 # ---- Every block of the guides, on two ranks ----
 
 
+FOLDERS: Final = ("guides", "coming-from", "how")
 GUIDES: Final = [
     *(ROOT / page for page in ("README.md", "docs/start.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
-    *sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/coming-from/*.md")]),
+    *sorted(ROOT / page for name in FOLDERS for page in ROOT.glob(f"docs/{name}/*.md")),
 ]
 
 

@@ -81,9 +81,7 @@ class Recomputed(Blocks):
 
 CLEAN: Final[dict[str, tuple[Cell | None, dict[str, Any]]]] = {
     **{f"stage {stage}": (None, {"stage": stage}) for stage in parity.STAGES},
-    "window 1": (None, {"window": 1}),
-    "host": (Cell(3, "host", "host"), {}),
-    "disk": (Cell(3, "disk", "disk"), {}),
+    "window 1, disk": (Cell(3, "disk", "disk"), {"window": 1}),
     "poisoned": (Cell(3, "disk", "disk", residence="poisoned"), {}),
     "stage 2, disk": (Cell(2, "disk"), {"stage": 2}),
     "masters": (None, {"precision": Precision(params=torch.bfloat16)}),
@@ -175,8 +173,9 @@ def test_a_write_past_a_span_is_found(group: Group, name: str, hit: str) -> None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reading", [True, False])
+@pytest.mark.parametrize(
+    ("params", "reading"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_a_flipped_bit_of_one_rank_is_found_by_all(
     group: Group, stage: int, params: torch.dtype, reading: bool
 ) -> None:

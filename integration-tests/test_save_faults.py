@@ -104,14 +104,14 @@ def test_a_killed_save_loop_leaves_a_whole_checkpoint_each_time(tmp_path: Path) 
     script = Path(save_loops.__file__)
 
     done = subprocess.run(
-        [sys.executable, script, tmp_path, "20"],
+        [sys.executable, script, tmp_path, "10"],
         check=False,
         capture_output=True,
         text=True,
         timeout=120,
     )
 
-    assert done.stdout.startswith("20 of 20"), done.stderr
+    assert done.stdout.startswith("10 of 10"), done.stderr
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -9,24 +9,28 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import matplotlib as mpl
 import torch
 import zero_engine
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from zero_comm.testing import RankPool
-from zero_engine import Offload, ZeroConfig, memory_report, timeline
+from zero_engine import Offload, Wire, ZeroConfig, memory_report, timeline
 from zero_engine.observe.timeline import COLORS, class_of
-from zero_partition import schedule_report
-from zero_partition.plan import STAGES, Placement
+from zero_offload import DiskStore, OffloadedState
+from zero_partition import ScheduleReport, schedule_report
+from zero_partition.plan import STAGES, BufferPlan, Placement
+from zero_partition.planning import plan_model
 
 FOLDER: Final = Path(__file__).parent
 RESULTS: Final = FOLDER.parents[1] / "benchmarks/results"
@@ -42,6 +46,14 @@ KINDS: Final = {
     "slots": "#52b0d8",
     "buffers of reductions": "#f2b880",
 }
+WIRES: Final = {  # by the name of a system of `bench wire`
+    "fsdp2": "FSDP2",
+    "zero3_nodes": "stage 3, exact",
+    "zero3_nodes_hpz": "secondary shards",
+    "zero3_nodes_qgz": "gradients in int4",
+    "zero3_nodes_qwz": "weights in int8",
+    "zero3_nodes_all": "all three",
+}
 EVENTS: Final = {kind: COLORS[kind] for kind in COLORS if not kind.endswith("ward")}
 CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folder
     "stage 1": {"stage": 1},
@@ -50,6 +62,9 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {  # without what depends on a folde
     "stage 3, optimizer\non the host": {"stage": 3, "optimizer": "host"},
     "stage 3, all\non disk": {"stage": 3, "optimizer": "disk", "params": "disk"},
 }
+CUTS: Final = ("flat", "row", "tensor")
+NUM_SLOTS: Final = 3  # of the swap window
+TRANSFERS: Final = {"read": "#52b0d8", "stepped": "#6a994e", "written": "#f2b880"}
 MIB: Final = 2**20
 
 
@@ -192,29 +207,45 @@ def step(ranks: RankPool, folder: str) -> Figure:
 # -- slots -----------------------------------------------------------------------------------------
 
 
-def turns(group: Any) -> list[tuple[str, int]]:
-    """Unit and slot of each gather of a step at stage 3, in the order of uses."""
-    model, optimizer = sharded({"stage": 3}, "")
-    train(model, optimizer, 3)
-    return [(row.unit or "model", row.slot) for row in schedule_report(model).rows]
+def turns(group: Any, levels: int | None) -> ScheduleReport:
+    """The gathers of a step at stage 3, with so many ranks to a node."""
+    model = Transformer()
+    optimizer = AdamW(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(stage=3, wire=Wire(levels=levels)))
+    train(model, optimizer, 4)
+    return schedule_report(model)
 
 
 def slots(ranks: RankPool, folder: str) -> Figure:
-    """Which unit is whole in which slot, over a step."""
-    found = ranks.run(turns)[0]
-    figure = Figure(figsize=(8, 2), layout="constrained")
-    axis = figure.subplots()
-    colors = mpl.colormaps["Set3"]
-    units = sorted({unit for unit, _ in found})
-    for place, (unit, slot) in enumerate(found):
-        later = [at for at, (_, other) in enumerate(found) if other == slot and at > place]
-        end = later[0] if later else len(found)
-        axis.barh(slot, end - place, left=place, color=colors(units.index(unit)), edgecolor=GRAY)
-        axis.text((place + end) / 2, slot, unit, ha="center", va="center", color="black")
-    numbers = sorted({slot for _, slot in found})
-    axis.set_yticks(numbers, [f"slot {number}" for number in numbers])
-    axis.invert_yaxis()
-    axis.set_xlabel("uses of units in the order of a step: forward, then backward")
+    """Which unit is in which slot over a step: on its way or kept in pale, in use in full color."""
+    plan = plan_model(Transformer(), world_size=ranks.world_size)  # says which units are in use
+    names = [unit.name or "(model)" for unit in plan.units]
+    moments = {f"{use.phase} of {names[use.unit]}": at for at, use in enumerate(plan.uses)}
+    moments |= {"before the forward": -1, "at the end": len(plan.uses)}
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    half = len(plan.uses) / 2
+    titles = {"ranks that read each other's memory": None, "ranks that gather together": 1}
+    for axis, (title, levels) in zip(axes, titles.items(), strict=True):
+        for row in ranks.run(turns, timeout_s=300, levels=levels)[0].rows:
+            used, released = moments[row.used], moments[row.released]
+            start = moments.get(row.gathered.removeprefix("ahead, "), used)
+            color = mpl.color_sequences["Set3"][names.index(row.unit)]
+            axis.barh(row.slot, released - start, left=start, color=color, alpha=0.4)
+            for at in range(used, released):
+                if names.index(row.unit) in plan.uses[at].in_use:
+                    axis.barh(row.slot, 1, left=at, color=color)
+                    if plan.units[plan.uses[at].unit].name in (row.unit, ""):
+                        place = {"ha": "center", "va": "center"}
+                        axis.text(
+                            at + 0.5, row.slot, row.unit, fontsize=6.5, color="black", **place
+                        )
+        axis.axvline(half, color=GRAY, linestyle="dotted")
+        axis.set_title(title, fontsize=9, color=GRAY)
+        axis.set_yticks(range(4), [f"slot {number}" for number in range(4)])
+        axis.invert_yaxis()
+    axes[1].set_xticks((half / 2, 3 * half / 2), ("uses in forward", "uses in backward"))
+    axes[1].tick_params(axis="x", length=0)
     return figure
 
 
@@ -242,6 +273,134 @@ def placements(ranks: RankPool, folder: str) -> Figure:
         axis.invert_yaxis()
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0)
+    return figure
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """A unit in which alignment and cuts are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 44), nn.Linear(44, 10)
+
+
+def laid_out(cut: str) -> BufferPlan:
+    """The flat buffer that `partition` makes of it."""
+    model = FeedForward()
+    plan = plan_model(model, AdamW(model.parameters()), world_size=NUM_RANKS, cut=cut)
+    return plan.units[0].buffers[0]
+
+
+def units(ranks: RankPool, folder: str) -> Figure:
+    """One unit's flat buffer under each cut, and which rank keeps what."""
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axis = figure.subplots()
+    names = [name for name, _ in FeedForward().named_parameters()]
+    colors = dict(zip(names, mpl.color_sequences["Set2"], strict=False)) | {"padding": GRAY}
+    for row, cut in enumerate(CUTS):
+        plan = laid_out(cut)
+        spans = [
+            (param.name, span) for param, span in zip(plan.params, plan.layout.spans, strict=True)
+        ]
+        for name, span in (*spans, *(("padding", gap) for gap in plan.layout.gaps)):
+            axis.barh(row, span.numel, left=span.start, height=0.5, color=colors[name], label=name)
+        for rank, shard in enumerate(plan.layout.shards):
+            axis.vlines((shard.start, shard.stop), row - 0.45, row + 0.25, color=GRAY)
+            said = f"rank {rank}: {shard.numel}" if shard.numel > 99 else str(rank)
+            axis.text((shard.start + shard.stop) / 2, row - 0.3, said, ha="center", va="bottom")
+    axis.set_yticks(range(len(CUTS)), CUTS)
+    axis.invert_yaxis()
+    axis.set_xlabel("elements of the flat buffer, fp32")
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    handles = [handles[name] for name in colors]
+    axis.legend(handles, list(colors), ncols=4, loc="lower center", bbox_to_anchor=(0.45, 1))
+    return figure
+
+
+# -- a step from disk ------------------------------------------------------------------------------
+
+
+def transfers(
+    group: Any, folder: str
+) -> tuple[list[tuple[str, float, float]], list[tuple[int, str, int, float, float]]]:
+    """Of two steps: phases, and what became of which sub-group in which slot; start and stop, ms.
+
+    A slot has state from when its read begins until it is written.
+    """
+    offload = {"optimizer": "disk", "subgroup_bytes": 12 * MIB}
+    model, optimizer = sharded({"stage": 3, **offload}, folder)
+    train(model, optimizer, 2)
+    phases, found, opened = [], [], []
+    began = time.monotonic()
+
+    def now() -> float:
+        return (time.monotonic() - began) * 1e3
+
+    def noted(verb: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: DiskStore, key: str, tensor: Tensor) -> Any:
+            k, start = int(key.rpartition(".")[2]), now()
+            if verb == "written":
+                found.append((k % NUM_SLOTS, "stepped", k, opened[-1], start))
+            future = plain(store, key, tensor)
+            future.add_done_callback(lambda _: found.append((k % NUM_SLOTS, verb, k, start, now())))
+            return future
+
+        return call
+
+    plain_step = OffloadedState.step
+
+    def step(state: OffloadedState, *args: Any, opening: Callable[..., Any], **kwargs: Any) -> None:
+        def opened_one(targets: Any) -> None:
+            opened.append(now())
+            opening(targets)
+
+        plain_step(state, *args, opening=opened_one, **kwargs)
+
+    def phase(name: str, act: Callable[..., Any], *args: Any) -> Any:
+        start, result = now(), act(*args)
+        phases.append((name, start, now()))
+        return result
+
+    with (
+        mock.patch.object(DiskStore, "read", noted("read", DiskStore.read)),
+        mock.patch.object(DiskStore, "write", noted("written", DiskStore.write)),
+        mock.patch.object(OffloadedState, "step", step),
+    ):
+        for _ in range(2):
+            output = phase("forward", model, torch.randn(1, 4, WIDTH))
+            phase("backward", output.square().mean().backward)
+            phase("step", optimizer.step)
+            optimizer.zero_grad()
+        zero_engine.full_optimizer_state_dict(model)  # all is written before it is read
+    return phases, found
+
+
+def swap(ranks: RankPool, folder: str) -> Figure:
+    """What each slot holds of the optimizer's state on disk, around a step."""
+    phases, found = ranks.run(transfers, timeout_s=300, folder=folder)[0]
+    (_, begin, end), (_, _, last) = phases[2:4]  # the first step, and the forward after it
+    right = min(last, max(stop for *_, start, stop in found if start < last)) - begin
+    left = (begin - end) / 3
+    figure = Figure(figsize=(6.4, 2.4), layout="constrained")
+    axis = figure.subplots()
+    place = {"ha": "center", "va": "center", "color": "black", "clip_on": True}
+    for name, start, stop in ((name, start - begin, stop - begin) for name, start, stop in phases):
+        axis.barh(0, stop - start, left=start, color=COLORS[name], edgecolor=GRAY)
+        axis.text((max(start, left) + min(stop, right)) / 2, 0, name, **place)
+    for slot, verb, k, start, stop in found:
+        color = TRANSFERS[verb]
+        axis.barh(1 + slot, stop - start, left=start - begin, color=color, label=verb)
+        axis.text((start + stop) / 2 - begin, 1 + slot, k, **place)
+    axis.set_yticks(range(1 + NUM_SLOTS), ["rank 0", *(f"slot {at}" for at in range(NUM_SLOTS))])
+    axis.invert_yaxis()
+    axis.set_xlim(left, right)
+    axis.set_xlabel("ms since optimizer.step() was called; numbers are those of sub-groups")
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    handles = [handles[verb] for verb in TRANSFERS]
+    axis.legend(handles, list(TRANSFERS), ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1))
     return figure
 
 
@@ -280,19 +439,19 @@ def checkpoint(ranks: RankPool, folder: str) -> Figure:
 def wire(ranks: RankPool, folder: str) -> Figure:
     """Time of a step on two nodes against the rate of the network between them, for each wire.
 
-    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes that a
-    node sends take at that rate.
+    From the files of `hatch run bench wire --model 25m --gbit RATE`. Dotted: how long the bytes
+    that a node sends take at that rate.
     """
     found: dict[str, dict[float, tuple[float, float]]] = {}
     for path in sorted(RESULTS.glob("*-wire*.json")):
         record = json.loads(path.read_text())
         for row in record["rows"] if record["settings"]["model"] == "25m" else ():
-            title = row["title"].removeprefix("ours, stage 3 on nodes, ")
+            title = WIRES[row["system"]]
             figures = row["ms"] / 1e3, row["cable_s"]
             found.setdefault(title, {})[record["settings"]["gbit"]] = figures
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axis = figure.subplots()
-    for (title, by_rate), color in zip(found.items(), mpl.colormaps["tab10"].colors, strict=False):
+    for (title, by_rate), color in zip(found.items(), mpl.color_sequences["tab10"], strict=False):
         rates = sorted(by_rate)
         steps, cables = zip(*(by_rate[rate] for rate in rates), strict=True)
         axis.loglog(rates, steps, "o-", color=color, label=title)
@@ -310,6 +469,8 @@ PICTURES: Final[dict[str, tuple[int, Callable[[RankPool, str], Figure]]]] = {  #
     "step": (2, step),  # one for each core, as times are drawn
     "slots": (NUM_RANKS, slots),
     "placements": (NUM_RANKS, placements),
+    "units": (1, units),
+    "swap": (2, swap),
     "checkpoint": (NUM_RANKS, checkpoint),
     "wire": (1, wire),
 }

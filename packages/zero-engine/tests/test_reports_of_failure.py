@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -23,6 +24,13 @@ SCRIPT: Final = f"""
 import faulthandler, os, signal, sys, time
 import torch, zero_comm, zero_engine
 
+for rank in "01":  # forks, so that two ranks import once
+    if not os.fork():
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        break
+else:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.wait(), os.wait(), sys.exit()
 if sys.argv[1] == "handles":
     signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
 if sys.argv[1] == "handles-in-c":
@@ -46,29 +54,29 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-Job = Callable[..., list[subprocess.Popen[str]]]
+Job = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    """Starts two ranks, whose reports go to a folder."""
+    """Starts two ranks, a process group, whose reports go to a folder."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(way: str, **environment: str) -> list[subprocess.Popen[str]]:
+    def start(way: str, **environment: str) -> subprocess.Popen[str]:
         (script := tmp_path / "train.py").write_text(SCRIPT)
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
         where |= {"GLOO_SOCKET_IFNAME": "lo", "ZERO_REPORT": str(tmp_path / "reports")}
         del store  # its port is free
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        for rank in "01":
-            env = os.environ | where | {"RANK": rank, "LOCAL_RANK": rank} | environment
-            started.append(subprocess.Popen([sys.executable, str(script), way], env=env, **pipes))
-        return started
+        command, env = [sys.executable, str(script), way], os.environ | where | environment
+        started.append(subprocess.Popen(command, env=env, start_new_session=True, **pipes))
+        return started[0]
 
     yield start
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -90,8 +98,7 @@ def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
     tmp_path: Path, job: Job, zero, capsys, *, way: str, error: str, says: str
 ) -> None:
     """Of the user's own errors there is none; who waits for that rank has one of ours."""
-    for process in job(way):
-        process.wait(timeout=100)
+    job(way).wait(timeout=100)
 
     reports = _reports(tmp_path)
     kinds = [report["report"]["why"].split(":")[0] for report in reports.values()]
@@ -124,13 +131,12 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     that does not begin the forward.
     """
     ranks = job("hangs", ZERO_COMM_PEER_MEMORY="0")
-    assert [process.stdout.readline() for process in ranks] == ["ready\n"] * 2
+    assert [ranks.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     deadline, seen = time.monotonic() + 60, {}
     while not seen or "unit '3'" not in seen[0]["launched"]["waits for"]:
         assert time.monotonic() < deadline
-        for process in ranks:
-            process.send_signal(signal.SIGUSR1)
-        time.sleep(1)
+        os.killpg(ranks.pid, signal.SIGUSR1)
+        time.sleep(0.5)
         seen = found if len(found := _reports(tmp_path)) == 2 else {}
 
     first, second = seen[0]["launched"], seen[1]["launched"]
@@ -150,10 +156,10 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
 )
 def test_a_handler_of_the_users_stays(tmp_path: Path, job: Job, way: str, answer: str) -> None:
     """Schedulers send SIGUSR1 too, and programs have learned to answer."""
-    for process in (ranks := job(way)):
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGUSR1)
-    assert answer in ranks[1].stdout.readline()
+    ranks = job(way)
+    assert [ranks.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    os.killpg(ranks.pid, signal.SIGUSR1)
+    assert answer in ranks.stdout.readline()
     assert not _reports(tmp_path)
 
 

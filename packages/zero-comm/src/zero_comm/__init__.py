@@ -19,11 +19,7 @@ if TYPE_CHECKING:
         broadcast_coalesced,
         reduce_scatter_coalesced,
     )
-    from zero_comm.codecs.blockwise import Blockwise
-    from zero_comm.codecs.cast import Cast
-    from zero_comm.codecs.codec import AbstractCodec
-    from zero_comm.codecs.kernels import native_status
-    from zero_comm.codecs.parse import parse_codec
+    from zero_comm.codecs import AbstractCodec, Blockwise, Cast, native_status, parse_codec
     from zero_comm.ddp import ddp_hook
     from zero_comm.errors import (
         AgreementError,
@@ -109,11 +105,7 @@ _NAMES: Final = {
     "zero_comm.coalesced": (
         "all_gather_coalesced all_reduce_coalesced broadcast_coalesced reduce_scatter_coalesced"
     ),
-    "zero_comm.codecs.blockwise": "Blockwise",
-    "zero_comm.codecs.cast": "Cast",
-    "zero_comm.codecs.codec": "AbstractCodec",
-    "zero_comm.codecs.kernels": "native_status",
-    "zero_comm.codecs.parse": "parse_codec",
+    "zero_comm.codecs": "AbstractCodec Blockwise Cast native_status parse_codec",
     "zero_comm.ddp": "ddp_hook",
     "zero_comm.errors": (
         "AgreementError CodecError CommError DivergenceError GroupMismatchError RankFailedError"

@@ -62,7 +62,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Step each, in order; `closure` is evaluated once, before the first."""
+        """Step each, in order; `closure` is evaluated once, before the first. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,11 +76,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the optimizers, in their order."""
+        """The state dicts of the optimizers, in their order. Collective where theirs are."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, into the same number of optimizers.
+        """What `state_dict` gave, into the same number of optimizers. Collective where theirs is.
 
         Raises:
             StateError: It holds another number of optimizers, or none.

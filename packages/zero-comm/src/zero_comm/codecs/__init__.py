@@ -1,13 +1,18 @@
-"""Codecs as a building block: what they are, and the arithmetic of blocks in plain torch.
+"""Codecs as a building block: what they are, by name, and the arithmetic of blocks in plain torch.
 
 `encode_blocks` and `decode_blocks` are the specification: kernels write and read the same bits.
 """
 
-from .blockwise import Blockwise
-from .cast import Cast
+from __future__ import annotations
+
+from typing import Final
+
+from zero_comm.errors import CodecError
+
+from .blockwise import BLOCK, Blockwise
+from .cast import NAMES, Cast
 from .codec import AbstractCodec, decode_blocks, encode_blocks
 from .kernels import native_status
-from .parse import parse_codec
 
 __all__ = [
     "AbstractCodec",
@@ -18,3 +23,27 @@ __all__ = [
     "native_status",
     "parse_codec",
 ]
+
+_CASTS: Final = {name: dtype for dtype, name in NAMES.items()}
+_BITS: Final = {"int8": 8, "int4": 4}
+
+
+def parse_codec(name: str) -> AbstractCodec | None:
+    """The codec of a name: "none", "bf16", "fp16", "fp32", "int8", "int4", "int8:128" (its block).
+
+    None for "none": values travel as they are.
+
+    Raises:
+        CodecError: There is none of that name.
+    """
+    kind, colon, block = name.partition(":")
+    if kind in _BITS and (block.isdecimal() if colon else True):
+        return Blockwise(bits=_BITS[kind], block=int(block) if colon else BLOCK)
+    if name == "none":
+        return None
+    if name in _CASTS:
+        return Cast(_CASTS[name])
+    raise CodecError(
+        f"no codec is called {name!r}: expected none, {', '.join((*_CASTS, *_BITS))}, or one of "
+        "the latter two with a block size, such as int8:128"
+    )

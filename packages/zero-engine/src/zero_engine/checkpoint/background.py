@@ -264,7 +264,7 @@ class Saver:
         return under_way.finish()
 
     def close(self) -> None:
-        """As `wait`, and give back the memory of copies."""
+        """As `wait`, and give back the memory of copies. Collective."""
         try:
             self.wait()
         finally:

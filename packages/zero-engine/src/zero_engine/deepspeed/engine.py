@@ -128,7 +128,7 @@ class Engine(nn.Module):
 
     @ranged("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; under the autocast of the configuration, where it has one."""
+        """What the model returns; under the configuration's autocast. Collective."""
         self._check_alive("forward")
         with self._autocast():
             outputs = self.module(*args, **kwargs)
@@ -371,7 +371,7 @@ class Engine(nn.Module):
         return self._without_steps("no_sync()", zero_partition.no_sync)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """As `zero_engine.coalesce_reduction`: several backwards, one reduction on leaving.
+        """As `zero_engine.coalesce_reduction`: one reduction, on leaving. Collective.
 
         Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
         """

@@ -6,16 +6,10 @@ need beyond them is listed below, and a test looks each of them up in the versio
 
 from typing import Final
 
-PRIVATE_METHODS: Final[dict[str, tuple[str, ...]]] = {
-    # what is called or overridden, as "module:Class.method"
-    "transformers": (
-        "transformers:Trainer._load_best_model",
-        "transformers:Trainer._load_from_checkpoint",
-        "transformers:Trainer._load_optimizer_and_scheduler",
-        "transformers:Trainer._move_model_to_device",
-        "transformers:Trainer._save",
-        "transformers:Trainer._save_optimizer_and_scheduler",
-        "transformers:Trainer._wrap_model",
+PRIVATE_METHODS: Final = {  # by module and class: what is called or overridden
+    "transformers:Trainer": (
+        "_load_best_model _load_from_checkpoint _load_optimizer_and_scheduler "
+        "_move_model_to_device _save _save_optimizer_and_scheduler _wrap_model"
     ),
-    "lightning": ("lightning.fabric.strategies.strategy:_BackwardSyncControl.no_backward_sync",),
+    "lightning.fabric.strategies.strategy:_BackwardSyncControl": "no_backward_sync",
 }

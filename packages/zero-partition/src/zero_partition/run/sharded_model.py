@@ -395,7 +395,7 @@ class _EndOfBackward:
 @final
 @define(eq=False, repr=False)
 class ShardedModel:
-    """What the hooks talk to. The module stays the user's own."""
+    """What the hooks talk to. The module stays the user's own. Its methods are collective."""
 
     model: nn.Module
     routes: Routes
