@@ -29,7 +29,7 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
     "optimizer_bytes": "optimizer state",
     "padding_bytes": "padding",
     "slots_bytes": "slots",
-    "secondary_bytes": "secondary copies",
+    "secondary_bytes": "secondary shards",
     "reduction_bytes": "reduction",
     "encoded_bytes": "encoded, on their way",
     "loco_bytes": "kept by LoCo",
