@@ -41,6 +41,8 @@ python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 html_theme = "furo"
 html_title = "zero"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 html_extra_path = ["site"]  # index.html, which leads to `root_doc`
 
 
