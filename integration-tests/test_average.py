@@ -13,9 +13,10 @@ from parity import ZeroConfig
 from residences import Blocks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from zero_comm import Group
+from zero_comm import Group, all_gather_json
 from zero_engine import Offload, Precision, Saver, ShardedAverage, Wire
-from zero_partition import LoadError, PartitionError, StateError
+from zero_offload import CPUAdam
+from zero_partition import LoadError, PartitionError, StateError, memory_report
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -130,6 +131,45 @@ def test_masters_are_averaged_where_there_are_some(
         runs.append([zero_engine.full_param(param) for param in model.parameters()])
         zero_engine.unshard(model, optimizer)
     assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("place", [None, "host", "disk"])
+def test_masters_of_the_optimizers_own_are_averaged(
+    group: Group, tmp_path: Path, place: str | None
+) -> None:
+    """Wherever they rest: no `Precision` asked for them, and they are what is trained."""
+    model = parity.build(Blocks).bfloat16()
+    optimizer = CPUAdam(model.parameters(), lr=1e-4)
+    config = _config(tmp_path, stage=2, offload=None if place is None else (place, "device"))
+    zero_engine.shard(model, optimizer, config, group=group)
+    average = ShardedAverage(model, decay=DECAY)
+    by_hand: dict[str, Tensor] = {}
+    for step in range(3):
+        _step(model, optimizer, step)
+        average.update()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                master = zero_engine.full_optimizer_state(param, "master")
+                by_hand[name] = by_hand.get(name, master).lerp(master, 1 - DECAY)
+    found = average.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in by_hand.items() if found)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_an_average_is_counted_where_it_rests(group: Group, tmp_path: Path, kind: str) -> None:
+    """It takes as much as the masters, and whoever looks for memory must find it."""
+    model, _ = _build(group, _config(tmp_path, **_KINDS[kind]))
+    before = memory_report(model)
+    average = ShardedAverage(model)
+    after = memory_report(model)
+    of_device = after.total_bytes - before.total_bytes
+    of_host = after.host_bytes - before.host_bytes
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(all_gather_json(of_device + of_host, group=group))
+    assert 4 * numel <= total < 6 * numel, (total, numel)  # padding included
+    assert bool(of_host) != bool(of_device) == ("offload" not in _KINDS[kind])
+    del average
+    assert memory_report(model) == before
 
 
 @pytest.mark.parametrize(

@@ -317,14 +317,16 @@ def test_weights_from_rank_0_are_set_by_torchs_checkpoint_functions(
     plain, its = _build()
     parity.finish_step(_loss(plain, 0, 0), its)
     weights, state = get_state_dict(plain, its, options=full)
+    zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
     for stage in SHARDED:
         model, optimizer = _shard(group, stage)
         set_model_state_dict(model, {} if group.rank else weights, options=from_rank_0)
         assert_weights_of(model, plain, group=group, what=f"stage {stage}")
         with pytest.raises(StateError, match=r"load_full_optimizer_state_dict\(model, state_dict"):
             set_state_dict(
-                model, optimizer, model_state_dict=weights, optim_state_dict=state, options=full
+                model, optimizer, model_state_dict=zeros, optim_state_dict=state, options=full
             )
+        assert_weights_of(model, plain, group=group, what=f"stage {stage}, nothing loaded")
         with pytest.raises(StateError, match="full_optimizer_state_dict"):
             dist.checkpoint.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
 

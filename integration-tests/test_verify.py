@@ -15,6 +15,7 @@ import zero_engine
 import zoo
 from parity import ZeroConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zero_comm import Group
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import AtRestError
@@ -304,7 +305,27 @@ def test_an_error_says_in_which_run_it_was(group: Group) -> None:
     ):
         with pytest.raises(error) as raised:
             _verify(group, model)
-        assert raised.value.__notes__ == [f"verify(): in step 0 under {run}"]
+        (note,) = raised.value.__notes__
+        assert note.startswith(f"verify(): in step 0 under {run}")
+        assert ("verify in one process" in note) == (run == "DistributedDataParallel")
+
+
+class _Reentrant(_Net):
+    """Its blocks' gradients arrive in a backward within the backward, each twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = checkpoint(layer, x.requires_grad_(), use_reentrant=True).tanh()
+        return self.drop(self.norm(x)).square().mean()
+
+
+def test_a_model_that_ddp_refuses_is_verified_in_one_process(group: Group) -> None:
+    """The standard is the plain model there; the error of DDP must not pass for ours."""
+    with pytest.raises(RuntimeError, match="ready only once") as raised:
+        _verify(group, _Reentrant)
+    assert "itself cannot run this model, verify in one process" in raised.value.__notes__[0]
+
+    assert _verify(Group.solo(), _Reentrant).is_equal
 
 
 def test_what_cannot_be_run_is_named(group: Group) -> None:

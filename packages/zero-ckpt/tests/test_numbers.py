@@ -368,18 +368,8 @@ def nan_and_infinity(run: Run) -> list[Tensor]:
     return [grad.view(torch.int32)]
 
 
-LEFT_OUT = {  # programs of which some checkpointers say that they cannot
-    # What the gradient's own recomputation saves is not told apart there.
-    "a_gradient_taken_inside": {"to its end", "in a closure", "all"},
-    # An inference tensor's memory may be another tensor's in the second run: it counts no writes.
-    "inference tensors, which count no writes": {"verifies", "all"},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "run"),
-    [(name, run) for name in PROGRAMS for run in RUNS if run not in LEFT_OUT.get(name, ())],
-)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_are_those_without(name: str, run: str) -> None:
     """Whatever a saver or a mode does not know it must leave alone."""
     assert_equal(PROGRAMS[name](RUNS[run]()), PROGRAMS[name](plainly))

@@ -596,3 +596,19 @@ def test_what_has_no_bits_of_its_own_is_not_compared() -> None:
     """Meta tensors hold nothing, and sparse ones several things."""
     for tensor in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
         assert not _is_told(tensor, tensor * 2)
+
+
+def test_memory_that_is_used_again_is_no_write() -> None:
+    """What inference mode makes counts writes in one run only; where it lies is chance."""
+    layer = nn.Linear(8, 8)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            factor = layer(x).mean() + torch.rand(())
+        return layer(x) * factor.clone()
+
+    for size in range(130):
+        between = [torch.rand(8, 8) for _ in range(size % 13)]
+        x = torch.ones(4, 8, requires_grad=True)
+        Checkpointer(verifies=Verification()).checkpoint(function, x).sum().backward()
+        del between

@@ -7,6 +7,7 @@ plugin in every run, also in those that need no ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,7 +89,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not isinstance(pool, RankPool):
         return None
     mark = pyfuncitem.get_closest_marker("ranks")
-    pool.run(pyfuncitem.obj, **({} if mark is None else mark.kwargs), **given)
+    pool.run(partial(pyfuncitem.obj, **given), **({} if mark is None else mark.kwargs))
     return True
 
 

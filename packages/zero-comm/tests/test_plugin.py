@@ -25,6 +25,10 @@ def test_a_body(group, tmp_path, act):
 def test_a_body_on_as_many(group):
     assert group.world_size in (1, 3)
 
+@pytest.mark.parametrize(("body", "timeout_s", "kwargs"), [(1, 2, 3)])
+def test_a_body_whose_parameters_are_named_as_those_of_run(group, body, timeout_s, kwargs):
+    assert (body, timeout_s, kwargs) == (1, 2, 3)
+
 @pytest.mark.xfail(strict=True, raises=RuntimeError)
 def test_a_body_that_fails_on_one_rank(group):
     assert group.rank == 0
@@ -39,7 +43,7 @@ def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
     """Whoever installs zero-comm can test on ranks, also with pytest at its strictest."""
     result = _pytest(tmp_path, "-p", "no:xdist")
 
-    assert "5 passed, 1 xfailed" in result, result
+    assert "6 passed, 1 xfailed" in result, result
 
 
 @pytest.mark.slow
@@ -57,7 +61,7 @@ def test_tests_with_ranks_are_one_group(tmp_path: Path, options: list[str]) -> N
     """Two of them at once would fight for the cores and run into their timeouts."""
     result = _pytest(tmp_path, "--collect-only", "-m", "xdist_group", *options)
 
-    assert "5/6 tests collected (1 deselected)" in result, result
+    assert "6/7 tests collected (1 deselected)" in result, result
     assert "test_a" in result, result
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import re
+import sys
 import threading
 import time
 import weakref
@@ -260,6 +262,27 @@ def test_ranks_may_launch_in_another_order(group: Group) -> None:
     for handle in handles:
         handle.wait()
     assert {tag: out.tolist() for tag, out in outs.items()} == {1: [1, 2], 2: [2, 3]}
+
+
+def test_a_launch_is_described_under_its_own_number(group: Group) -> None:
+    """A rank goes on while it is described; what is launched then is not what has been."""
+    watch, before = group.watch, sys.gettrace()
+    numbers = itertools.count(1 + int(watch.describe(list)["collectives"]))
+
+    def launch(frame: Any, *_: Any) -> Any:
+        """What another thread may do between any two instructions."""
+        frame.f_trace_opcodes = True
+        if frame.f_code.co_name == "describe":
+            watch.launch(f"number {next(numbers)}", 0)
+        return launch
+
+    sys.settrace(launch)
+    try:
+        first, second = watch.describe(list), watch.describe(list)
+    finally:
+        sys.settrace(before)
+    described = [(n, what) for n, what in (first | second).items() if "number" in what]
+    assert described == [(n, f"number {n}, finished") for n, _ in described] != []
 
 
 def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(group: Group) -> None:

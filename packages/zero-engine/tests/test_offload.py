@@ -13,10 +13,12 @@ import attrs
 import pytest
 import torch
 import zero_engine
-from zero_engine import ConfigError, Offload, ZeroConfig
+from zero_engine import ConfigError, Offload, Precision, Wire, ZeroConfig
 from zero_engine.deepspeed import EngineConfig
 from zero_engine.planning import Room
 from zero_offload import DiskSettings
+from zero_partition import PartitionError
+from zero_partition.plan import PartitionConfig
 
 FOLDER: Final = Path("/local_nvme")
 
@@ -86,11 +88,14 @@ def test_deepspeeds_word_for_a_residence_points_to_ours(theirs: str, ours: str) 
         (lambda: Offload(optimiser="host"), r"Offload\.optimiser: .* mean 'optimizer'\?"),
         (lambda: EngineConfig(zero_=ZeroConfig()), r"EngineConfig\.zero_: .* mean 'zero'\?"),
         (lambda: Room(devices=1), r"Room\.devices: .* mean 'device'\?"),
+        (lambda: Precision(parms=None), r"Precision\.parms: .* mean 'params'\?"),
+        (lambda: Wire(gradient="int8"), r"Wire\.gradient: .* mean 'gradients'\?"),
+        (lambda: PartitionConfig(unit=()), r"PartitionConfig\.unit: .* mean 'units'\?"),
     ],
 )
 def test_an_unknown_field_names_the_nearest(make: Callable[[], Any], near: str) -> None:
     """As in a file: a typing error is an error of the configuration, and is found by its name."""
-    with pytest.raises(ConfigError, match=near):
+    with pytest.raises((ConfigError, PartitionError), match=near):
         make()
     with pytest.raises(TypeError, match="positional"):
         ZeroConfig(1, 2)  # type: ignore[call-arg]

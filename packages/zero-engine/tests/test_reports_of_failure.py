@@ -41,7 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, units={UNITS}, window=3))
 for step in range(3):
     if step == 2:
-        print("ready", flush=True)
+        print("ready\\n", end="", flush=True)  # at once: ranks share the pipe
     if step == 2 and group.rank == 1:
         if sys.argv[1] == "raises":
             zero_engine.full_param(torch.ones(1))

@@ -412,3 +412,45 @@ def _train(dtype: torch.dtype, make: Make, max_norm: float | None = None) -> Out
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.close()
     return outcome
+
+
+@pytest.mark.parametrize("home", [None, "host", "disk"], ids=["CPUAdam", "host", "disk"])
+def test_an_option_of_a_group_counts_from_the_next_step_on(
+    home: str | None, tmp_path: Path
+) -> None:
+    """Schedules change more than lr; a plan that is kept must notice."""
+    plain_model, model = make_model(), make_model()
+    arguments = {"lr": 1e-2, "amsgrad": True}
+    plain = torch.optim.AdamW(plain_model.parameters(), **arguments)
+    optimizer = (
+        CPUAdam(model.parameters(), **arguments, weight_decay=1e-2)
+        if home is None
+        else OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, **HOMES[home](tmp_path), **arguments
+        )
+    )
+
+    for at, change in enumerate(({}, {"amsgrad": False}, {"maximize": True}, {"amsgrad": True})):
+        for each, of in ((plain, plain_model), (optimizer, model)):
+            each.param_groups[0].update(change)
+            outcome = train(of, each, steps=range(2 * at, 2 * at + 2))
+        expected = [param.detach() for param in plain_model.parameters()]
+        torch.testing.assert_close(outcome.params, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_option_that_needs_further_state_is_refused_before_anything_is_stepped() -> None:
+    """There is no room for it, and torch itself raises a bare KeyError."""
+    model = make_model()
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **CUT)
+    train(model, optimizer, steps=range(2))
+    before = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0]["amsgrad"] = True
+
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"param_groups\[0\]\['amsgrad'\].*optimizer with"
+    ):
+        train(model, optimizer, steps=range(2, 3))
+
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    optimizer.param_groups[0]["amsgrad"] = False
+    train(model, optimizer, steps=range(2, 3))

@@ -18,7 +18,7 @@ from zero_ckpt.inputs.savers import AbstractKept
 from .call import Call
 from .errors import CheckpointError, NondeterminismError
 from .rng import RngSnapshot
-from .torch_private import current_backward, is_plain, version_of
+from .torch_private import current_backward, is_plain, version_of, without_modes
 from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
@@ -132,6 +132,7 @@ class Frame:
     # What was computed again and is not yet asked for, with its memory's version at that time.
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
     _backward: int = field(default=-1, init=False)  # for which that was
+    _is_over: bool = field(default=False, init=False)  # the first run, within which others may be
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function for the first time."""
@@ -142,7 +143,9 @@ class Frame:
             if self.witness is not None:  # the innermost: it sees what the function does
                 stack.enter_context(self.witness)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-            return self.call.function(*args, **kwargs)
+            outputs = self.call.function(*args, **kwargs)
+        self._is_over = True
+        return outputs
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved))
@@ -172,7 +175,7 @@ class Frame:
             return tensor
 
     def _recompute(self) -> None:
-        with self.copying():
+        with self.copying() if self._is_over else without_modes():  # which note the first run
             inputs = self.kept.restore()
         count = 0
 
@@ -208,7 +211,7 @@ class Frame:
         except BaseException:
             self._found.clear()
             raise
-        if count != len(self._saved):
+        if count < len(self._saved) or (self._is_over and count != len(self._saved)):
             self._found.clear()
             raise NondeterminismError(
                 f"{self.layer}: autograd saved {len(self._saved)} tensors in forward and {count} "
@@ -222,7 +225,9 @@ class Frame:
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} was {old} in forward, "
                 f"and is {new} when it is computed again. {_WHY}"
             )
-        if new.address == old.address and new.version != old.version and new.address:
+        is_written = new.address == old.address and new.version != old.version and new.address
+        # The memory may have been freed, and used again, for what counts its writes differently.
+        if is_written and (self.witness is None or self.witness.is_same(index, tensor)):
             raise CheckpointError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} ({old}) was written in "
                 "place between forward and backward (a weight, by an optimizer's step?), so it "

@@ -102,14 +102,18 @@ class Witness(OperatorMode):
         self._sums.append(None if is_blank else self._checksums.of(tensor, order))
         self._saved.append(_Saved(order, key, address))
 
+    def is_same(self, index: int, tensor: Tensor) -> bool:
+        """Whether the `index`-th has the memory of forward, which was nobody else's meanwhile."""
+        old, key = self._saved[index].storage, storage_of(tensor)
+        return key is not None and old is not None and key.cdata == old.cdata
+
     def compare(self, index: int, tensor: Tensor, address: int, facts: str) -> None:
         """Autograd saves it, in a later run; NondeterminismError if its bits are others now.
 
         It is the `index`-th, of the shape and dtype that it had, which `facts` say in words.
         """
-        old, key = self._saved[index], storage_of(tensor)
-        is_same = key is not None and old.storage is not None and key.cdata == old.storage.cdata
-        if is_same and old.address == address:
+        old = self._saved[index]
+        if self.is_same(index, tensor) and old.address == address:
             return  # it has been there all the time: backward has its value of now anyway
         self._values += read(self._sums)
         self._sums.clear()

@@ -210,7 +210,7 @@ class Scope:
     rank: int
     launched: dict[str, int] = field(factory=dict)  # by group and key
     num_launched: int = 0
-    # Of the last launches, by their number, in turns.
+    # Of the last launches, with their number, in turns.
     recent: list[tuple[Any, ...]] = field(factory=lambda: [()] * NUM_RECENT)
 
 
@@ -259,9 +259,8 @@ class Watch:
         """Count a collective that begins."""
         scope, name = self._scope, self._name_of(key)
         number = scope.launched[name] = scope.launched.get(name, 0) + 1
-        recent = (self.name, key, number, operation, tag, self.purposes)
-        scope.recent[scope.num_launched % NUM_RECENT] = recent
-        scope.num_launched += 1
+        scope.num_launched = at = scope.num_launched + 1
+        scope.recent[at % NUM_RECENT] = at, self.name, key, number, operation, tag, self.purposes
         return Launch(self, operation, key, number, tag, version)
 
     def begin(self, wait: Wait) -> None:
@@ -291,18 +290,18 @@ class Watch:
             in_flight: Finds all of this rank's launches that were not waited for yet; called when
                 the rest has been read, as another thread goes on meanwhile.
         """
-        stop, recent, waiting = self._scope.num_launched, [*self._scope.recent], self._waiting
-        found = {"collectives": str(stop), "waits for": "nobody"}
+        recent, waiting = [*self._scope.recent], self._waiting  # none is half replaced
+        recent = sorted(filter(None, recent))
+        found = {"collectives": str(recent[-1][0] if recent else 0), "waits for": "nobody"}
         if waiting is not None:
             wait, since, _ = waiting
             rank, what = self._in_scope(wait.peer), wait.launch.purpose.what
             found["waits for"] = f"rank {rank} for {time.monotonic() - since:.0f} s in {what}"
         flying = {(launch.watch.name, launch.key, launch.number) for launch in in_flight()}
-        for number in range(max(0, stop - NUM_RECENT), stop):
-            name, key, count, operation, tag, purposes = recent[number % NUM_RECENT]
+        for number, name, key, count, operation, tag, purposes in recent:
             what = (purposes.get(tag) or Purpose(operation)).what
             is_flying = (name, key, count) in flying
-            found[str(number + 1)] = f"{what}, {'in flight' if is_flying else 'finished'}"
+            found[str(number)] = f"{what}, {'in flight' if is_flying else 'finished'}"
         return found
 
     def look(self, *, seen: float) -> float:

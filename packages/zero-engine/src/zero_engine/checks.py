@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import os
-from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeVar
 
-import attrs
 import torch
 import torch.distributed as dist
 from attrs import Attribute
 from torch import nn
 from zero_comm import Group
+from zero_partition import plan
 
 from .errors import ConfigError
 
 Class = TypeVar("Class")
+check_names = partial(plan.check_names, error=ConfigError)
 
 
 def check_flag(where: str, value: Any) -> bool:
@@ -59,35 +58,8 @@ def is_kind(*kinds: type | None) -> Any:
 
 
 def names_fields(cls: type[Class]) -> type[Class]:
-    """Let an attrs class say of a field that it does not know what `check_names` does."""
-    make: Any = cls.__init__
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **fields: Any) -> None:
-        check_names(cls.__name__, fields, [each.alias for each in attrs.fields(cls)])
-        make(self, *args, **fields)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:
-    """Every name given is known; the error shows the nearest, and all there are."""
-    known = sorted(known)
-    for name in given:
-        if name not in known:
-            near = nearest(name, known)
-            raise ConfigError(
-                f"{path}.{name}: unknown{f'; did you mean {near!r}?' if near else '.'} "
-                f"Known here: {', '.join(known)}"
-            )
-
-
-def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """The known name that a typing error most likely meant."""
-    by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    return by_lower[found[0]] if found else None
+    """As that of partitioning, with a ConfigError."""
+    return plan.names_fields(cls, ConfigError)
 
 
 def default_group(model: nn.Module | None = None, *, timeout_s: float | None = None) -> Group:

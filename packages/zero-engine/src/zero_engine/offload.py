@@ -76,7 +76,8 @@ class Offload:
             "disk". Not at stage 0.
         params: Where shards of parameters rest. At stage 3 only.
         fraction: Of the optimizer state, by bytes, that rests at `optimizer`; what is left rests
-            and is stepped on the device. 0 offloads nothing.
+            and is stepped where shards of parameters do: on the device, or else on the host. 0
+            offloads nothing.
         path: A folder on the disk to use; needed where something rests on disk.
         pin: Page-lock host memory, where there is CUDA: transfers then overlap with computing.
         subgroup_bytes: Most optimizer state that is read, stepped and written together; three
@@ -138,11 +139,14 @@ class Offload:
 _SMALL_BYTES: Final = 2**20  # sub-groups with less state stay in memory
 
 
-def shares_of(offload: Offload) -> dict[str, Any]:
-    """Where how much of the state rests, as `OffloadedState.like` takes it."""
+def shares_of(offload: Offload, *, at_home: bool) -> dict[str, Any]:
+    """Where how much of the state rests, as `OffloadedState.like` takes it.
+
+    Of shards that rest at a home none rests on the device, which could not step them.
+    """
     return {
         "state": "host" if offload.optimizer == "host" else "disk",
-        "fraction": {"device": 1 - offload.fraction},
+        "fraction": {"host" if at_home else "device": 1 - offload.fraction},
         "subgroup_bytes": offload.subgroup_bytes,
         "small_bytes": min(_SMALL_BYTES, offload.subgroup_bytes // 2),
     }
@@ -188,7 +192,8 @@ def homes_of(
     if params is not None:
         resources.callback(params.end)
     has_state = offload.optimizer != "device" and offload.fraction > 0
-    grads_on_host = has_state and not is_cpu and offload.fraction == 1
+    is_all_on_host = offload.fraction == 1 or params is not None
+    grads_on_host = has_state and not is_cpu and is_all_on_host
 
     def open_state(
         optimizer: torch.optim.Optimizer,
@@ -209,7 +214,7 @@ def homes_of(
             own_masters=own_masters,
             budget_bytes=budget,
             is_pinned=offload.pin,
-            **shares_of(offload),
+            **shares_of(offload, at_home=params is not None),
         )
         if offload.delayed_update:
             state = DelayedState(inner, arena("delayed update"), grads_on_host=grads_on_host)

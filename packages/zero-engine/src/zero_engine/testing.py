@@ -150,7 +150,8 @@ def resting(
         shards = home() if offload.params == "disk" else None
         if shards is not None:
             resources.callback(shards.end)
-        has_gradients = homes.open_state is not None and offload.fraction == 1
+        is_all_there = offload.fraction == 1 or shards is not None
+        has_gradients = homes.open_state is not None and is_all_there
         return attrs.evolve(
             homes,
             params=shards,

@@ -33,7 +33,7 @@ class MemoryReport:
     optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
     padding_bytes: int  # what alignment and even cuts add to the three
     slots_bytes: int  # where sharded parameters are whole while in use
-    secondary_bytes: int  # this rank's parts of its node's copy of them, padding included
+    secondary_bytes: int  # parts of further copies: its node's, `ShardedAverage`s; padding included
     reduction_bytes: int  # where gradients are collected and received
     encoded_bytes: int  # parameters on their way into slots, as a codec has written them
     loco_bytes: int  # what encoding gradients lost, kept for the next reduction
@@ -131,7 +131,8 @@ def memory_report(model: nn.Module) -> MemoryReport:
         slots_bytes=sharded.schedule.pool.num_bytes,
         secondary_bytes=sum(
             unit.secondary.num_bytes for unit in sharded.units if unit.secondary is not None
-        ),
+        )
+        + sum(average.device_bytes for average in sharded.averages),
         reduction_bytes=reduction,
         encoded_bytes=sum(unit.encoded_bytes for unit in sharded.units),
         loco_bytes=sharded.reducer.loco_bytes,
@@ -142,7 +143,9 @@ def memory_report(model: nn.Module) -> MemoryReport:
         trained_bytes_per_rank=trained_bytes_per_rank(
             [unit.plan for unit in sharded.units], sharded.group.world_size
         ),
-        host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
+        host_bytes=sum(
+            keeper.host_bytes for keeper in (sharded.reducer, *sharded.averages, *elsewhere)
+        ),
         disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
 

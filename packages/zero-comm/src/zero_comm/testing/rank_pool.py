@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -126,7 +127,7 @@ class RankPool:
         Args:
             body: A top-level function. It is sent as (file, name), because a test module has no
                 importable name, and its file is imported in the worker, where it may import its
-                neighbours.
+                neighbours. Or a `functools.partial` of one: its keywords may have any name.
             timeout_s: How long to wait for the slowest rank, in seconds, once the workers stand.
             **kwargs: Sent by pickle, as the results are: values of classes that both sides can
                 import, tensors included; functions of the body's file as the body is.
@@ -139,6 +140,8 @@ class RankPool:
                 answer in time (its Python stack is in the message).
             ValueError: `body` is not a top-level function of a file.
         """
+        if isinstance(body, functools.partial) and not body.args:
+            body, kwargs = body.func, {**body.keywords, **kwargs}
         file, name = _address(body)
         if not self._workers:
             self._start()

@@ -14,8 +14,9 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from zero_partition.plan import nearest
 
-from zero_engine.checks import check_names, nearest
+from zero_engine.checks import check_names
 from zero_engine.deepspeed_file.keys import KEYS
 from zero_engine.errors import ConfigError
 

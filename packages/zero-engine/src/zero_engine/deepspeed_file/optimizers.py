@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition import ChainedOptimizer
+from zero_partition.plan import nearest
 
-from zero_engine.checks import check_names, nearest
+from zero_engine.checks import check_names
 from zero_engine.errors import ConfigError
 
 from .keys import KEYS
@@ -87,23 +88,6 @@ class Lion(torch.optim.Optimizer):
         torch._foreach_add_(averages, grads, alpha=1 - beta2)
 
 
-# Known to DeepSpeed, and what to do about them here.
-_NOT_BUILT: Final = {
-    **dict.fromkeys(
-        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "its compressed communication is not built yet"
-    ),
-    **dict.fromkeys(("Lamb", "FusedLamb"), "LAMB is not built yet"),
-    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "pass one of the package mup as an object"),
-    **dict.fromkeys(
-        ("ZenFlow", "ZenFlowSelectiveAdamW", "ZenFlowCPUAdam"), "ZenFlow is not built yet"
-    ),
-    **dict.fromkeys(
-        ("DeepSpeedCPUAdam", "CPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"),
-        "name the formula, such as AdamW; zero_optimization.offload_optimizer steps it on the host",
-    ),
-    "FusedAdam": 'use "Adam", which DeepSpeed makes of it, too',
-    "FusedLion": 'use "Lion", which DeepSpeed makes of it, too',
-}
 _REFUSED: Final = {"max_grad_norm", "fp32_optimizer_states", "per_head_muon"}  # as in a file
 _ONLY: Final = {  # where an option has one value that torch's optimizers can do
     "bias_correction": (True, "Adam without bias correction is not built"),
@@ -134,7 +118,12 @@ def make_optimizer(
     """
     name = str(type).lower()
     if name not in _MAKERS:
-        raise _refused(type)
+        near = nearest(type, _MAKERS)
+        raise ConfigError(
+            f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
+            f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
+            "object: optimizer=..."
+        )
     known, make = _MAKERS[name]
     if state_dtype is torch.float32:
         if name not in ("adam", "adamw"):
@@ -166,19 +155,6 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
             if got != only:
                 raise ConfigError(f"{where}: expected {only!r}, got {got!r}: {why}")
     return options
-
-
-def _refused(type: Any) -> ConfigError:
-    reasons = {name.lower(): reason for name, reason in _NOT_BUILT.items()}
-    reason = reasons.get(str(type).lower())
-    if reason is not None:
-        return ConfigError(f"optimizer.type: {type!r} is refused: {reason}")
-    near = nearest(type, _MAKERS)
-    return ConfigError(
-        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
-        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
-        "object: optimizer=..."
-    )
 
 
 class DeepSpeedCPUAdam(CPUAdam):

@@ -31,6 +31,11 @@ _KINDS: Final = {  # in the order of a step; what it may be where DDP does the s
     "gradient": "DistributedDataParallel does not reduce it, or it is changed during backward",
     "weight": "the optimizer's step, or a weight that is changed outside of it",
 }
+_OURS: Final = "the configuration"
+_DDP: Final = (
+    "DistributedDataParallel, where nothing is sharded: if that itself cannot run this model, "
+    "verify in one process, beside the plain model"
+)
 _ORDER: Final = tuple(_KINDS)
 _CHOICES: Final = {  # of a configuration, and of DistributedDataParallel
     "wire": "codecs, or sums by node (ZeroConfig.wire)",
@@ -174,8 +179,8 @@ class _Trainer:
             losses, after = [], []
             for run in runs:
                 restore_rngs(before, self.group.device)
-                where = "the configuration" if run.is_sharded else "DistributedDataParallel"
-                self.doing = f"in step {step} under {where}"
+                plain = "the plain model" if run.called is run.model else _DDP
+                self.doing = f"in step {step} under {_OURS if run.is_sharded else plain}"
                 losses.append(self._backward(run, batch))
                 after.append(capture_rngs(self.group.device))
             before, others = after

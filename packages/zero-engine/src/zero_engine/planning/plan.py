@@ -75,7 +75,7 @@ def _plan_state(
         room.positions,
         optimizer.param_groups,
         own_masters=room.masters,
-        **shares_of(offload),
+        **shares_of(offload, at_home=planned.rests.params),
     )
     if not planned.rests.is_delayed:
         return footprint

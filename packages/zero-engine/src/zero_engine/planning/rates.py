@@ -138,7 +138,7 @@ def estimate_step(
             raise ConfigError(f"estimate_step(): expected {name} to be above 0, got {value!r}")
     offload, share = plan.config.offload, 0.0  # of what is stepped, how much on the host
     if offload is not None and offload.optimizer != "device":
-        share = float(offload.fraction)
+        share = float(offload.fraction) if offload.params == "device" else 1.0
     host = rates.host_bytes or rates.device_bytes
     stepped = plan.step.num_bytes
     seconds = {

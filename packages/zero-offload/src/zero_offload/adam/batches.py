@@ -168,6 +168,7 @@ class StatePolicy:
 class Plan:
     """Batches, and what else a step does to parameters."""
 
+    amsgrad: list[Any] = field(factory=list, init=False)  # what each group said of it
     batches: dict[Any, Batch] = field(factory=dict, init=False)  # by what their tensors share
     steps: list[Tensor] = field(factory=list, init=False)  # counts that this step advances by one
     # Parameters that are not contiguous, and copies to step instead, to be copied back.

@@ -226,8 +226,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         factor = 1.0 if scale is None else 1.0 / float(scale)
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         plan, self._whole = self._whole if stop == END else None, None
-        if plan is None or not plan.renew(params, self.state):
+        amsgrad = [group.get("amsgrad") for group in self.param_groups]
+        if plan is None or plan.amsgrad != amsgrad or not plan.renew(params, self.state):
             plan = self._plan(start, stop, advanced)
+            plan.amsgrad = amsgrad
         if self._keeps_last_step:
             self._last_step.keep(plan.written())
         kernels = self._kernels

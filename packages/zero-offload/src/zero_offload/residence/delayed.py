@@ -16,7 +16,7 @@ from zero_offload.adam.batches import MASTER
 from zero_offload.errors import TornStepError
 from zero_offload.memory.arena import HostArena
 from zero_offload.state.footprint import Footprint
-from zero_offload.state.offloaded_state import OffloadedState, numbers_of
+from zero_offload.state.offloaded_state import OffloadedState
 
 # NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
 # is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in
@@ -79,11 +79,11 @@ class DelayedState:
     ) -> None:
         """Begin to step with copies of the gradients, and with the numbers of now."""
         assert not self.held_back(), "bring_in() comes first"
+        numbers = copy.deepcopy(self.inner.numbers(groups))
         for param, grad in grads.items():
             self._grads[param].copy_(grad)
         taken = {self._stepped[param]: self._grads[param] for param in grads}
         self._behind = set(grads)
-        numbers = [copy.deepcopy(numbers_of(group)) for group in groups]
         self._job = partial(self._step, numbers, taken, factor)
         self._begin()
 

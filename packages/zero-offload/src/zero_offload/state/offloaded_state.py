@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 from zero_offload.disk.host_store import HostStore
 from zero_offload.disk.store import AbstractStore
-from zero_offload.errors import TornStepError
+from zero_offload.errors import TornStepError, UnsupportedOptimizerError
 from zero_offload.memory.arena import HostArena
 
 from .block import SubGroupState
@@ -61,6 +61,7 @@ class OffloadedState:
     _staging: Staging = field(init=False)
     _states: list[SubGroupState] = field(factory=list, init=False)
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
+    _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
     _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
@@ -151,6 +152,7 @@ class OffloadedState:
         self._staging.reserve(footprint.staging_bytes // 2)
         self._take_memory(dict(enumerate(states, first)))
         self._states += states
+        self._plain |= {at for at in positions.values() if not groups[at].get("amsgrad")}
         self.gradients.add(leaving)
         for number, state in enumerate(states, first):
             for param in dict.fromkeys(state.params):
@@ -248,7 +250,7 @@ class OffloadedState:
         try:
             self._window.settle()
         except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
+            raise self._tear("writing state", self._window.failed or 0, error) from error
 
     def check(self, what: str) -> None:
         """Raise TornStepError if an error has left states of two different steps."""
@@ -266,7 +268,7 @@ class OffloadedState:
                 self._window.lose(k)
                 self._states[k].forget()
             self._window.forget()
-        self._window.has_failed, self._torn = False, ""
+        self._window.failed, self._torn = None, ""
 
     def step(
         self,
@@ -289,8 +291,9 @@ class OffloadedState:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
             TornStepError: A later read or write failed, or a sub-group's step did, or this was so
                 before.
+            UnsupportedOptimizerError: As by `numbers`; nothing was stepped.
         """
-        numbers = [numbers_of(group) for group in groups]
+        numbers = self.numbers(groups)
 
         def step(state: SubGroupState) -> None:
             if opening is not None:
@@ -299,6 +302,21 @@ class OffloadedState:
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
+
+    def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What all param groups say now.
+
+        Raises:
+            UnsupportedOptimizerError: One asks for state that there is no room for.
+        """
+        for at in self._plain:
+            if groups[at].get("amsgrad"):
+                raise UnsupportedOptimizerError(
+                    f"param_groups[{at}]['amsgrad'] was turned on after room was taken for state "
+                    "without 'max_exp_avg_sq'; turn it off, or make the optimizer with "
+                    "amsgrad=True and load the state dict of this one"
+                )
+        return [numbers_of(group) for group in groups]
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
@@ -373,7 +391,7 @@ class OffloadedState:
         After an error midway in what `writes`, nothing is done until a load.
         """
         self.check(what)
-        num_begun = 0
+        k, has_begun = 0, False
         try:
             if swapped := self._swapped(numbers):
                 self._window.expect(swapped)
@@ -382,17 +400,18 @@ class OffloadedState:
                 is_swapped = state.plan.residence is Residence.DISK
                 if is_swapped:
                     state.attach(self._window.open(k))
-                num_begun += 1
+                has_begun = True
                 act(state)
                 if is_swapped:
                     self._window.close(k, dirty=writes)
             if at_end is not None:
                 at_end()
         except BaseException as error:
+            at = k if self._window.failed is None else self._window.failed
             self._come_to_rest()
-            if not writes or not (num_begun or self._window.has_failed):
+            if not writes or not (has_begun or self._window.failed is not None):
                 raise
-            torn = self._tear(what, f"sub-group {num_begun} of {len(numbers)}", error)
+            torn = self._tear(what, at, error)
             if isinstance(error, Exception):
                 raise torn from error
             raise
@@ -402,10 +421,11 @@ class OffloadedState:
         with contextlib.suppress(Exception):
             self._window.settle()
 
-    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
+    def _tear(self, what: str, at: int, error: BaseException) -> TornStepError:
         self._torn = (
-            f"{what} ended in {where}, so parameters and state are of two different steps: "
-            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
+            f"{what} ended in sub-group {at + 1} of {len(self._states)}, so parameters and state "
+            "are of two different steps: load_state_dict(), and the model's. It ended with "
+            f"{type(error).__name__}: {error}"
         )
         return TornStepError(self._torn)
 

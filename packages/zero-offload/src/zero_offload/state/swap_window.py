@@ -38,14 +38,14 @@ class SwapWindow:
 
     store: AbstractStore
     arena: HostArena
-    has_failed: bool = field(default=False, init=False)  # a write, maybe long ago
+    failed: int | None = field(default=None, init=False)  # whose write did, maybe long ago
     _name: str = field(factory=lambda: f"optimizer-{next(_NUMBERS)}", init=False)
     _sizes: dict[int, int] = field(factory=dict, init=False)  # in bytes
     _written: set[int] = field(factory=set, init=False)
     _slots: list[Tensor] = field(factory=list, init=False)
     _expected: deque[tuple[int, int]] = field(factory=deque, init=False)  # keys and slots, unread
     _reads: dict[int, tuple[int, Future[Future[Any]]]] = field(factory=dict, init=False)
-    _writes: dict[int, Future[Any]] = field(factory=dict, init=False)  # by slot
+    _writes: dict[int, tuple[int, Future[Any]]] = field(factory=dict, init=False)  # by slot
 
     def add(self, sizes: Mapping[int, int]) -> None:
         """Take room for further values in the store, and in memory for the largest.
@@ -82,12 +82,10 @@ class SwapWindow:
             Whatever its read raised, or the write of what was in its slot before.
         """
         slot, begun = self._reads[key]
-        try:
-            if slot in self._writes:
-                self._writes.pop(slot).result()
-        except BaseException:
-            self.has_failed = True
-            raise
+        if slot in self._writes:
+            self.failed, write = self._writes.pop(slot)  # unless this returns
+            write.result()
+            self.failed = None
         begun.result().result()
         return self._memory(key, slot)
 
@@ -97,7 +95,8 @@ class SwapWindow:
         slot, _ = self._reads.pop(key)
         if dirty:
             self._written.add(key)
-            self._writes[slot] = self.store.write(self._name_of(key), self._memory(key, slot))
+            write = self.store.write(self._name_of(key), self._memory(key, slot))
+            self._writes[slot] = key, write
         if self._expected:  # its turn is in the same slot
             self._read_next()
 
@@ -108,16 +107,15 @@ class SwapWindow:
         Raises:
             Whatever a write raised, the first of them; none is under way then.
         """
-        errors = []
-        for write in self._writes.values():
+        errors = {}
+        for key, write in self._writes.values():
             try:
                 write.result()
             except Exception as error:
-                errors.append(error)
+                errors[key] = error
         self._writes = {}
-        if errors:
-            self.has_failed = True
-            raise errors[0]
+        for self.failed, error in errors.items():
+            raise error
 
     def forget(self) -> None:
         """Expect nothing any more; block until what is being read is there."""
@@ -126,7 +124,7 @@ class SwapWindow:
             _, (slot, begun) = self._reads.popitem()
             with contextlib.suppress(Exception):
                 if slot in self._writes:  # which the read comes after; `settle` says if it failed
-                    self._writes[slot].result()
+                    self._writes[slot][1].result()
                 begun.result().result()
 
     def lose(self, key: int) -> None:
@@ -156,7 +154,7 @@ class SwapWindow:
                 begun.set_exception(error)
 
         self._reads[key] = slot, begun
-        self._writes.get(slot, _DONE).add_done_callback(begin)
+        self._writes.get(slot, (key, _DONE))[1].add_done_callback(begin)
 
     def _memory(self, key: int, slot: int) -> Tensor:
         return self._slots[slot][: self._sizes[key]]

@@ -16,7 +16,15 @@ from zero_partition.plan.slots import (
     choose_slots,
     plan_gathers,
 )
-from zero_partition.plan.stages import STAGES, Placement, Placements, Stage
+from zero_partition.plan.stages import (
+    STAGES,
+    Placement,
+    Placements,
+    Stage,
+    check_names,
+    names_fields,
+    nearest,
+)
 from zero_partition.plan.wire import Routes
 
 __all__ = [
@@ -40,6 +48,9 @@ __all__ = [
     "Stage",
     "UnitPlan",
     "Use",
+    "check_names",
     "choose_slots",
+    "names_fields",
+    "nearest",
     "plan_gathers",
 ]

@@ -9,13 +9,14 @@ from attrs import field, frozen
 
 from .cuts import CutChoice
 from .slots import Limits
-from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage
+from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage, names_fields
 from .wire import AS_ONE, Wire
 
 # What `model.state_dict()` does about parameters whose values are elsewhere.
 StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
 
 
+@names_fields
 @frozen(kw_only=True)
 class PartitionConfig:
     """How a model is partitioned. The same on every rank.

@@ -12,7 +12,7 @@ import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch import Tensor
 
-from .stages import expects, is_whole_number
+from .stages import expects, is_whole_number, names_fields
 
 # A recording longer than this many uses per unit is a loop that never returns to the model's own
 # forward (someone calls inner modules by hand): stop growing, prefetch what is known.
@@ -92,6 +92,7 @@ def _at_least(minimum: int, *, or_none: bool = True) -> Callable[..., None]:
     )
 
 
+@names_fields
 @frozen
 class Limits:
     """Bounds of the schedule at stage 3. What a unit needs at its own use is always gathered.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, IntEnum
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
+import attrs
 import torch
 from attrs import Attribute, field, frozen
 from torch import nn
@@ -14,6 +17,8 @@ from zero_comm import Reduction
 
 from zero_partition.errors import PartitionError
 from zero_partition.torch_private import NormBase
+
+Class = TypeVar("Class")
 
 
 class Placement(Enum):
@@ -61,6 +66,40 @@ def expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
     return check
 
 
+def names_fields(cls: type[Class], error: type[Exception] = PartitionError) -> type[Class]:
+    """Let an attrs class say of a field that it does not know what `check_names` does."""
+    make: Any = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+        check_names(cls.__name__, fields, [each.alias for each in attrs.fields(cls)], error)
+        make(self, *args, **fields)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def check_names(
+    path: str, given: Iterable[Any], known: Iterable[str], error: type[Exception]
+) -> None:
+    """Every name given is known; the error shows the nearest, and all there are."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise error(
+                f"{path}.{name}: unknown{f'; did you mean {near!r}?' if near else '.'} "
+                f"Known here: {', '.join(known)}"
+            )
+
+
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """The known name that a typing error most likely meant."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else None
+
+
 def is_whole_number(value: object, minimum: int) -> bool:
     """Whether it is an int, and no bool, of at least this."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
@@ -91,6 +130,7 @@ class Scaling:
     after: float
 
 
+@names_fields
 @frozen(kw_only=True)
 class Precision:
     """How numbers are kept and combined; 16-bit parameters have fp32 masters (arXiv 1710.03740).

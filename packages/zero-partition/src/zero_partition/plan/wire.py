@@ -11,7 +11,7 @@ from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, Traffic, p
 from zero_partition.errors import PartitionError
 
 from .layout import BufferPlan
-from .stages import Placement, Placements, expects, is_whole_number
+from .stages import Placement, Placements, expects, is_whole_number, names_fields
 
 _LEVELS: Final = expects(
     "zero_comm.Levels, the number of ranks of a node, or None",
@@ -55,6 +55,7 @@ def _excludes_secondary(wire: Wire, _: Attribute, replicas: bool) -> None:
         )
 
 
+@names_fields
 @frozen(kw_only=True)
 class Wire:
     """How values travel between ranks. The same on every rank.

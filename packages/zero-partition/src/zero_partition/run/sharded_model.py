@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, Final, NoReturn, final
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from attrs import define, field, frozen
@@ -417,6 +417,7 @@ class ShardedModel:
     # Of modules, what launches gathers before their forward; see `register_external_parameter`.
     ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
+    averages: WeakSet[Any] = field(factory=WeakSet, init=False)  # made of it: further copies
     gathered: set[ParamRef] = field(factory=set, init=False)  # what they have
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     # Every module's dictionaries of parameters and children, and the objects that were in them.

@@ -64,14 +64,25 @@ class ShardedAverage:
         self.decay, self.num_updates = decay, 0
         self._model, self._sharded = model, sharded
         self._places = [place for place in sharded.places if place.is_trainable]
-        is_elsewhere = sharded.residence.offload is not None
-        self._device = torch.device("cpu") if is_elsewhere else sharded.group.device
+        self._is_elsewhere = sharded.residence.offload is not None
+        self._device = torch.device("cpu") if self._is_elsewhere else sharded.group.device
         self._usable("ShardedAverage()")
         self._averages = {
             buffer: trained_values(sharded, buffer).to(self._device, copy=True)
             for buffer in sharded.buffers
             if buffer.plan.trainable
         }
+        sharded.averages.add(self)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device's memory that it takes, padding included."""
+        return 0 if self._is_elsewhere else sum(each.nbytes for each in self._averages.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, where optimizer state rests elsewhere."""
+        return sum(each.nbytes for each in self._averages.values()) - self.device_bytes
 
     @torch.no_grad()
     def update(self) -> None:

@@ -356,7 +356,8 @@ class StateLoad:
                 )
                 state, own = {}, {"entries": {}}
             self.num_entries += len(state)
-            if state and name in params and keeps_own_masters(sharded, place.buffer):
+            is_here = sharded.residence.offload is None  # else `_fill_own_masters` does it
+            if state and name in params and is_here and keeps_own_masters(sharded, place.buffer):
                 state.setdefault(MASTER, params[name])  # as a file has them
             self.states[place] = {}
             try:

@@ -74,7 +74,8 @@ def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     if not keeps_own_masters(sharded, buffer):
         return buffer.trained
     values, places = buffer.trained.to(torch.float32), places_in(buffer)
-    for place, state in zip(places, LocalState(sharded).read(places), strict=True):
+    states = LocalState(sharded).read(places, {MASTER})
+    for place, state in zip(places, states, strict=True):
         if MASTER in state:
             part_of(place, values).copy_(_elements(state[MASTER], place, place.kept))
     return values
@@ -84,8 +85,8 @@ def keeps_own_masters(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     """Whether the optimizer keeps masters of these parameters of its own accord, and says so."""
     dtype = buffer.training.dtype
     is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    is_asked = sharded.residence.offload is None and buffer.plan.trainable
-    return is_narrow and is_asked and bool(getattr(sharded.optimizer, "keeps_masters", False))
+    keeps = getattr(sharded.optimizer, "keeps_masters", False)
+    return is_narrow and buffer.plan.trainable and bool(keeps)
 
 
 @frozen(eq=False)
