@@ -404,7 +404,6 @@ LOOPS: Final[dict[str, Callable[[Run], None]]] = {
     "some in no group": partial(_with, make_optimizer=_some_groups),
     "frozen in a group": partial(_with, make_optimizer=_everything),
     "small ones rest whole": partial(_with, small_param_numel=13),
-    "momentum": partial(_with, make=parity.tiny_float32, make_optimizer=momentum),
     "momentum of bf16": partial(_with, make=Blocks, make_optimizer=momentum, precision=_BF16),
     "momentum without masters": partial(_with, make_optimizer=momentum),
     "adamax": partial(_with, make=parity.tiny_float32, make_optimizer=adamax),
@@ -417,33 +416,29 @@ LOOPS: Final[dict[str, Callable[[Run], None]]] = {
 }
 
 
+# One cell for each, by turns: those that are also run by one rank and three are all on the disk there.
 @pytest.mark.parametrize(("turn", "loop"), list(enumerate(LOOPS)))
 @pytest.mark.ranks(timeout_s=60)
 def test_a_loop_does_the_same_wherever_things_rest(
     group: Group, tmp_path: Path, turn: int, loop: str
 ) -> None:
     """Users do not know where their state rests, and write the loop that they always wrote."""
-    _same(group, tmp_path, loop, (CELLS[1], CELLS[2 * (turn % 2)]))
+    _same(group, tmp_path, loop, CELLS[turn % 3])
 
 
 @pytest.mark.parametrize("loop", ["access", "rewound", "unsharded", "built in parts"])
 @pytest.mark.ranks(1, 3, timeout_s=60)
 def test_any_number_of_ranks_does_the_same(group: Group, tmp_path: Path, loop: str) -> None:
     """One rank keeps all of it, and three divide nothing evenly."""
-    _same(group, tmp_path, loop, CELLS[1:2])
+    _same(group, tmp_path, loop, CELLS[1])
 
 
-def _same(group: Group, folder: Path, loop: str, cells: tuple[Cell, ...]) -> None:
-    expected: dict[int, dict[str, Any]] = {}
-    for cell in cells:
-        if cell.stage not in expected:
-            plain = Run(group, None, cell.stage, folder)
-            LOOPS[loop](plain)
-            expected[cell.stage] = plain.seen
-        run = Run(group, cell, cell.stage, folder)
-        try:
-            LOOPS[loop](run)
-        except Exception as error:
-            error.add_note(f"{cell}")
-            raise
-        assert_same(run.seen, expected[cell.stage], f"{cell}")
+def _same(group: Group, folder: Path, loop: str, cell: Cell) -> None:
+    plain, run = (Run(group, each, cell.stage, folder) for each in (None, cell))
+    LOOPS[loop](plain)
+    try:
+        LOOPS[loop](run)
+    except Exception as error:
+        error.add_note(f"{cell}")
+        raise
+    assert_same(run.seen, plain.seen, f"{cell}")
