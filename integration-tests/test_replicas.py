@@ -32,8 +32,7 @@ STAGES = (1, 2, 3)
 # ---- The same numbers ----
 
 HOW: dict[str, dict[str, Any]] = {
-    "clipped": {"max_norm": 0.05},
-    "reduced once": {"num_micro_batches": 2},
+    "reduced once": {"num_micro_batches": 2, "max_norm": 0.05},
     "reduced each time": {"num_micro_batches": 2, "reduces_once": False},
 }
 
@@ -177,24 +176,27 @@ def test_other_choices_change_no_bit(group: Group, stage: int) -> None:
         return parity.train_sharded(group, recipe, ZeroConfig(stage, wire=REPLICAS, **options))
 
     expected = train(0.25)
-    for how, options in OPTIONS.items():
+    for how, options in [*OPTIONS.items()][stage % 2 :: 2]:
         found = train(0.0625 if how == "summed" else 0.25, **options)
         assert found.losses == expected.losses, how
         if group.rank == 0:
             parity.assert_same_weights(found.weights, expected.weights, what=how)
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.ranks(4)
-def test_what_is_elsewhere_changes_no_bit(group: Group, place: str, tmp_path: Path) -> None:
+def test_what_is_elsewhere_changes_no_bit(group: Group, tmp_path: Path) -> None:
     """Each replica offloads its own; DeepSpeed's MiCS cannot."""
     recipe = Recipe(make=parity.tiny_float32, num_steps=2)
-    expected = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS))
-    path = tmp_path if place == "disk" else None
-    offload = Offload(optimizer=place, params=place, path=path)
-    found = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS, offload=offload))
+    on_host, on_disk = (
+        Offload(optimizer=place, params=place, path=path)
+        for place, path in (("host", None), ("disk", tmp_path))
+    )
+    expected, *found = (
+        parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS, offload=offload)).losses
+        for offload in (None, on_host, on_disk)
+    )
 
-    assert found.losses == expected.losses
+    assert found == [expected, expected]
 
 
 # ---- What travels ----
