@@ -107,8 +107,8 @@ def test_an_exception_in_forward_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("retry", "block", "stages"),
     [
-        *parity.in_turn(["zero-grad", "forward"], [0, 1, 2]),
-        ("by-model", 0, (0, 1, 2, 3)),
+        *parity.in_turn(["zero-grad", "forward"], [0, 1, 2])[::2],
+        ("by-model", 0, (1, 3)),
     ],
 )
 def test_an_exception_in_backward_leaves_nothing_behind(
@@ -161,7 +161,7 @@ def test_a_step_on_half_a_backward_is_refused(group: Group) -> None:
 
 @pytest.mark.parametrize(
     ("order", "window", "stages"),
-    parity.in_turn(["first-in-first-out", "last-in-first-out", "summed"], [1, 2, 5]),
+    parity.in_turn(["first-in-first-out", "last-in-first-out", "summed"], [1, 2, 5])[::2],
 )
 def test_two_forwards_then_two_backwards(
     group: Group, order: str, window: int, stages: tuple[int, ...]
@@ -263,9 +263,11 @@ class _Checkpointed(parity.Tiny):
         return self.head(x) * self.scale
 
 
+SEGMENTS = parity.in_turn([1, 3], [False, True], [1, 2, 3])
+
+
 @pytest.mark.parametrize(
-    ("window", "use_reentrant", "per_segment", "stages"),
-    parity.in_turn([1, 3], [False, True], [1, 2, 3]),
+    ("window", "use_reentrant", "per_segment", "stages"), SEGMENTS[:6:2] + SEGMENTS[7::2]
 )
 def test_recomputing_activations_gives_the_same_numbers(
     group: Group, use_reentrant: bool, per_segment: int, window: int, stages: tuple[int, ...]
