@@ -416,7 +416,7 @@ LOOPS: Final[dict[str, Callable[[Run], None]]] = {
 }
 
 
-# One cell for each, by turns: those that are also run by one rank and three are all on the disk there.
+# One cell for each, by turns. Those that one rank and three run too are all on the disk there.
 @pytest.mark.parametrize(("turn", "loop"), list(enumerate(LOOPS)))
 @pytest.mark.ranks(timeout_s=60)
 def test_a_loop_does_the_same_wherever_things_rest(

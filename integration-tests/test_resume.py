@@ -70,7 +70,7 @@ def _run(
 def _configs(
     folder: Path, precision: Precision | None = None, *, is_short: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Every stage and residence, half of them for each precision; or every stage and every place."""
+    """Every stage and residence, half for each precision; or, if short, every stage and place."""
     if precision is None:
         yield "stage 0", ZeroConfig(0)
     places = [(stage, place, "device") for stage in (1, 2) for place in PLACES]
