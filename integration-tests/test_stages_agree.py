@@ -11,6 +11,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
+from training import assert_weights_of
 from zero_comm import Group
 from zero_partition import Cut
 
@@ -157,7 +158,7 @@ def test_state_that_the_optimizer_has_is_sharded_and_not_lost(
         after = parity.run_steps(model, used, range(2, 5), rank=group.rank)
 
         assert after == losses, f"stage {stage}"
-        _assert_same_weights(model, never, group, what=f"stage {stage}")
+        assert_weights_of(model, never, group=group, what=f"stage {stage}")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_every_way_to_drop_gradients_drops_them(
     for stage in stages:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "sgd")
         assert train(model, optimizer, model) == expected, f"stage {stage}"
-        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
+        assert_weights_of(model, ddp, group=group, what=f"stage {stage}")
 
 
 def _set_none_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -216,7 +217,7 @@ def test_step_takes_a_closure(group: Group) -> None:
 
             losses.append(optimizer.step(closure).item())
         assert losses == expected, f"stage {stage}"
-        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
+        assert_weights_of(model, ddp, group=group, what=f"stage {stage}")
 
 
 class _Branching(nn.Module):
@@ -253,10 +254,4 @@ def test_ranks_may_use_different_parameters(group: Group, set_to_none: bool) -> 
     for stage in parity.STAGES:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=_Branching)
         assert train(model, optimizer) == expected, f"stage {stage}"
-        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
-
-
-def _assert_same_weights(model: nn.Module, expected: nn.Module, group: Group, what: str) -> None:
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, expected.state_dict(), what=what)
+        assert_weights_of(model, ddp, group=group, what=f"stage {stage}")
