@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ BLOCKS: Final = {  # what may be imported besides what a package's `__init__` li
     "zero_comm": ("codecs", "planning"),
 }
 
-WHO_CALLS: Final = re.compile(r"collective|every rank|\blocal|\b(see|as) `", re.IGNORECASE)
+# "See `that`" or "As `that`" says it by a link, in the first line of a docstring.
+WHO_CALLS: Final = re.compile(r"collective|every rank|\blocal|\A.*\b(see|as) `", re.IGNORECASE)
 METHODS_ARE: Final = re.compile(r"methods are [a-z]+")
 
 project = "zero"
@@ -39,6 +41,8 @@ python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 html_theme = "furo"
 html_title = "zero"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 html_extra_path = ["site"]  # index.html, which leads to `root_doc`
 
 
@@ -70,7 +74,7 @@ def _page(module: Any, homes: dict[int, str]) -> list[str]:
         elif isinstance(value, type):
             lines += [f".. autoclass:: {name}.{public}", ""]
         else:
-            kind = "autofunction" if callable(value) else "py:data"
+            kind = "autofunction" if isfunction(value) else "py:data"
             lines += [f".. {kind}:: {name}.{public}", ""]
     if elsewhere:
         lines += ["Also here", "---------", "", *elsewhere, ""]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import zero_engine
-from scripts import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zero_comm import Group
@@ -553,21 +551,3 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> No
         wrapped = Accelerator(cpu=True).prepare(_model())
     with _environment(group), pytest.raises((PartitionError, ConfigError), match=r"ddp\.module"):
         ZeroAccelerator().prepare(wrapped)
-
-
-# ---- The documented script ----
-
-
-def test_the_documented_script_runs(ranks, tmp_path: Path) -> None:
-    """What a reader copies is what runs: bf16, accumulation, metrics, and a model to read again."""
-    pytest.importorskip("transformers")
-    page = Path(__file__).parents[1] / "docs" / "accelerate.md"
-    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert code is not None
-    script = tmp_path / "script.py"
-    script.write_text(code[1])
-
-    printed = on_ranks(ranks)(str(script), [str(tmp_path)])
-
-    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", printed)]
-    assert len(accuracies) == 2 and accuracies[-1] > 0.9, printed

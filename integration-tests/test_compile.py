@@ -63,11 +63,11 @@ Compile = Callable[..., nn.Module]
 @pytest.mark.ranks(timeout_s=60.0)
 def test_what_is_compiled_before_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """Parameters change their memory at every use; compiled code must not take it for news."""
-    stages = {_compile_in_place: (0, 2, 3), _compile_by_wrapping: (1, 3)}
+    stages = {_compile_in_place: (0, 2, 3), _compile_by_wrapping: (1,)}
     _compare(group, how, stages=stages.get(how, (3,)), is_before=True)
 
 
-@pytest.mark.parametrize("how", (_compile_in_place, *MODELS), ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("how", (_compile_in_place, MODELS[1]), ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.ranks(timeout_s=60.0)
 def test_what_is_compiled_after_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """`compile()` replaces what a call does, and must not leave out our part in it."""

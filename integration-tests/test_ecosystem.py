@@ -1,6 +1,6 @@
 """What people use around a plain loop of torch, beside a sharded model: the same, or named.
 
-docs/pytorch.md lists it; what other files state is not repeated here.
+docs/guides/pytorch.md lists it; what other files state is not repeated here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's
 ]
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "pytorch.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "guides" / "pytorch.md"
 WIDTH: Final = 8
 NUM_CLASSES: Final = 4
 SHARDED: Final = (1, 2, 3)  # stages

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
-import scripts
 import torch
 import torch.distributed as dist
 import zero_engine
@@ -15,7 +14,6 @@ from torch import nn
 from zero_comm import Group
 
 pytest.importorskip("lightning")
-DOCUMENTED: Final = Path(__file__).parents[1] / "docs" / "lightning.md"
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{said}")
     for said in (
@@ -314,16 +312,6 @@ def test_two_models_of_fabric_train_by_turns(group: Group) -> None:
             losses.append(loss.item())
         curves.append(losses)
     assert curves[1:] == [curves[0]] * 2
-
-
-def test_the_script_of_the_documentation_runs(ranks, tmp_path) -> None:
-    """It is copied as it is."""
-    script = tmp_path / "train.py"
-    script.write_text(DOCUMENTED.read_text().partition("```python\n")[2].partition("```\n")[0])
-
-    printed = scripts.on_ranks(ranks)(str(script), [str(tmp_path / "run")])
-
-    assert "at step 60\nas loaded: True" in printed
 
 
 @pytest.mark.ranks(timeout_s=120)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import re
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ import pytest
 import torch
 import zero_engine
 from high_water import HighWater, giving_memory_back, needs_high_water
-from scripts import on_ranks
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import ConfigError, Precision, ZeroConfig, full_state_dict
@@ -517,21 +515,6 @@ def _generate(group: Group, folder: str) -> None:
         found.append((_logged(trainer, "loss", "eval_loss"), predicted.predictions.tolist()))
     assert found[0] == found[1]
     assert len({row.index(0, 1) for row in found[0][1]}) > 1, "they end together"
-
-
-def test_the_script_of_the_documentation_runs(ranks, tmp_path: Path) -> None:
-    """It is what people copy; what it saves is read by `from_pretrained`."""
-    text = Path(__file__).parents[1].joinpath("docs/transformers.md").read_text()
-    script = tmp_path / "train.py"
-    script.write_text(text.split("```python\n")[1].split("```")[0])
-
-    printed = on_ranks(ranks)(str(script), [str(tmp_path)])
-
-    loss = float(re.findall(r"^loss (.*)$", printed, re.MULTILINE)[0])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tokens = torch.arange(12)[None] * 2 + 3
-    assert loss < math.log(64) - 0.3 > model(input_ids=tokens, labels=tokens).loss.item()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-10"]
 
 
 # ---- What is refused ----

@@ -191,16 +191,45 @@ def step(ranks: RankPool, folder: str) -> Figure:
     axis = figure.subplots()
     for row, config in enumerate(CONFIGS.values()):
         given = {"config": config, "folder": folder}
-        events = ranks.run(events_of_step, timeout_s=300, **given)[0]
-        for kind, color in EVENTS.items():
-            spans = [(start, length) for found, start, length in events if found == kind]
-            label = None if row else kind
-            axis.broken_barh(spans, (row - 0.4, 0.8), color=color, label=label)
+        _draw_events(axis, row, ranks.run(events_of_step, timeout_s=300, **given)[0])
     axis.set_yticks(range(len(CONFIGS)), list(CONFIGS))
     axis.invert_yaxis()
     axis.set_xlim(left=0)
     axis.set_xlabel(f"ms of a step of rank 0; {ranks.world_size} ranks, a thread each")
+    return figure
+
+
+def _draw_events(axis: Any, row: int, events: list[tuple[str, float, float]]) -> None:
+    for kind, color in EVENTS.items():
+        spans = [(start, length) for found, start, length in events if found == kind]
+        axis.broken_barh(spans, (row - 0.4, 0.8), color=color, label=None if row else kind)
     axis.legend(ncols=len(EVENTS), loc="lower center", bbox_to_anchor=(0.4, 1))
+
+
+def steps_of_all(group: Any) -> list[list[tuple[str, float, float]]]:
+    """Kind, start and length in ms, by rank, of two steps; the last rank gets its batches late."""
+    model, optimizer = sharded({"stage": 3}, "")
+    train(model, optimizer, 3)
+    began = time.monotonic()
+    train(model, optimizer, 1)
+    step_s = time.monotonic() - began
+    with timeline(model) as recorded:
+        for _ in range(2):
+            time.sleep(step_s * group.rank)
+            train(model, optimizer, 1)
+    return [[(class_of(e), e.start_s * 1e3, e.seconds * 1e3) for e in r] for r in recorded.ranks]
+
+
+def late(ranks: RankPool, folder: str) -> Figure:
+    """Two steps of two ranks, one of which waits for its batches."""
+    figure = Figure(figsize=(8, 1.8), layout="constrained")
+    axis = figure.subplots()
+    for rank, events in enumerate(ranks.run(steps_of_all)[0]):
+        _draw_events(axis, rank, events)
+    axis.set_yticks(range(ranks.world_size), [f"rank {rank}" for rank in range(ranks.world_size)])
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel("ms; a thread for each rank")
     return figure
 
 
@@ -467,6 +496,7 @@ def wire(ranks: RankPool, folder: str) -> Figure:
 PICTURES: Final[dict[str, tuple[int, Callable[[RankPool, str], Figure]]]] = {  # and their ranks
     "memory": (NUM_RANKS, memory),
     "step": (2, step),  # one for each core, as times are drawn
+    "late": (2, late),
     "slots": (NUM_RANKS, slots),
     "placements": (NUM_RANKS, placements),
     "units": (1, units),

@@ -181,7 +181,7 @@ class Checkpointer:
         *,
         saver: AbstractSaver | None = None,
     ) -> Any:
-        """`checkpoint` with the function's own arguments, whatever they are and are called."""
+        """As `checkpoint`, with the function's own arguments, whatever they are and are called."""
         saver = self.saver if saver is None else saver
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)

@@ -26,7 +26,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`checkpoint`: there is one mechanism, and it is not reentrant."""
+    """As `checkpoint`: there is one mechanism, and it is not reentrant."""
     return _DEFAULT.checkpoint(function, *args, **kwargs)
 
 

@@ -32,8 +32,8 @@ def ddp_hook(
             when None.
 
     Returns:
-        What `register_comm_hook` takes. It launches a bucket's reduction, and waits for that of the
-        bucket before; after the last bucket it waits for all.
+        What `register_comm_hook` takes. Collective: it launches a bucket's reduction, and waits for
+        that of the bucket before; after the last bucket it waits for all.
     """
     in_flight: deque[tuple[Handle[Tensor], torch.futures.Future]] = deque()
 

@@ -96,6 +96,8 @@ class Handle(Generic[T]):
     def wait(self, *, timeout_s: float | None = None) -> T:
         """Block until done and return the result. Call exactly once.
 
+        Local, but collective where hops are left to launch, as `advance` is.
+
         Args:
             timeout_s: Longest wait for each message, in seconds; the group's own when None.
 

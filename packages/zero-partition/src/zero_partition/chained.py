@@ -76,11 +76,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the optimizers, in their order."""
+        """The state dicts of the optimizers, in their order. Collective where theirs are."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, into the same number of optimizers.
+        """What `state_dict` gave, into the same number of optimizers. Collective where theirs is.
 
         Raises:
             StateError: It holds another number of optimizers, or none.

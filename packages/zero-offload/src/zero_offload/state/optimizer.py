@@ -194,7 +194,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of all parameters; the next step does the scaling.
 
-        So gradients are read once, and not written. With a GradScaler, call its `unscale_` before.
+        Local. Gradients are read once, and not written. With a GradScaler, `unscale_` comes before.
 
         Returns:
             The norm before clipping: an fp32 tensor of no dimension on the CPU.

@@ -178,7 +178,7 @@ def plan_units(
         cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
         group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
             side by side.
-        small: Ids of parameters that rest whole on every rank, in a unit of their own.
+        small: Ids of parameters that rest whole on each rank, in a unit of their own.
         precision: Parameters lie in buffers of the dtype that it gives them.
         may_be_meta: Whether parameters on the meta device, which have no memory, are planned too.
 

@@ -73,7 +73,7 @@ class FlatLayout:
 
     @classmethod
     def plan(cls, numels: Iterable[int], *, world_size: int, align: int = 16) -> FlatLayout:
-        """Lay tensors end to end and cut anywhere: every rank keeps the same number of elements.
+        """Lay tensors end to end and cut anywhere: each rank keeps the same number of elements.
 
         Args:
             numels: Elements per tensor; zero is allowed.
