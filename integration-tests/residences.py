@@ -77,6 +77,16 @@ class Cell:
         )
 
 
+def config_of(
+    folder: str | Path, offload: tuple[str, str] | None = None, **options: Any
+) -> ZeroConfig:
+    """With optimizer state and parameters at these places, on the disk in `folder`."""
+    if offload is not None:
+        path = Path(folder) if "disk" in offload else None
+        options["offload"] = Offload(optimizer=offload[0], params=offload[1], path=path)
+    return ZeroConfig(**options)
+
+
 def cells(stage: int) -> Iterator[Cell]:
     """All of a stage, but for those in which nothing rests elsewhere, or poison rests nowhere."""
     places = ("device", "host", "disk") if stage == 3 else ("device",)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from residences import Blocks
+from residences import Blocks, config_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zero_comm import Group, all_gather_json
-from zero_engine import Offload, Precision, Saver, ShardedAverage, Wire
+from zero_engine import Precision, Saver, ShardedAverage, Wire
 from zero_offload import CPUAdam
 from zero_partition import LoadError, PartitionError, StateError, memory_report
 
@@ -29,14 +29,6 @@ _KINDS = {
     "on disk": {"stage": 3, "offload": ("disk", "disk")},
     "state on the host": {"stage": 2, "offload": ("host", "device")},
 }
-
-
-def _config(folder: Path, offload: tuple[str, str] | None = None, **options: Any) -> ZeroConfig:
-    if offload is not None:
-        state, params = offload
-        path = folder if "disk" in offload else None
-        options["offload"] = Offload(optimizer=state, params=params, path=path)
-    return ZeroConfig(**options)
 
 
 def _build(group: Group, config: ZeroConfig, make: Any = parity.tiny_float32) -> tuple[Any, Any]:
@@ -66,7 +58,7 @@ def _weights(average: AveragedModel) -> dict[str, Tensor]:
 def test_the_average_is_torchs(group: Group, tmp_path: Path, kind: str) -> None:
     """Bit for bit, in a file and in an evaluation, after which training goes on as if nothing."""
     plain, its, expected = _plain()
-    model, optimizer = _build(group, _config(tmp_path, **_KINDS[kind]))
+    model, optimizer = _build(group, config_of(tmp_path, **_KINDS[kind]))
     average = ShardedAverage(model, decay=DECAY)
     for step in range(4):
         _step(plain, its, step)
@@ -106,7 +98,7 @@ def test_masters_are_averaged_where_there_are_some(
     group: Group, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """An average of rounded weights would stand still: each step moves it by less than a bit."""
-    config = _config(tmp_path, precision=Precision(params=torch.bfloat16), **options)
+    config = config_of(tmp_path, precision=Precision(params=torch.bfloat16), **options)
     runs = []
     for swaps in (False, True):
         model, optimizer = _build(group, config, Blocks)
@@ -190,7 +182,7 @@ def test_an_average_is_resumed_at_any_world_size(
 
 
 def _resume(group: Group, folder: Path, kind: str, step: int) -> None:
-    model, optimizer = _build(group, _config(folder, **_KINDS[kind]))
+    model, optimizer = _build(group, config_of(folder, **_KINDS[kind]))
     average = ShardedAverage(model, decay=DECAY)
     if step:
         _step(model, optimizer, 7)

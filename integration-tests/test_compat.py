@@ -20,6 +20,7 @@ from deepspeed_script import Images, Net
 from scripts import WORLD_SIZE, launch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
+from training import assert_weights_of
 from zero_comm import Group
 from zero_engine import ConfigError, NotBuiltError, ZeroConfig
 from zero_engine.compat import deepspeed
@@ -272,9 +273,7 @@ def test_a_file_names_leaf_modules(group: Group, section: dict[str, Any]) -> Non
         engine.backward(loss)
         engine.step()
 
-    whole = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(whole, plain.state_dict(), what=str(section))
+    assert_weights_of(model, plain, group=group, what=str(section))
 
 
 def test_mixtures_of_transformers_are_leaves_without_being_named() -> None:

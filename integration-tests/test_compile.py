@@ -132,20 +132,17 @@ def test_inductor_takes_parameters_where_they_are(group: Group) -> None:
 # ---- What comes between ----
 
 
-@pytest.mark.parametrize("how", BLOCKS[:2], ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.ranks(timeout_s=60.0)
-def test_evaluation_and_accidents_leave_compiled_blocks_as_they_were(
-    group: Group, how: Compile
-) -> None:
+def test_evaluation_and_accidents_leave_compiled_blocks_as_they_were(group: Group) -> None:
     """A guard on what is temporary (gradients, views, grad mode) would compile anew each time."""
-    undisturbed = how(parity.build(parity.tiny_float32), backend="aot_eager")
+    undisturbed = _compile_by_wrapping(parity.build(parity.tiny_float32), backend="aot_eager")
     optimizer = _optimizer(undisturbed)
     ddp = parity.as_ddp(undisturbed, group)
     expected = parity.run_steps(ddp, optimizer, range(NUM_STEPS), rank=group.rank)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = how(parity.build(parity.tiny_float32), backend=counter)
+    model = _compile_by_wrapping(parity.build(parity.tiny_float32), backend=counter)
     optimizer = _optimizer(model)
     zero_engine.shard(model, optimizer, ZeroConfig(3, window=2), group=group)
     losses = []

@@ -43,8 +43,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_looking_changes_nothing_and_sees_every_update(ranks, tmp_path: Path, stage: int) -> None:
     """Who logs a norm or a moment must not train another model than who does not."""
-    for is_bf16 in (False, True):
-        ranks(2).run(_look, case=Case(on_disk(tmp_path), stage, is_bf16))
+    ranks(2).run(_look, case=Case(on_disk(tmp_path), stage, is_bf16=stage == 3))
 
 
 def _look(group: Group, case: Case) -> None:
@@ -91,7 +90,7 @@ def _finish(group: Group, case: Case) -> None:
     assert_same(train_sharded(case, group, after=finish), expected)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_saved_in_the_middle_can_be_gone_on_from(
     group: Group, tmp_path: Path, stage: int
 ) -> None:

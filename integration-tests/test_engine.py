@@ -29,9 +29,14 @@ def _share_of_loss(model: nn.Module, data: Any, num_micro_batches: int) -> Tenso
     return parity.loss_of(model, data) / num_micro_batches
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(
+    ("stage", "num_micro_batches", "max_norm"),
+    [
+        (stage, micro, (stage + micro) % 2 / 2 or None)
+        for stage in parity.STAGES
+        for micro in (1, 2)
+    ],
+)
 def test_the_engine_trains_as_the_plain_loop_does(
     group: Group, stage: int, num_micro_batches: int, max_norm: float | None
 ) -> None:

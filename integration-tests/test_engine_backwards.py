@@ -19,8 +19,7 @@ from zero_partition import StateError
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize("how", ["first.backward", "loss.backward"])
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(("stage", "how"), [*enumerate(["first.backward", "loss.backward"] * 2)])
 def test_losses_of_two_engines_go_through_one_backward(group: Group, stage: int, how: str) -> None:
     """A student and a critic, say: each engine finds its own gradients."""
     together = [build_engine(group, engine_config(group, stage, max_norm=0.5)) for _ in range(2)]
@@ -67,8 +66,7 @@ def _all(outputs: dict[str, Any]) -> Tensor:
 _LOSSES = {"loss": _one, "all-outputs": _all}
 
 
-@pytest.mark.parametrize("kind", _LOSSES)
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(("stage", "kind"), [*enumerate(["all-outputs", "loss"] * 2)])
 def test_a_direct_backward_is_divided_by_the_micro_batches(
     group: Group, stage: int, kind: str
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zero_engine
 import zero_engine.checkpoint
+import zoo
 from high_water import needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -111,17 +112,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 def test_from_pretrained_loads_what_was_exported(tmp_path: Path, name: str) -> None:
     """With embeddings tied (GPT-2) and not, in several files, the names being its own."""
     transformers = pytest.importorskip("transformers")
-    configs = {
-        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
-        "llama": lambda: transformers.LlamaConfig(
-            vocab_size=37,
-            num_hidden_layers=2,
-            hidden_size=16,
-            num_attention_heads=2,
-            intermediate_size=24,
-        ),
-    }
-    model = transformers.AutoModelForCausalLM.from_config(configs[name]())
+    model = zoo.ZOO[name].make()
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     _save_alone(model, tmp_path / "saved")
     out = tmp_path / "out"

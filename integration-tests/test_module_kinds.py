@@ -354,13 +354,13 @@ _ROUNDED = {"encoder"}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_of_every_kind_train_as_in_plain_torch(group: Group, kind: str) -> None:
+@pytest.mark.parametrize(("turn", "kind"), list(enumerate(KINDS)))
+def test_modules_of_every_kind_train_as_in_plain_torch(group: Group, turn: int, kind: str) -> None:
     """What a module does between its call and its return is its author's business."""
     plain = parity.build(KINDS[kind])
     losses, outputs = _train(plain, _adamw(plain))
 
-    for stage in (0, 2, 3):
+    for stage in (turn % 2 * 2, 3):
         model = parity.build(KINDS[kind])
         optimizer = _adamw(model)
         zero_engine.shard(model, optimizer, ZeroConfig(stage, window=2), group=group)

@@ -28,10 +28,14 @@ PRECISIONS: Final = {
 }
 
 
-# Gradients of stage 2 rest as those of stages 1 and 3 do, and its state as that of stage 1.
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(1, "fp32"), (2, "fp32"), (1, "bf16")] + [(3, p) for p in PRECISIONS]
-)
+# Which cell has which precision is by turns; masters rest as fp32's parameters do. Gradients of
+# stage 2 rest as those of stages 1 and 3 do, and its state as that of stage 1.
+TURNS: Final = {(1, "fp32"): (0, 2), (1, "bf16"): (1, 2), (2, "fp32"): (1, 4)} | {
+    (3, precision): (first, 3) for first, precision in enumerate(PRECISIONS)
+}
+
+
+@pytest.mark.parametrize(("stage", "precision"), TURNS)
 def test_every_residence_trains_the_same_bits(
     ranks, tmp_path: Path, stage: int, precision: str
 ) -> None:
@@ -49,8 +53,7 @@ def _same_bits(group: Group, folder: str, stage: int, precision: str) -> None:
             return parts_of(model, optimizer) | {"losses": losses}
 
     expected = run(None)
-    # Which cell has which precision is by turns; masters rest as fp32's parameters do.
-    first, step = {"fp32": (0, 1), "bf16": (0, 2), "fp16": (1, 2)}[precision]
+    first, step = TURNS[stage, precision]
     for cell in itertools.islice(cells(stage), first, None, step):
         assert_same(run(cell), expected, f"{cell}")
 

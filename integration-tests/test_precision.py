@@ -147,7 +147,6 @@ def _sharded(case: _Case, stage: int, group: Group, *, num_steps: int) -> _Curve
 @pytest.mark.parametrize(
     ("group", "case"),
     [(2 + turn % 2, case) for turn, case in enumerate(CASES)]
-    + [(3 - turn % 2, case) for turn, case in enumerate(CASES) if turn < 6]
     + [(1, "bf16"), (1, "fp16-scaled"), (1, "summed-and-predivided")],
     indirect=["group"],
 )
@@ -158,7 +157,7 @@ def test_every_rounding_is_where_it_is_documented(group: Group, case: str) -> No
     expected, losses = parity.by_rank_0(
         group, lambda: _reference(chosen, world_size=size, num_steps=3)
     )
-    for stage in (1, 2, 3):
+    for stage in (1 + list(CASES).index(case) % 2, 3):
         curve = _sharded(chosen, stage, group, num_steps=3)
         assert curve.losses == losses[group.rank], f"stage {stage}"
         for number, (ours, theirs) in enumerate(zip(curve.masters, expected.masters, strict=True)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import zero_engine
 import zero_engine.checkpoint
+import zoo
 from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
@@ -332,20 +333,8 @@ def test_what_save_pretrained_wrote_goes_straight_into_shards(
 
 
 def _transformer(name: str, seed: int) -> nn.Module:
-    import transformers
-
-    configs = {
-        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
-        "llama": lambda: transformers.LlamaConfig(
-            vocab_size=37,
-            num_hidden_layers=2,
-            hidden_size=16,
-            num_attention_heads=2,
-            intermediate_size=24,
-        ),
-    }
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(configs[name]())
+    return zoo.ZOO[name].make()
 
 
 def _load_transformer(group: Group, name: str, folder: str) -> None:

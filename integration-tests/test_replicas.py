@@ -32,8 +32,7 @@ STAGES = (1, 2, 3)
 # ---- The same numbers ----
 
 HOW: dict[str, dict[str, Any]] = {
-    "clipped": {"max_norm": 0.05},
-    "reduced once": {"num_micro_batches": 2},
+    "reduced once": {"num_micro_batches": 2, "max_norm": 0.05},
     "reduced each time": {"num_micro_batches": 2, "reduces_once": False},
 }
 
@@ -54,9 +53,7 @@ def _equals_both_oracles(group: Group, **settings: Any) -> None:
         config = ZeroConfig(stage, wire=REPLICAS)
         found = parity.train_sharded(group, recipe, config)
 
-        assert found.losses == alone.losses, stage
-        if group.rank == 0:
-            parity.assert_same_weights(found.weights, alone.weights, what=f"stage {stage}")
+        parity.assert_same(found, alone, rank=group.rank, what=f"stage {stage}")
 
     found = parity.train_sharded(group, close, ZeroConfig(3, wire=REPLICAS))
     if group.rank == 0:
@@ -77,9 +74,7 @@ def test_nodes_of_one_and_one_node_of_all_are_no_special_case(
     config = ZeroConfig(3, wire=Wire(levels=size, replicas=True))
     found = parity.train_sharded(group, recipe, config)
 
-    assert found.losses == alone.losses
-    if group.rank == 0:
-        parity.assert_same_weights(found.weights, alone.weights, what=f"nodes of {size}")
+    parity.assert_same(found, alone, rank=group.rank, what=f"nodes of {size}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -177,24 +172,25 @@ def test_other_choices_change_no_bit(group: Group, stage: int) -> None:
         return parity.train_sharded(group, recipe, ZeroConfig(stage, wire=REPLICAS, **options))
 
     expected = train(0.25)
-    for how, options in OPTIONS.items():
+    for how, options in [*OPTIONS.items()][stage % 2 :: 2]:
         found = train(0.0625 if how == "summed" else 0.25, **options)
-        assert found.losses == expected.losses, how
-        if group.rank == 0:
-            parity.assert_same_weights(found.weights, expected.weights, what=how)
+        parity.assert_same(found, expected, rank=group.rank, what=how)
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.ranks(4)
-def test_what_is_elsewhere_changes_no_bit(group: Group, place: str, tmp_path: Path) -> None:
+def test_what_is_elsewhere_changes_no_bit(group: Group, tmp_path: Path) -> None:
     """Each replica offloads its own; DeepSpeed's MiCS cannot."""
     recipe = Recipe(make=parity.tiny_float32, num_steps=2)
-    expected = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS))
-    path = tmp_path if place == "disk" else None
-    offload = Offload(optimizer=place, params=place, path=path)
-    found = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS, offload=offload))
+    on_host, on_disk = (
+        Offload(optimizer=place, params=place, path=path)
+        for place, path in (("host", None), ("disk", tmp_path))
+    )
+    expected, *found = (
+        parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS, offload=offload)).losses
+        for offload in (None, on_host, on_disk)
+    )
 
-    assert found.losses == expected.losses
+    assert found == [expected, expected]
 
 
 # ---- What travels ----
@@ -214,17 +210,6 @@ def test_only_shards_of_gradients_cross_to_other_nodes(ranks, stage: int) -> Non
         assert crossed == 0
         assert gathered == (PSI // 2 if stage < 3 else (2 * NUM_BLOCKS - 1) * BLOCK // 2)
         assert not found
-
-
-def test_published_volumes_come_out() -> None:
-    """Per GPU at W = 512 and G = 8, in units of M, numbers.md: 1.996, 0.2495 and 2.994."""
-    world_size, size = 512, 8
-    ddp = 2 * (world_size - 1) / world_size
-    hybrid = ddp / size
-    ours = 2 * (world_size - size) / (world_size * size)
-
-    assert (round(ddp, 3), round(hybrid, 4), round(1.5 * ddp, 3)) == (1.996, 0.2495, 2.994)
-    assert ours < hybrid < 1.02 * ours
 
 
 def _sent_in_a_step(group: Group, stage: int) -> dict[str, tuple[int, int]]:

@@ -70,24 +70,16 @@ def _run(
 def _configs(
     folder: Path, precision: Precision | None = None, *, is_short: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Every stage and residence; or, if short, every stage and every place."""
-    common = {"precision": precision}
+    """Every stage and residence, half for each precision; or, if short, every stage and place."""
     if precision is None:
         yield "stage 0", ZeroConfig(0)
-    for stage in (1, 2, 3):
-        for optimizer in PLACES:
-            for params in PLACES if stage == 3 else ("device",):
-                if is_short and (stage, optimizer, params) not in SHORT:
-                    continue
-                uses_disk = "disk" in (optimizer, params)
-                offload = Offload(
-                    optimizer=optimizer,
-                    params=params,
-                    path=folder if uses_disk else None,
-                    subgroup_bytes=2000,
-                )
-                what = f"stage {stage}, optimizer on {optimizer}, params on {params}"
-                yield what, ZeroConfig(stage, offload=offload, **common)
+    places = [(stage, place, "device") for stage in (1, 2) for place in PLACES]
+    places += [(3, optimizer, params) for optimizer in PLACES for params in PLACES]
+    for stage, optimizer, params in SHORT if is_short else places[precision is not None :: 2]:
+        path = folder if "disk" in (optimizer, params) else None
+        offload = Offload(optimizer=optimizer, params=params, path=path, subgroup_bytes=2000)
+        what = f"stage {stage}, optimizer on {optimizer}, params on {params}"
+        yield what, ZeroConfig(stage, offload=offload, precision=precision)
 
 
 def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[float]:

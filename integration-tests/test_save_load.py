@@ -210,7 +210,7 @@ def test_state_of_one_element_holds_for_the_whole_parameter(ranks, tmp_path: Pat
     expected = _train_warm()
     for place, stage in (("device", 1), ("host", 3)):
         ranks(2).run(_save_warm, folder=tmp_path / str(stage), place=place)
-    for world_size, stage in ((1, 3), (2, 0), (2, 3), (3, 2)):
+    for world_size, stage in ((1, 3), (2, 0), (3, 2)):
         ranks(world_size).run(_load_warm, folder=tmp_path, stage=stage, expected=expected)
 
 
@@ -397,34 +397,32 @@ def _untie(said: dict[str, Any]) -> None:
     said["params"]["head.weight"] = said["params"]["embed.weight"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_rename, r"missing: 'scale'; unexpected: 'other'"),
-        (_reshape, r"'embed.weight': expected shape \(11, 6\), got \(6, 11\)"),
-        (_drop_moment, r"'embed.weight': optimizer state lacks exp_avg_sq"),
-        (_regroup, r"param group 0: expected also \['.*'\], and not \[\]"),
-        (_retype, r"'scale': expected torch.float32, got torch.int32"),
-        (_untie, r"'embed.weight' and 'head.weight' are one tensor here, and 2 there"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_does_not_fit_is_named_and_nothing_is_written(
-    group: Group, tmp_path: Path, change, message
-) -> None:
+MISFITS: Any = {
+    _rename: r"missing: 'scale'; unexpected: 'other'",
+    _reshape: r"'embed.weight': expected shape \(11, 6\), got \(6, 11\)",
+    _drop_moment: r"'embed.weight': optimizer state lacks exp_avg_sq",
+    _regroup: r"param group 0: expected also \['.*'\], and not \[\]",
+    _retype: r"'scale': expected torch.float32, got torch.int32",
+    _untie: r"'embed.weight' and 'head.weight' are one tensor here, and 2 there",
+}
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_written(group: Group, tmp_path: Path) -> None:
     """A restore that leaves out a moment trains on, and is wrong."""
     model, optimizer = _build(group)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    path = zero_engine.save(tmp_path, model, optimizer, step=2).path
-    if group.rank == 0:
-        edit_manifest(path, change)
+    for change in MISFITS:
+        path = zero_engine.save(tmp_path / change.__name__, model, optimizer, step=2).path
+        if group.rank == 0:
+            edit_manifest(path, change)
     parity.run_steps(model, optimizer, range(2, 3), rank=group.rank)
     before = _values(model, optimizer)
 
-    with pytest.raises(LoadError, match=message):
-        zero_engine.load(tmp_path, model, optimizer)
+    for change, message in MISFITS.items():
+        with pytest.raises(LoadError, match=message):
+            zero_engine.load(tmp_path / change.__name__, model, optimizer)
 
-    assert _same(_values(model, optimizer), before)
+        assert _same(_values(model, optimizer), before), change.__name__
 
 
 def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_written(

@@ -30,28 +30,22 @@ def _over(group: Group, transport: str) -> Group:
 
 
 @pytest.mark.parametrize("transport", ["reads", "messages"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch_numel": 0},
-        {"prefetch_numel": 200},
-        {"max_live_numel": 1},
-        {"max_live_numel": 500, "max_reuse_numel": 0},
-        {"max_live_numel": 10**9},
-        {"small_param_numel": 13},
-        {"small_param_numel": 10**9},
-        {"small_param_numel": 13, "max_small_numel": 20, "prefetch_numel": 100},
-    ],
-    ids=str,
-)
-def test_no_limit_changes_a_number(group: Group, options: dict[str, int], transport: str) -> None:
+def test_no_limit_changes_a_number(group: Group, transport: str) -> None:
     """They say how much memory may hide how much communication, and nothing else."""
     recipe = parity.Recipe(num_steps=4, num_micro_batches=2)
     expected = parity.train_ddp(group, recipe)
+    over = _over(group, transport)
 
-    curve = parity.train_sharded(_over(group, transport), recipe, ZeroConfig(3, **options))
-
-    parity.assert_same(curve, expected, rank=group.rank, what=str(options))
+    for options in (
+        {"prefetch_numel": 0, "max_live_numel": 10**9},
+        {"prefetch_numel": 200},
+        {"max_live_numel": 1},
+        {"max_live_numel": 500, "max_reuse_numel": 0},
+        {"small_param_numel": 10**9},
+        {"small_param_numel": 13, "max_small_numel": 20, "prefetch_numel": 100},
+    ):
+        curve = parity.train_sharded(over, recipe, ZeroConfig(3, **options))
+        parity.assert_same(curve, expected, rank=group.rank, what=str(options))
 
 
 # ---- Gathers ----

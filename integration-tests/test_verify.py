@@ -111,7 +111,7 @@ def test_what_is_equal_leaves_no_trace(group: Group, name: str) -> None:
     """Who verifies before training trains as who does not."""
     states = torch.get_rng_state(), random.getstate()
 
-    for stage in parity.STAGES:
+    for stage in parity.STAGES if EQUAL[name] is _Net else (3,):
         found = _verify(group, EQUAL[name], stage=stage)
         assert found.is_equal, str(found)
         assert "equal in every bit" in str(found)
@@ -229,9 +229,13 @@ BROKEN: Final[dict[str, tuple[Any, Any, int, str, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_the_first_difference_and_its_cause_are_named(group: Group, name: str) -> None:
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(BROKEN)))
+def test_the_first_difference_and_its_cause_are_named(ranks, turn: int, name: str) -> None:
     """That something differs, one sees without us; what to look at is the question."""
+    ranks(2 + turn % 2).run(_is_named, name=name)  # of three ranks the order of sums differs too
+
+
+def _is_named(group: Group, name: str) -> None:
     model, optimizer, *expected, cause = BROKEN[name]
 
     found = _verify(group, model, optimizer)

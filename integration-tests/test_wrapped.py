@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from training import assert_weights_of
 from zero_comm import Group
 from zero_partition import PartitionError
 
@@ -142,6 +143,4 @@ def test_the_model_inside_of_ddp_trains_as_ddp_does(group: Group) -> None:
         x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + group.rank))
         for module, its_optimizer in ((ddp, plain_optimizer), (inside, optimizer)):
             parity.finish_step(module(x).square().mean(), its_optimizer)
-    whole = zero_engine.full_state_dict(inside)
-    if group.rank == 0:
-        parity.assert_same_weights(whole, plain.state_dict(), what="ddp.module")
+    assert_weights_of(inside, plain, group=group, what="ddp.module")

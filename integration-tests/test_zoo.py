@@ -28,29 +28,31 @@ _STAGES = 2, 3  # 0 and 1 have fewer of their hooks and none of their own: test_
 _EDGES = 1, 3  # where parameters rest whole, and where they rest as shards
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(zoo.ZOO)))
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_an_architecture_trains_as_under_ddp(group: Group, name: str) -> None:
+def test_an_architecture_trains_as_under_ddp(group: Group, turn: int, name: str) -> None:
     """Whoever tries us tries a model of their own; no line of ours may know its class."""
     recipe = zoo.ZOO[name].recipe(group.rank)
     expected = parity.train_ddp(group, recipe)
 
-    for stage in _STAGES:
+    for stage in (3,) if turn % 2 else (turn // 2 % 3, 3):
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
 
 # ---- Models that read parameters around the modules that own them ----
 
-
-@pytest.mark.parametrize(
+_AROUND = pytest.mark.parametrize(
     ("stages", "config"),
     [
-        pytest.param((0, 1, 2), {}, id="whole-at-rest"),
+        pytest.param((2,), {}, id="whole-at-rest"),
         pytest.param((3,), {"units": ()}, id="one-unit"),  # what the error message advises
         pytest.param((3,), {}, id="sharded-at-rest"),
     ],
 )
+
+
+@_AROUND
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_embeddings_that_are_never_called_train(
     group: Group, stages: tuple[int, ...], config: dict[str, Any]
@@ -64,14 +66,7 @@ def test_embeddings_that_are_never_called_train(
         parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize(
-    ("stages", "config"),
-    [
-        pytest.param((0, 1, 2), {}, id="whole-at-rest"),
-        pytest.param((3,), {"units": ()}, id="one-unit"),
-        pytest.param((3,), {}, id="sharded-at-rest"),
-    ],
-)
+@_AROUND
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_reversible_layers_train_as_one_process_does(
     group: Group, stages: tuple[int, ...], config: dict[str, Any]
@@ -90,7 +85,7 @@ def test_reversible_layers_train_as_one_process_does(
 
 @pytest.mark.parametrize(
     ("name", "use_reentrant"),
-    [(name, False) for name in ("llama", "gpt2", "qwen2-moe", "t5", "vit", "whisper", "lora")]
+    [(name, False) for name in ("llama", "qwen2-moe", "vit", "whisper")]
     + [(name, True) for name in ("gpt2", "t5", "lora")],
 )
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
@@ -111,7 +106,7 @@ def test_checkpointed_activations_change_no_number(
 
     recipe = specimen.recipe(group.rank, num_steps=3, make=make)
     expected = parity.train_ddp(group, recipe)
-    for stage in _STAGES:
+    for stage in (3,) if use_reentrant else _STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
@@ -145,8 +140,8 @@ def test_a_loss_over_every_field_of_the_output_trains(group: Group) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt2", "llama", "gemma3", "bloom", "mixtral", "deepseek-v3", "mamba", "jamba"),
-        *("t5", "bart", "whisper", "lora"),  # generate() calls an inner model by hand
+        *("gpt2", "gemma3", "deepseek-v3", "mamba", "jamba"),
+        *("t5", "whisper", "lora"),  # generate() calls an inner model by hand
     ],
 )
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
@@ -154,9 +149,11 @@ def test_generation_gives_the_logits_of_plain_torch(group: Group, name: str) -> 
     """A sample between steps: many forwards of one model, and of parts of it, in eval."""
     specimen = zoo.ZOO[name]
     expected = _generate(parity.build(lambda: specimen.build(0)), specimen, group)
-    ways = [(stage, group, nullcontext) for stage in _EDGES]
-    ways.append((3, attrs.evolve(group, peers=None), nullcontext))  # as between hosts
-    ways.append((3, group, zero_engine.unsharded))
+    ways = [
+        (3, attrs.evolve(group, peers=None), nullcontext),  # as between hosts
+        (3, group, nullcontext),
+        (3, group, zero_engine.unsharded),
+    ]
 
     for stage, over, context in ways:
         model = parity.build(lambda: specimen.build(0))
