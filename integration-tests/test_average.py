@@ -132,7 +132,7 @@ def test_masters_of_the_optimizers_own_are_averaged(
     """Wherever they rest: no `Precision` asked for them, and they are what is trained."""
     model = parity.build(Blocks).bfloat16()
     optimizer = CPUAdam(model.parameters(), lr=1e-4)
-    config = _config(tmp_path, stage=2, offload=None if place is None else (place, "device"))
+    config = config_of(tmp_path, stage=2, offload=None if place is None else (place, "device"))
     zero_engine.shard(model, optimizer, config, group=group)
     average = ShardedAverage(model, decay=DECAY)
     by_hand: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ def test_masters_of_the_optimizers_own_are_averaged(
 @pytest.mark.parametrize("kind", _KINDS)
 def test_an_average_is_counted_where_it_rests(group: Group, tmp_path: Path, kind: str) -> None:
     """It takes as much as the masters, and whoever looks for memory must find it."""
-    model, _ = _build(group, _config(tmp_path, **_KINDS[kind]))
+    model, _ = _build(group, config_of(tmp_path, **_KINDS[kind]))
     before = memory_report(model)
     average = ShardedAverage(model)
     after = memory_report(model)
