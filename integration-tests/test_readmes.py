@@ -297,7 +297,7 @@ def test_the_picture_of_slots_has_the_order_of_plain_torch(ranks, tmp_path: Path
 
 FOLDERS: Final = ("guides", "coming-from", "how")
 GUIDES: Final = [
-    *(ROOT / page for page in ("README.md", "docs/start.md")),
+    *(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "docs/start.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT / page for name in FOLDERS for page in ROOT.glob(f"docs/{name}/*.md")),
 ]

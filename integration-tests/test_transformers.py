@@ -18,6 +18,7 @@ import zero_engine
 from high_water import HighWater, giving_memory_back, needs_high_water
 from torch import Tensor
 from zero_comm import Group
+from zero_comm.testing import RankPool
 from zero_engine import ConfigError, Precision, ZeroConfig, full_state_dict
 
 transformers = pytest.importorskip("transformers")
@@ -428,14 +429,18 @@ def _train_adapters(group: Group, folder: str) -> None:
 
 
 @needs_high_water
-def test_no_rank_holds_a_model_that_is_built_for_the_trainer(ranks, tmp_path: Path) -> None:
-    """M/N and one parameter, and a tenth; rank 0 reads pages of the mapped file besides."""
+def test_no_rank_holds_a_model_that_is_built_for_the_trainer(tmp_path: Path) -> None:
+    """M/N and one parameter, and a tenth; rank 0 reads pages of the mapped file besides.
+
+    Of ranks that have done nothing before: their allocators have no holes.
+    """
     _llama().save_pretrained(tmp_path / "small")
     large = _llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     large.save_pretrained(tmp_path / "large")
     file_bytes = (tmp_path / "large" / "model.safetensors").stat().st_size
 
-    found = ranks(2).run(_measure, folder=str(tmp_path), timeout_s=90.0)
+    with RankPool(2) as fresh:
+        found = fresh.run(_measure, folder=str(tmp_path), timeout_s=90.0)
 
     for rank, (rise, largest) in enumerate(found):
         bound = 1.1 * (file_bytes / 2 + largest) + (0 if rank else file_bytes)
