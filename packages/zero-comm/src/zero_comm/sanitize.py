@@ -60,7 +60,8 @@ class CompareLaunches:
             # In a gather to one rank, each says what it sends itself.
             size = "" if name == "gather" else f", {numels} elements of {rest[-2]} bytes"
             codec = f", encoded as {rest[-1]}" if rest[-1] else ""
-            what = f"{name} of {'no unit' if purpose is None else repr(purpose.subject)}{size}{codec}"
+            subject = "no unit" if purpose is None else repr(purpose.subject)
+            what = f"{name} of {subject}{size}{codec}"
             group.purposes[_TAG] = Purpose(f"{what} (collective {self.number})")
             _compare({f"collective {self.number}": what}, group)
         call(*args, **named)
