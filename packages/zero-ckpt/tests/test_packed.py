@@ -437,22 +437,6 @@ def test_an_input_that_is_written_after_its_copy_does_not_matter() -> None:
 # ---- Bad input ----
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"group": "tp"}, "expected a zero_comm.Group or None, got 'tp'"),
-        ({"on_host": 1}, "expected True or False, got 1"),
-        ({"num_slots": 0}, "1 or more, or None, got 0"),
-        ({"num_slots": True}, "got True"),
-    ],
-    ids=str,
-)
-def test_arguments_of_another_type_are_refused(wrong: dict[str, Any], message: str) -> None:
-    """A mistake in a configuration is to be heard where it was made."""
-    with pytest.raises(CheckpointError, match=message):
-        PackedSaver(**wrong)
-
-
 def test_a_group_of_one_keeps_inputs_as_they_are() -> None:
     """There is nobody to share with, and a copy would be for nothing."""
     saver = PackedSaver(group=Group.solo())

@@ -173,12 +173,6 @@ def test_without_tabulate_the_error_names_the_extra(monkeypatch: pytest.MonkeyPa
         Checkpointer(profiles=True).profile_table()
 
 
-def test_timings_of_what_is_not_measured_say_how_to_measure() -> None:
-    """An empty table would look like a model without checkpoints."""
-    with pytest.raises(CheckpointError, match=r"Checkpointer\(profiles=True\)"):
-        Checkpointer().timings()
-
-
 def test_methods_of_one_module_are_layers_of_their_own() -> None:
     """Attention and feed-forward of a block are often checkpointed apart."""
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from same_numbers import plainly
 from torch import Tensor, nn
 from torch.nn import functional
 from zero_ckpt import Checkpointer, CheckpointError, RngTracker, SeedInUseError, UnknownRngError
 
 SEEDS = {"a": 11, "b": 22}
+NO_SEEDS = (1.5, "7", None, True, 2**64, -(2**63) - 1)
 
 
 def _tracker(seeds: dict[str, int] = SEEDS) -> RngTracker:
@@ -23,6 +25,9 @@ def _tracker(seeds: dict[str, int] = SEEDS) -> RngTracker:
     for name, seed in seeds.items():
         tracker.add(name, seed)
     return tracker
+
+
+GOOD = _tracker().get_states()
 
 
 def _draw(tracker: RngTracker, name: str) -> Tensor:
@@ -35,18 +40,11 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_an_rng_gives_the_numbers_of_its_seed() -> None:
-    """Runs are compared with others' by seed: with Megatron's, whose tracker seeds so."""
+    """Runs are compared with Megatron's by seed; the default rng, of weights, does not move."""
+    before = torch.get_rng_state()
     expected = torch.rand(3, generator=torch.Generator().manual_seed(11))
 
     assert torch.equal(_draw(_tracker(), "a"), expected)
-
-
-def test_adding_draws_nothing_from_the_default_rng() -> None:
-    """Else a model with a tracker would start from other weights than one without."""
-    before = torch.get_rng_state()
-
-    _tracker()
-
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -91,7 +89,7 @@ def test_a_checkpoint_inside_a_fork_that_forks_again_is_recomputed_alike(inner: 
 
         with checkpointer.tracker.fork("a"):
             torch.rand(1)  # the rng that is lent out has moved since
-            call = checkpointer.checkpoint if is_checkpointed else _just_call
+            call = checkpointer.checkpoint if is_checkpointed else plainly
             y = call(function, x, checkpointer.tracker)
         y.sum().backward()
         with checkpointer.tracker.fork("a"):
@@ -100,10 +98,6 @@ def test_a_checkpoint_inside_a_fork_that_forks_again_is_recomputed_alike(inner: 
 
     for plain, checkpointed in zip(*outcomes, strict=True):
         assert torch.equal(plain, checkpointed)
-
-
-def _just_call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def test_a_backward_inside_a_fork_leaves_it_where_it_was() -> None:
@@ -122,18 +116,24 @@ def test_a_backward_inside_a_fork_leaves_it_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "message"), [("c", 11, "seed 11 is in use"), ("a", 33, "an rng 'a' already")]
+    ("name", "seed", "error", "message"),
+    [
+        ("c", 11, SeedInUseError, "seed 11 is in use"),
+        ("a", 33, SeedInUseError, "an rng 'a' already"),
+        *(("c", seed, CheckpointError, "expected an int from") for seed in NO_SEEDS),
+    ],
 )
-def test_a_name_or_seed_given_twice_is_refused(name: str, seed: int, message: str) -> None:
-    """Two rngs of one seed give the same masks where the author wanted different ones."""
+def test_a_seed_that_is_refused_changes_nothing(
+    name: str, seed: Any, error: type[CheckpointError], message: str
+) -> None:
+    """Two rngs of one seed give the same masks; True is 1, and a float may come from a division."""
     tracker = _tracker()
-    before = tracker.state_dict()
 
-    with pytest.raises(SeedInUseError, match=message):
+    with pytest.raises(error, match=message):
         tracker.add(name, seed)
 
-    assert _equal(tracker.get_states(), before["states"])
-    assert tracker.state_dict()["seeds"] == before["seeds"]
+    assert _equal(tracker.get_states(), GOOD)
+    assert tracker.state_dict()["seeds"] == SEEDS
 
 
 def test_an_unknown_rng_is_named_with_those_that_exist() -> None:
@@ -142,24 +142,6 @@ def test_an_unknown_rng_is_named_with_those_that_exist() -> None:
         _tracker().fork().__enter__()
     with pytest.raises(UnknownRngError, match=r"\(none\).*call model_parallel_cuda_manual_seed"):
         RngTracker("cpu").fork().__enter__()
-
-
-@pytest.mark.parametrize("seed", [1.5, "7", None, True, 2**64, -(2**63) - 1])
-def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
-    """True is 1, and a float may come from a division by mistake."""
-    tracker = _tracker()
-
-    with pytest.raises(CheckpointError, match="expected an int from"):
-        tracker.add("c", seed)
-
-    assert tracker.state_dict()["seeds"] == SEEDS
-
-
-def test_a_name_that_is_no_str_is_refused() -> None:
-    """It could not be saved under it."""
-    for act in (lambda t: t.add(3, 3), lambda t: t.fork(None).__enter__()):
-        with pytest.raises(CheckpointError, match="expected a str as name"):
-            act(_tracker())
 
 
 def test_a_state_goes_on_after_being_saved_and_loaded() -> None:
@@ -203,7 +185,6 @@ def test_a_loaded_state_is_a_copy() -> None:
     assert torch.equal(_draw(tracker, "a"), _draw(_tracker(), "a"))
 
 
-GOOD = _tracker().get_states()
 BAD_STATES: dict[str, Any] = {
     "no dict": [GOOD["a"]],
     "a name that is no str": {0: GOOD["a"]},
@@ -212,44 +193,33 @@ BAD_STATES: dict[str, Any] = {
     "of another device's generator": {"a": torch.zeros(16, dtype=torch.uint8)},
     "no state at all": {"a": torch.zeros_like(GOOD["a"])},
 }
-
-
-@pytest.mark.parametrize("states", BAD_STATES.values(), ids=BAD_STATES)
-def test_states_that_no_generator_can_be_in_are_refused_when_they_are_set(states: Any) -> None:
-    """Later, in the middle of a forward, nobody would know where they came from."""
-    for load in (
-        lambda t: t.set_states(states),
-        lambda t: t.load_state_dict({"states": states, "seeds": {"a": 1}}),
-    ):
-        tracker = _tracker()
-
-        with pytest.raises(CheckpointError, match=r"RngTracker\.(set_states|load_state_dict)\(\)"):
-            load(tracker)
-
-        assert _equal(tracker.get_states(), GOOD)
-        assert tracker.state_dict()["seeds"] == SEEDS
+BAD_STATE_DICTS: list[Any] = [  # half a state would let a seed be used twice
+    *({"states": states, "seeds": {"a": 1}} for states in BAD_STATES.values()),
+    GOOD,
+    None,
+    {"states": GOOD},
+    {"states": GOOD, "seeds": {}, "more": 1},
+    {"states": GOOD, "seeds": [1, 2]},
+    {"states": GOOD, "seeds": {"a": 1.0}},
+    {"states": GOOD, "seeds": {"a": 1, "b": 1}},
+]
 
 
 @pytest.mark.parametrize(
-    "state",
-    [
-        GOOD,
-        None,
-        {"states": GOOD},
-        {"states": GOOD, "seeds": {}, "more": 1},
-        {"states": GOOD, "seeds": [1, 2]},
-        {"states": GOOD, "seeds": {"a": 1.0}},
-        {"states": GOOD, "seeds": {"a": 1, "b": 1}},
-    ],
+    ("load", "wrong"),
+    [("set_states", BAD_STATES.values()), ("load_state_dict", BAD_STATE_DICTS)],
 )
-def test_what_state_dict_did_not_give_is_not_loaded(state: Any) -> None:
-    """Half a state would let a seed be used twice."""
+def test_states_that_no_tracker_can_be_in_are_refused_when_they_are_set(
+    load: str, wrong: Iterable[Any]
+) -> None:
+    """Later, in the middle of a forward, nobody would know where they came from."""
     tracker = _tracker()
+    for state in wrong:
+        with pytest.raises(CheckpointError, match=rf"RngTracker\.{load}\(\).*: expected"):
+            getattr(tracker, load)(state)
 
-    with pytest.raises(CheckpointError, match=r"load_state_dict\(\).*: expected"):
-        tracker.load_state_dict(state)
-
-    assert tracker.state_dict()["seeds"] == SEEDS
+        assert _equal(tracker.get_states(), GOOD)
+        assert tracker.state_dict()["seeds"] == SEEDS
 
 
 def test_states_are_put_back_by_set_states() -> None:
