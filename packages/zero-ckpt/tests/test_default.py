@@ -203,40 +203,24 @@ def _drawn_in_fork() -> Tensor:
         return _drawn()
 
 
-@pytest.mark.parametrize("axis", ["tensor_model_parallel", "slice_parallel", "model_parallel"])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_ranks_share_the_default_seed_and_have_one_each_besides(axis: str, rank: int) -> None:
+AXES = ("tensor_model_parallel", "slice_parallel", "model_parallel")
+MPUS = {  # and this rank's number among those that split layers
+    **{f"{axis} {rank}": (_mpu(axis, rank), rank) for axis in AXES for rank in (0, 3)},
+    # Megatron's model-parallel group has the pipeline's stages in it, its tensor-parallel not.
+    "both": (SimpleNamespace(**(vars(_mpu(AXES[0], 1)) | vars(_mpu(AXES[2], 3)))), 1),
+    "none": (None, 0),
+}
+
+
+@pytest.mark.parametrize(("mpu", "rank"), MPUS.values(), ids=MPUS)
+def test_ranks_share_the_default_seed_and_have_one_each_besides(mpu: Any, rank: int) -> None:
     """Where they hold the same activation they must drop the same, where parts of one, not."""
-    configure(_mpu(axis, rank))
+    configure(mpu)
 
-    model_parallel_cuda_manual_seed(1000)
-
-    assert torch.equal(_drawn(), _numbers_of(1000))
-    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + rank))
-
-
-def test_ranks_that_split_layers_are_told_from_those_that_split_the_stack() -> None:
-    """Megatron's model-parallel group has the pipeline's stages in it, its tensor-parallel not."""
-    both = vars(_mpu("tensor_model_parallel", 1)) | vars(_mpu("model_parallel", 3))
-    configure(SimpleNamespace(**both))
-
-    model_parallel_cuda_manual_seed(1000)
-
-    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + 1))
-
-
-def test_without_an_mpu_this_rank_is_the_first_of_one() -> None:
-    """A model that is not split runs the same code."""
-    model_parallel_cuda_manual_seed(1000)
-
-    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
-
-
-def test_seeding_again_begins_again() -> None:
-    """As Megatron's does, which resets the tracker: the same seed may come twice."""
-    for _ in range(2):
+    for _ in range(2):  # as Megatron's does, which resets the tracker: a seed may come twice
         model_parallel_cuda_manual_seed(1000)
-        assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
+        assert torch.equal(_drawn(), _numbers_of(1000))
+        assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + rank))
 
 
 def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
@@ -303,11 +287,12 @@ def test_an_argument_beats_the_file_which_beats_the_default(argument: str) -> No
         assert choices_of(checkpointer)[argument] == expected, (given, written)
 
 
-def test_a_later_configure_starts_from_the_defaults(default: Checkpointer) -> None:
-    """As DeepSpeed's: what one model asked for is not asked for by the next."""
+@pytest.mark.parametrize("source", [None, {}, {"activation_checkpointing": None}])
+def test_a_later_configure_starts_from_the_defaults(source: Any, default: Checkpointer) -> None:
+    """As DeepSpeed's: what one model asked for the next does not. Most files ask none."""
     configure(None, profile=True, synchronize=True)
 
-    configure(None)
+    configure(None, deepspeed_config=source)
 
     assert choices_of(default) == DEFAULTS
 
@@ -345,14 +330,6 @@ def test_the_file_comes_in_every_form_that_scripts_have_it_in(
 
     expected = {"synchronize": True, "num_checkpoints": 4}
     assert choices_of(default) == DEFAULTS | expected
-
-
-@pytest.mark.parametrize("source", [{}, {"activation_checkpointing": None}])
-def test_a_file_without_the_section_asks_for_nothing(source: Any, default: Checkpointer) -> None:
-    """Most files have none."""
-    configure(None, deepspeed_config=source)
-
-    assert choices_of(default) == DEFAULTS
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -433,23 +410,29 @@ def test_two_checkpointers_differ(default: Checkpointer) -> None:
     assert not get_cuda_rng_tracker().is_initialized()
 
 
-def test_it_is_known_whether_it_was_called() -> None:
-    """Megatron-style code asks, and raises if nobody did."""
-    assert not is_configured()
+LAYERS = {"contiguous_checkpointing": True, "num_checkpoints": 3}
+CONFIGURED = {  # options, and the number of layers that is said before, and after
+    "split over nobody": ({"partition_activations": True}, None, None),
+    "contiguous": (LAYERS, None, None),  # DeepSpeed wants partitioning too; no buffer needs it
+    "contiguous on the host": (LAYERS | {"checkpoint_in_cpu": True}, None, None),
+    "announced": ({"contiguous_checkpointing": True, "checkpoint_in_cpu": True}, 3, None),
+    "grown": (LAYERS | {"num_checkpoints": 1}, None, 3),
+}
 
-    configure(None)
 
-    assert is_configured()
-
-
-def test_a_group_of_one_keeps_all_of_its_inputs(default: Checkpointer) -> None:
+@pytest.mark.parametrize(("options", "before", "after"), CONFIGURED.values(), ids=CONFIGURED)
+def test_numbers_are_those_without_however_it_is_configured(
+    options: dict[str, Any], before: int | None, after: int | None, default: Checkpointer
+) -> None:
     """Files that ask for partitioning are used without model parallelism too."""
-    configure(None, partition_activations=True)
-    assert isinstance(default.saver, KeepSaver)
+    if before is not None:
+        set_num_layers(before)
+    configure(None, **options)
+    if after is not None:
+        set_num_layers(after)
+    assert isinstance(default.saver, KeepSaver) == ("partition_activations" in options)
 
-    numbers = train(checkpoint, Stack)
-
-    assert_equal(numbers, train(plainly, Stack))
+    assert_equal(train(checkpoint, Stack), train(plainly, Stack))
 
 
 def test_the_device_is_waited_for_at_both_edges_of_both_runs(monkeypatch) -> None:
@@ -496,24 +479,6 @@ def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
     assert checkpointer.saver is not saver
 
 
-@pytest.mark.parametrize("is_early", [True, False])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_contiguous_buffers_need_no_partitioning(on_host: bool, is_early: bool) -> None:
-    """DeepSpeed requires both; nothing about a buffer does."""
-    if is_early:
-        set_num_layers(3)
-    configure(
-        None,
-        contiguous_checkpointing=True,
-        num_checkpoints=None if is_early else 3,
-        checkpoint_in_cpu=on_host,
-    )
-
-    numbers = train(checkpoint, Stack)
-
-    assert_equal(numbers, train(plainly, Stack))
-
-
 def test_buffers_are_free_after_a_reset() -> None:
     """Evaluation that forgot no_grad() leaves graphs behind that nobody runs backward on."""
     configure(None, contiguous_checkpointing=True, num_checkpoints=2)
@@ -527,15 +492,6 @@ def test_buffers_are_free_after_a_reset() -> None:
     assert torch.equal(x.grad, x.cos())
     left[0].sum().backward()
     assert torch.equal(x.grad, 2 * x.cos())
-
-
-def test_buffers_follow_the_number_of_layers() -> None:
-    """A model that grows says so."""
-    configure(None, contiguous_checkpointing=True, num_checkpoints=1)
-
-    set_num_layers(3)
-
-    assert_equal(train(checkpoint, Stack), train(plainly, Stack))
 
 
 def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:

@@ -143,30 +143,18 @@ def test_convolutions_and_attention_are_kept() -> None:
 
 def test_calls_inside_a_module_are_kept_whatever_they_are() -> None:
     """Of a block that is computed again, its attention is not."""
-
-    def attend(model: nn.Module) -> Counter[str]:
-        policy = inside(model, by_name("blocks.*.attention"))
+    for policy in (by_name("blocks.*.attention"), by_type(nn.MultiheadAttention)):
+        model, x = Stack(), torch.randn(2, 4, 8, requires_grad=True)
+        run = Checkpointer(keeps=inside(model, policy), stops_early=False).checkpoint
+        torch.manual_seed(0)
+        (expected,) = torch.autograd.grad(model(x, plainly).sum(), x)
+        torch.manual_seed(0)
         with counted() as calls:
-            run = Checkpointer(keeps=policy, stops_early=False).checkpoint
-            model(torch.randn(2, 4, 8), run).sum().backward()
-        return calls
+            (found,) = torch.autograd.grad(model(x, run).sum(), x)
 
-    runs: list[Run] = []
-
-    def make() -> Stack:
-        model = Stack()
-        runs.append(Checkpointer(keeps=inside(model, by_type(nn.MultiheadAttention))).checkpoint)
-        return model
-
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return runs[-1](function, *args, **kwargs)  # of the model that was made last
-
-    found = train(run, make)
-    calls = attend(Stack())
-
-    assert_equal(found, train(plainly, Stack))
-    assert calls["_safe_softmax"] == 3
-    assert calls["native_layer_norm"] == 6
+        assert torch.equal(found, expected)
+        assert calls["_safe_softmax"] == 3
+        assert calls["native_layer_norm"] == 6
 
 
 class _Twice(nn.Module):
@@ -413,29 +401,15 @@ def test_views_of_what_is_there_are_never_kept() -> None:
 
 
 def test_subclasses_are_kept_whole_with_their_parts_counted() -> None:
-    """Distributed and quantized tensors are made of others."""
-
-    def numbers(run: Run) -> list[Tensor]:
-        torch.manual_seed(0)
-        weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
-        loss = run(lambda x: (x @ weight).sin().sum(), TwoTensor(x, 2 * x))
-        loss.backward(torch.ones_like(loss))
-        assert weight.grad is not None
-        return [weight.grad.a, weight.grad.b]  # type: ignore[attr-defined]
-
+    """Distributed and quantized tensors are made of others. For numbers see `test_numbers.py`."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
     checkpointer = Checkpointer(keeps=MATMULS)
-    kept: list[int] = []
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        output = checkpointer.checkpoint(function, *args)
-        kept.append(checkpointer.kept_bytes)
-        return output
 
     with counted() as calls:
-        found = numbers(run)
+        loss = checkpointer.checkpoint(lambda x: (x @ weight).sin().sum(), TwoTensor(x, 2 * x))
+        assert checkpointer.kept_bytes == 2 * BYTES
+        loss.backward(torch.ones_like(loss))
 
-    assert_equal(found, numbers(plainly))
-    assert kept == [2 * BYTES]
     assert calls["mm"] == 2  # in forward, and for the weight's gradient
 
 

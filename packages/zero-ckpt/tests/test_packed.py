@@ -105,21 +105,6 @@ def test_inputs_come_back_as_they_were(options: dict[str, Any]) -> None:
     assert restored["sliced"].stride() == ((4, 1) if options else inputs["sliced"].stride())
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_retained_graph_goes_backward_twice(options: dict[str, Any]) -> None:
-    """Whatever was copied back must be there for the next time."""
-    saver = _saver(**options)
-    x, linear = torch.randn(4, 3, requires_grad=True), nn.Linear(3, 3)
-    output = x
-    for _ in range(3):
-        output = Checkpointer(saver=saver).checkpoint(linear, output).tanh()
-
-    first = torch.autograd.grad(output.sum(), [x, linear.weight], retain_graph=True)
-    second = torch.autograd.grad(output.sum(), [x, linear.weight])
-
-    assert all(map(torch.equal, first, second))
-
-
 @pytest.mark.parametrize("options", COPYING, ids=str)
 def test_a_graph_of_gradients_outlives_what_was_kept(options: dict[str, Any]) -> None:
     """A slot that is given to the next layer must not be what a second derivative reads."""
@@ -189,17 +174,6 @@ def test_bytes_kept_are_those_of_the_inputs(options: dict[str, Any]) -> None:
     del output
     assert _bytes(saver) == 0
     assert watching.num_alive() == 0
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nothing_is_kept_where_gradients_are_off(options: dict[str, Any]) -> None:
-    """Evaluation must neither cost memory nor use up slots."""
-    saver = _saver(**options)
-    with torch.no_grad():
-        outputs = [_chain(Checkpointer(saver=saver).checkpoint) for _ in range(3)]
-
-    assert len(outputs) == 3
-    assert saver.kept_bytes() == saver.reserved_bytes() == {}
 
 
 def test_one_storage_counts_once() -> None:

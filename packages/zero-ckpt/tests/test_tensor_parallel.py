@@ -169,25 +169,6 @@ def test_partitioning_is_turned_off_and_on_between_steps(group: Group) -> None:
     assert_equal(found, _train(group, plainly, dtype=torch.float32, chunk=1, steps=2))
 
 
-def test_a_rank_that_resumes_draws_what_it_would_have_drawn(group: Group) -> None:
-    """Each rank's tracker is a part of its training checkpoint."""
-    configure(_mpu(group))
-    tracker = get_cuda_rng_tracker()
-    layers = _layers(group, dropout=0.25)
-    mask = torch.zeros(BATCH[1], BATCH[1], dtype=torch.bool)
-    x = torch.randn(*BATCH, DIM)
-    model_parallel_cuda_manual_seed(1234)
-    layers[0](x, mask)
-    saved, default = tracker.state_dict(), torch.get_rng_state()
-    expected = checkpoint(layers[0], x, mask)
-    model_parallel_cuda_manual_seed(1)
-
-    tracker.load_state_dict(saved)
-    torch.set_rng_state(default)
-
-    assert torch.equal(checkpoint(layers[0], x, mask), expected)
-
-
 def test_the_layer_computes_what_it_does_in_one_piece(group: Group) -> None:
     """Else these tests would be about something that is no tensor parallelism."""
     configure(_mpu(group))
