@@ -15,6 +15,8 @@ from zero_engine.planning import GPTSize, Room
 from zero_partition import PartitionError
 
 GB = 10**9
+BF16 = Precision(params=torch.bfloat16)
+ON_HOST = ZeroConfig(2, offload=Offload(optimizer="host"))
 
 
 def _mlp() -> nn.Module:
@@ -59,14 +61,20 @@ def test_a_configuration_of_transformers_is_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "expected JSON"), ('{"hidden": 3}', "with model_type"), ("[]", "with model_type")],
+    [
+        ("{", "expected JSON"),
+        ('{"hidden": 3}', "with model_type"),
+        ("[]", "with model_type"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_named(
-    tmp_path: Path, content: str, message: str
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
     """Else the error is of a library that the user does not know to be involved."""
     path = tmp_path / "config.json"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
 
     with pytest.raises(FileError, match=message):
         zero_engine.plan(path, world_size=2)
@@ -92,48 +100,31 @@ def test_a_configuration_that_builds_nothing_says_so(config: dict, message: str)
     assert len(str(caught.value)) < 500
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """As above."""
-    with pytest.raises(FileError, match="cannot be read"):
-        zero_engine.plan(tmp_path / "nowhere", world_size=2)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"world_size": 0}, "world_size to be at least 1, got 0"),
-        ({"world_size": 4, "rank": 4}, "a rank below 4, got 4"),
-        ({"world_size": 4, "ranks_per_node": 3}, "to divide world_size=4, got 3"),
-        ({"world_size": 4, "stage": 2, "config": ZeroConfig(3)}, "got both"),
-        ({"world_size": 4, "optimizer": 3}, "expected optimizer to be a name"),
-        ({"world_size": 4, "optimizer": "adamwho"}, "adamwho"),
+        ({"world_size": 0}, ConfigError, "world_size to be at least 1, got 0"),
+        ({"world_size": 4, "rank": 4}, ConfigError, "a rank below 4, got 4"),
+        ({"world_size": 4, "ranks_per_node": 3}, ConfigError, "to divide world_size=4, got 3"),
+        ({"stage": 2, "config": ZeroConfig(3)}, ConfigError, "got both"),
+        ({"optimizer": 3}, ConfigError, "expected optimizer to be a name"),
+        ({"optimizer": "adamwho"}, ConfigError, "adamwho"),
+        # What shard() refuses.
+        ({"config": ZeroConfig(0, precision=BF16)}, PartitionError, "use stage 1"),
+        (
+            {"config": ZeroConfig(2, units=["nowhere"])},
+            PartitionError,
+            "has no module of this name",
+        ),
+        ({"config": ON_HOST, "optimizer": None}, PartitionError, "there is no optimizer"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str) -> None:
-    """A plan of something else than was meant is worse than none."""
-    with pytest.raises(ConfigError, match=message):
-        zero_engine.plan(_mlp(), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (ZeroConfig(0, precision=Precision(params=torch.bfloat16)), "use stage 1"),
-        (ZeroConfig(2, units=["nowhere"]), "the model has no module of this name"),
-    ],
-)
-def test_what_shard_refuses_is_refused(config: ZeroConfig, message: str) -> None:
-    """Better here than when all ranks have started."""
-    with pytest.raises(PartitionError, match=message):
-        zero_engine.plan(_mlp(), config, world_size=2)
-
-
-def test_offload_without_an_optimizer_is_refused() -> None:
-    """As shard() does."""
-    config = ZeroConfig(2, offload=Offload(optimizer="host"))
-
-    with pytest.raises(PartitionError, match="there is no optimizer"):
-        zero_engine.plan(_mlp(), config, world_size=2, optimizer=None)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: dict, error: type[Exception], message: str
+) -> None:
+    """A plan of something else than was meant is worse than none; and better here than later."""
+    with pytest.raises(error, match=message):
+        zero_engine.plan(_mlp(), **{"world_size": 2, **arguments})
 
 
 def test_traffic_across_nodes_is_that_to_their_ranks() -> None:
@@ -148,9 +139,7 @@ def test_traffic_across_nodes_is_that_to_their_ranks() -> None:
 
 def test_all_of_it_is_plain_values() -> None:
     """Other programs read it."""
-    config = ZeroConfig(
-        3, precision=Precision(params=torch.bfloat16), offload=Offload(optimizer="host")
-    )
+    config = ZeroConfig(3, precision=BF16, offload=Offload(optimizer="host"))
     plan = zero_engine.plan(_mlp(), config, world_size=2)
 
     found = json.loads(json.dumps(plan.to_dict()))

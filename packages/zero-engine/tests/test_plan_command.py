@@ -115,38 +115,27 @@ def test_a_picture_is_written(zero, capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world-size", "8"], "expected MODEL (a config.json of transformers), or --layers"),
-        (["somewhere", *SIZE, "--world-size", "8"], "got both"),
-        (["nowhere", "--world-size", "8"], "nowhere: cannot be read"),
-        ([*SIZE, "--world-size", "8", "--params-rest", "disk"], "expected --stage"),
-        ([*SIZE, "--world-size", "8", "--stage", "1", "--params-rest", "disk"], "at stage 1"),
-        ([*SIZE, "--world-size", "8", "--stage", "0", "--dtype", "bf16"], "use stage 1"),
-        ([*SIZE, "--world-size", "8", "--stage", "3", "--encode-params", "int7"], "int7"),
-        ([*SIZE, "--world-size", "8", "--stage", "3", "--loco"], "loco"),
-    ],
-)
-def test_what_cannot_be_is_a_line_on_stderr(zero, capsys, arguments, message) -> None:
-    """No traceback for a typing error."""
-    assert zero("plan", *arguments) == 1
-
-    error = capsys.readouterr().err
-    assert error.startswith("zero: ")
-    assert message in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+        ([], "expected MODEL (a config.json of transformers), or --layers"),
         ([], "got none of them"),
         (["--params", "7.5e9"], "got --params"),
         (["--layers", "0", "--hidden", "8"], "GPTSize.layers: expected int of at least 1, got 0"),
         (["config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
+        (["somewhere", *SIZE], "got both"),
+        (["nowhere"], "nowhere: cannot be read"),
+        ([*SIZE, "--params-rest", "disk"], "expected --stage"),
+        ([*SIZE, "--stage", "1", "--params-rest", "disk"], "at stage 1"),
+        ([*SIZE, "--stage", "0", "--dtype", "bf16"], "use stage 1"),
+        ([*SIZE, "--stage", "3", "--encode-params", "int7"], "int7"),
+        ([*SIZE, "--stage", "3", "--loco"], "loco"),
     ],
 )
-def test_half_a_model_is_refused(zero, capsys, arguments, message) -> None:
-    """What is missing is said, and what came."""
+def test_what_cannot_be_is_a_line_on_stderr(zero, capsys, arguments, message) -> None:
+    """No traceback for a typing error: what is missing is said, and what came."""
     assert zero("plan", *arguments, "--world-size", "8") == 1
-    assert message in capsys.readouterr().err
+
+    error = capsys.readouterr().err
+    assert error.startswith("zero: ")
+    assert message in error
 
 
 # ---- Other commands ----

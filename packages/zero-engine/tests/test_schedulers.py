@@ -3,7 +3,9 @@
 import math
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,86 +52,84 @@ def _run(optimizer: torch.optim.Optimizer, scheduler: Any, num_steps: int) -> li
     return lrs
 
 
-def _assert_follows(type: str, params: dict, formula: Any, num_steps: int = 60) -> None:
-    """`formula` is of the param group's first learning rate and k."""
-    optimizer = _optimizer()
-    lrs = _run(optimizer, _make(optimizer, type, params), num_steps)
-
-    for k, found in enumerate(lrs):
-        assert found == pytest.approx([formula(lr, k) for lr in LRS], rel=1e-12, abs=1e-15), k
-
-
 def _warmed(k: int, num_steps: int, kind: str) -> float:
     i = max(0, k - 1)
     return math.log(i + 1) / math.log(num_steps) if kind == "log" else i / num_steps
 
 
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_rises_to_its_end_and_stays(kind: str) -> None:
+Formula = Callable[[float, int], float]
+
+
+def _warmup(num_steps: int, kind: str, low: float, high: float | None) -> Formula:
+    """Up to `high`, or to the learning rate of the optimizer where none is given."""
+
+    def formula(lr: float, k: int) -> float:
+        done = _warmed(k, num_steps, kind) if k - 1 < num_steps else 1.0
+        return low + ((lr if high is None else high) - low) * done
+
+    return formula
+
+
+def _each_its_own(lr: float, k: int) -> float:
+    low, high = {0.5: (0.0, 2.0), 0.02: (0.5, 1.0)}[lr]
+    return _warmup(10, "linear", low, high)(lr, k)
+
+
+def _decay(kind: str, _: float, k: int) -> float:
+    gamma = _warmed(k, 10, kind) if k - 1 < 10 else max(0.0, (40 - (k - 1)) / (40 - 10))
+    return 0.1 + 0.4 * gamma
+
+
+def _cosine(kind: str, lr: float, k: int) -> float:
+    if k - 1 < 10:
+        return lr * (0.2 + 0.8 * _warmed(k, 10, kind))
+    progress = min(1.0, (k - 10) / 30)
+    return lr * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def _range(is_staircase: bool, _: float, k: int) -> float:
+    return 0.01 * (1 + 2.5 * (math.floor(k / 7) if is_staircase else k / 7))
+
+
+def _formulas() -> Iterator[tuple[str, str, dict[str, Any], Formula]]:
+    """What it is for, type, parameters as in a file, formula."""
+    total = {"warmup_num_steps": 10, "total_num_steps": 40}
+    for kind in ("log", "linear"):
+        of = {"warmup_type": kind}
+        ends = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.8, "warmup_num_steps": 20}
+        yield f"{kind} stays at its end", "WarmupLR", ends | of, _warmup(20, kind, 0.1, 0.8)
+        ends = total | {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
+        # Past the end it must not go below, and further on negative; nor a cosine rise again.
+        yield f"{kind} falls in a line", "WarmupDecayLR", ends | of, partial(_decay, kind)
+        ends = total | {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05}
+        yield f"{kind}, cosine of its lr", "WarmupCosineLR", ends | of, partial(_cosine, kind)
+    # Param groups with their own learning rates keep their ratio; a list has a value for each.
+    yield "of the lr", "WarmupLR", {"warmup_num_steps": 20}, _warmup(20, "log", 0, None)
+    lists = {"warmup_min_lr": [0.0, 0.5], "warmup_max_lr": [2.0, 1.0], "warmup_type": "linear"}
+    yield "lists", "WarmupLR", lists | {"warmup_num_steps": 10}, _each_its_own
+    # Hugging Face writes 0 where no warmup is wanted; log(1) must not be divided by.
+    for steps in (0, 1, 2):  # log(1), log(1), log(2) / log(2)
+        short = {"warmup_max_lr": 1.0, "warmup_num_steps": steps}
+        yield f"{steps} steps take two", "WarmupLR", short, lambda _, k: float(k >= 2)
+    # One run shows every learning rate: it rises without end.
+    rises = {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 7}
+    for stairs in (False, True):
+        options = {"lr_range_test_step_rate": 2.5, "lr_range_test_staircase": stairs}
+        yield f"stairs: {stairs}", "LRRangeTest", rises | options, partial(_range, stairs)
+
+
+FORMULAS = {f"{type}, {what}": row for what, type, *row in _formulas()}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_schedule_is_its_formula(name: str) -> None:
     """The first steps decide whether a transformer trains at all."""
+    params, formula = FORMULAS[name]
+    optimizer = _optimizer()
+    lrs = _run(optimizer, _make(optimizer, name.split(",", maxsplit=1)[0], params), num_steps=60)
 
-    def formula(_: float, k: int) -> float:
-        return 0.1 + 0.7 * (_warmed(k, 20, kind) if k - 1 < 20 else 1.0)
-
-    params = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.8, "warmup_num_steps": 20}
-    _assert_follows("WarmupLR", params | {"warmup_type": kind}, formula)
-
-
-def test_warmup_ends_at_the_learning_rate_of_the_optimizer_where_none_is_given() -> None:
-    """Param groups with their own learning rates keep their ratio."""
-
-    def formula(lr: float, k: int) -> float:
-        return lr * (_warmed(k, 20, "log") if k - 1 < 20 else 1.0)
-
-    _assert_follows("WarmupLR", {"warmup_num_steps": 20}, formula)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_the_shortest_warmup_takes_two_steps(num_steps: int) -> None:
-    """Hugging Face writes 0 where no warmup is wanted; log(1) must not be divided by."""
-    expected = {0: 0.0, 1: 0.0, 2: 1.0}  # log(1), log(1), log(2) / log(2)
-    params = {"warmup_max_lr": 1.0, "warmup_num_steps": num_steps}
-    _assert_follows("WarmupLR", params, lambda _, k: expected.get(k, 1.0))
-
-
-def test_each_param_group_may_have_its_own_ends() -> None:
-    """A list has one value for each."""
-    ends = {0.5: (0.0, 2.0), 0.02: (0.5, 1.0)}
-
-    def formula(lr: float, k: int) -> float:
-        low, high = ends[lr]
-        return low + (high - low) * (_warmed(k, 10, "linear") if k - 1 < 10 else 1.0)
-
-    lists = {"warmup_min_lr": [0.0, 0.5], "warmup_max_lr": [2.0, 1.0]}
-    _assert_follows("WarmupLR", lists | {"warmup_num_steps": 10, "warmup_type": "linear"}, formula)
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_decay_falls_in_a_straight_line_and_stays(kind: str) -> None:
-    """Past the end it must not go below, and further on negative."""
-
-    def formula(_: float, k: int) -> float:
-        gamma = _warmed(k, 10, kind) if k - 1 < 10 else max(0.0, (40 - (k - 1)) / (40 - 10))
-        return 0.1 + 0.4 * gamma
-
-    params = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 10}
-    _assert_follows("WarmupDecayLR", params | {"total_num_steps": 40, "warmup_type": kind}, formula)
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_cosine_takes_parts_of_the_optimizers_learning_rate(kind: str) -> None:
-    """Past the end the cosine would rise again."""
-
-    def formula(lr: float, k: int) -> float:
-        if k - 1 < 10:
-            return lr * (0.2 + 0.8 * _warmed(k, 10, kind))
-        progress = min(1.0, (k - 10) / 30)
-        return lr * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
-
-    params = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05, "warmup_num_steps": 10}
-    _assert_follows(
-        "WarmupCosineLR", params | {"total_num_steps": 40, "warmup_type": kind}, formula
-    )
+    for k, found in enumerate(lrs):
+        assert found == pytest.approx([formula(lr, k) for lr in LRS], rel=1e-12, abs=1e-15), k
 
 
 @pytest.mark.parametrize("type", ["WarmupDecayLR", "WarmupCosineLR"])
@@ -210,23 +210,6 @@ def test_one_cycle_starts_no_momentum_where_there_is_none(kind: Any) -> None:
         _make(optimizer, "OneCycle", params | {"cycle_momentum": False})
 
 
-@pytest.mark.parametrize("is_staircase", [False, True])
-def test_the_range_test_rises_without_end(is_staircase: bool) -> None:
-    """One run then shows every learning rate."""
-
-    def formula(_: float, k: int) -> float:
-        interval = math.floor(k / 7) if is_staircase else k / 7
-        return 0.01 * (1 + 2.5 * interval)
-
-    params = {
-        "lr_range_test_min_lr": 0.01,
-        "lr_range_test_step_size": 7,
-        "lr_range_test_step_rate": 2.5,
-        "lr_range_test_staircase": is_staircase,
-    }
-    _assert_follows("LRRangeTest", params, formula)
-
-
 SMALL = {
     "WarmupLR": {"warmup_num_steps": 6},
     "WarmupDecayLR": {"warmup_num_steps": 6, "total_num_steps": 20},
@@ -261,49 +244,40 @@ def test_a_schedule_begins_after_the_step_it_is_told(type: str) -> None:
     assert _run(later, scheduler, 16) == lrs[9:]
 
 
+CYCLE = SMALL["OneCycle"]
+
+
 @pytest.mark.parametrize(
     ("type", "params", "match"),
     [
-        ("WarmupLr", {}, "scheduler.type: expected one of .* did you mean 'WarmupLR'"),
-        ("StepLR", {}, "scheduler.type: .*initialize(lr_scheduler=...)"),
-        (None, {}, "scheduler.type: .*got None"),
-        ("WarmupLR", {"warmup_steps": 1}, "scheduler.params.warmup_steps: unknown; did you mean"),
-        ("WarmupLR", {"optimizer": 1}, "scheduler.params.optimizer: unknown"),
-        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: expected a value"),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, "scheduler.params.warmup_num_steps: .*'auto'"),
-        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: .*got -1"),
-        ("WarmupLR", {"warmup_num_steps": True}, "scheduler.params.warmup_num_steps: .*got True"),
-        ("WarmupLR", {"warmup_max_lr": math.inf}, "scheduler.params.warmup_max_lr: .*got inf"),
-        ("WarmupLR", {"warmup_min_lr": [1.0]}, "scheduler.params.warmup_min_lr: .*of 2 param"),
-        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, "scheduler.params.warmup_min_lr: .*'a'"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type: .*got 'cubic'"),
+        ("WarmupLr", {}, "type: expected one of .* did you mean 'WarmupLR'"),
+        ("StepLR", {}, "type: .*initialize(lr_scheduler=...)"),
+        (None, {}, "type: .*got None"),
+        ("WarmupLR", {"warmup_steps": 1}, "params.warmup_steps: unknown; did you mean"),
+        ("WarmupLR", {"optimizer": 1}, "params.optimizer: unknown"),
+        ("WarmupDecayLR", {}, "params.total_num_steps: expected a value"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, "params.warmup_num_steps: .*'auto'"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "params.warmup_num_steps: .*got -1"),
+        ("WarmupLR", {"warmup_num_steps": True}, "params.warmup_num_steps: .*got True"),
+        ("WarmupLR", {"warmup_max_lr": math.inf}, "params.warmup_max_lr: .*got inf"),
+        ("WarmupLR", {"warmup_min_lr": [1.0]}, "params.warmup_min_lr: .*of 2 param"),
+        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, "params.warmup_min_lr: .*'a'"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "params.warmup_type: .*got 'cubic'"),
+        ("OneCycle", CYCLE | {"cycle_first_step_size": 0}, "params.cycle_first_step_size: .*got 0"),
+        ("OneCycle", CYCLE | {"cycle_max_mom": 1.0}, "params.cycle_max_mom: .*below 1, got 1.0"),
         (
             "OneCycle",
-            SMALL["OneCycle"] | {"cycle_first_step_size": 0},
-            "scheduler.params.cycle_first_step_size: .*got 0",
+            CYCLE | {"cycle_momentum": 2},
+            "params.cycle_momentum: expected true .*got 2",
         ),
-        (
-            "OneCycle",
-            SMALL["OneCycle"] | {"cycle_max_mom": 1.0},
-            "scheduler.params.cycle_max_mom: .*below 1, got 1.0",
-        ),
-        (
-            "OneCycle",
-            SMALL["OneCycle"] | {"cycle_momentum": 2},
-            "scheduler.params.cycle_momentum: expected true or false, got 2",
-        ),
-        (
-            "LRRangeTest",
-            {"lr_range_test_step_size": 0},
-            "scheduler.params.lr_range_test_step_size: .*got 0",
-        ),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "params.lr_range_test_step_size: .*got 0"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
     type: Any, params: dict, match: str
 ) -> None:
     """Whoever reads the message has the file open, not this code."""
-    pattern = re.escape(match).replace(r"\.\*", ".*").replace("\\ ", " ")
+    pattern = re.escape(f"scheduler.{match}").replace(r"\.\*", ".*").replace("\\ ", " ")
 
     with pytest.raises(ConfigError, match=pattern):
         _make(_optimizer(), type, params)

@@ -260,44 +260,30 @@ def test_a_batch_size_is_asked_for() -> None:
         EngineConfig.from_deepspeed({"gradient_accumulation_steps": 2})
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("{", "expected JSON"), ("[1]", "expected an object"), ("\xff", "expected JSON")],
-)
-def test_what_is_no_json_object_is_a_file_error(tmp_path: Path, text: str, part: str) -> None:
-    """The file is named, and where in it the mistake is."""
-    path = tmp_path / "ds.json"
-    path.write_bytes(text.encode("latin-1"))
+TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and as base64
+    "{": (FileError, "ds.json.*expected JSON", "base64 'ew==': expected JSON"),
+    "[1]": (FileError, "ds.json.*expected an object", "'WzFd': expected a readable JSON file"),
+    '{"a": \xff}': (FileError, "ds.json.*expected JSON", "base64 .*: expected JSON"),
+    '{"fp16": {"enabled": true, "enabled": false}}': (
+        ConfigError,
+        *2 * (r"^fp16\.enabled: expected one value",),
+    ),
+}
 
-    with pytest.raises(FileError, match=part) as caught:
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_no_json_object_is_said_with_where_it_came_from(tmp_path: Path, text: str) -> None:
+    """Readers keep the last of two values; and what a launcher encoded nobody has seen."""
+    error, of_file, of_base64 = TEXTS[text]
+    path, content = tmp_path / "ds.json", text.encode("latin-1")
+    path.write_bytes(content)
+
+    with pytest.raises(error, match=of_file):
         EngineConfig.from_deepspeed(path)
-
-    assert "ds.json" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("{", "base64 'ew==': expected JSON"), ('{"a": \xff}', "base64 .*: expected JSON")],
-)
-def test_base64_of_no_json_object_is_a_file_error(text: str, part: str) -> None:
-    """A launcher made it, so that nobody has seen the text."""
-    with pytest.raises(FileError, match=part):
-        EngineConfig.from_deepspeed(base64.b64encode(text.encode("latin-1")).decode())
-
-
-def test_a_missing_file_is_a_file_error(tmp_path: Path) -> None:
-    """With the path that was looked for."""
+    with pytest.raises(error, match=of_base64):
+        EngineConfig.from_deepspeed(base64.b64encode(content).decode())
     with pytest.raises(FileError, match=r"none\.json.*No such file"):
         ZeroConfig.from_deepspeed(str(tmp_path / "none.json"))
-
-
-def test_a_name_given_twice_in_a_file_is_an_error(tmp_path: Path) -> None:
-    """JSON readers keep the last one and say nothing."""
-    path = tmp_path / "ds.json"
-    path.write_text('{"fp16": {"enabled": true, "enabled": false}, "train_batch_size": 8}')
-
-    with pytest.raises(ConfigError, match=r"^fp16\.enabled: expected one value"):
-        EngineConfig.from_deepspeed(path)
 
 
 @pytest.mark.parametrize("source", [None, 3, b"{}", [("stage", 1)]], ids=repr)
@@ -310,24 +296,8 @@ def test_other_sources_are_refused(source: Any) -> None:
 # Fuzzing -----------------------------------------------------------------------------------------
 
 VALUES: Final = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        3,
-        -1,
-        1.5,
-        1e9,
-        float("inf"),
-        float("nan"),
-        10**400,
-        10**5000,
-        "",
-        "auto",
-    ),
+    *(None, True, False, 0, 1, 2, 3, -1, 1.5, 1e9, float("inf"), float("nan")),
+    *(10**400, 10**5000, "", "auto"),
     *("none", "cpu", "fp16", "bf16", "adam", "WarmupLR", [], [1], ["a"], [[]], {}, {"a": 1}),
     *({"enabled": True}, {"enabled": "auto"}, {1: 2}, object(), ("x",), b"x", 10**5000),
 )
