@@ -44,13 +44,13 @@ def page(folder: Path = HERE / "results") -> str:
 def _table(suite: Suite, record: dict[str, Any]) -> list[str]:
     rows, machine, settings = record["rows"], record["machine"], record["settings"]
     columns = [column for column in suite.columns if _differs(rows, column[1])]
-    torch = record["versions"]["torch"]
+    torch, memory = record["versions"]["torch"], round(machine["memory_bytes"] / 2**30)
     load = f", load before {settings['load_before']:.1f}" if "load_before" in settings else ""
     return [
         f"    {_command(suite, record['suite'], settings)}",
         "",
         f"{record['time'][:10]}, commit {record['commit'][:8]}, {machine['cpu']}, "
-        f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, torch {torch}{load}.",
+        f"{machine['cores']} cores, {memory} GiB, torch {torch}{load}.",
         "",
         table(columns, rows, "github"),
     ]

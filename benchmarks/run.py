@@ -28,10 +28,8 @@ SUITES: Final = {  # and the module that has it
 def main(argv: list[str]) -> int:
     """Hand what follows the suite's name to that suite. Returns the exit status."""
     if not argv or argv[0] not in SUITES:
-        is_help = argv[:1] in (["-h"], ["--help"])
-        usage = f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them"
-        print(usage, file=sys.stdout if is_help else sys.stderr)
-        return 0 if is_help else 2
+        print(f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them")
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     name, *options = argv
     return run_suite(name, getattr(importlib.import_module(SUITES[name]), name), options)
 
