@@ -209,8 +209,8 @@ def _count_state(group: Group, cases: list[list[tuple[int, ...]]]) -> list[tuple
     for shapes in cases:
         frozen = [p.requires_grad_(False) for p in make_params((200_000,), (1,))]  # weigh nothing
         params = make_params(*shapes)
-        optimizer = ZeroRedundancyOptimizer([params[0], *frozen], torch.optim.Adam, group, lr=0.1)
-        optimizer.add_param_group({"params": params[1:]})
+        optimizer = ZeroRedundancyOptimizer(params[:1], torch.optim.Adam, group, lr=0.1)
+        optimizer.add_param_group({"params": [*params[1:], *frozen]})
         give_grads(params, 0)
         optimizer.step()
         moments = [[s["exp_avg"], s["exp_avg_sq"]] for s in optimizer.state.values()]
