@@ -241,8 +241,8 @@ def _spoil(kind: str, path: Path, first: Path, second: Path) -> str:
             first.write_bytes(first.read_bytes()[:-40])
             return "zero_pp_rank_0_mp_rank_00_optim_states.pt: expected a whole file"
         case "no such tag":
-            (path.parent / "latest").write_text("../elsewhere")
-            return r"expected a folder '\.\./elsewhere' in it"
+            (path.parent / "latest").write_text(f"../{path.parent.name}")  # which there is
+            return rf"expected a folder '\.\./{path.parent.name}' in it"
     (path / "mp_rank_00_model_states.pt").unlink()
     return "file of model states of rank 0"
 
