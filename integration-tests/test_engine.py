@@ -183,7 +183,7 @@ def test_without_management_every_step_is_a_boundary(group: Group, stage: int) -
     """
     settings = engine_config(group, stage, accumulation_steps=2, manages_accumulation=False)
     engine = build_engine(group, settings)
-    for step, count in enumerate([3, 1, 2]):
+    for step, count in enumerate([3, 1, 3]):
         for micro in range(count):
             assert engine.is_gradient_accumulation_boundary()
             waits = step == 2 and micro + 1 < count
@@ -194,8 +194,8 @@ def test_without_management_every_step_is_a_boundary(group: Group, stage: int) -
 
     assert not engine.managed_gradient_accumulation()
     # Of the batches that there were, and not of those that the file says.
-    assert (engine.global_steps, engine.global_samples) == (3, 2 * (3 + 1 + 2) * group.world_size)
-    assert_near(engine, train_ddp(group, [3, 1, 2], divisor=2))
+    assert (engine.global_steps, engine.global_samples) == (3, 2 * (3 + 1 + 3) * group.world_size)
+    assert_near(engine, train_ddp(group, [3, 1, 3], divisor=2))
     with pytest.raises(ConfigError, match=r"every step\(\) is a boundary; leave out"):
         engine.set_gradient_accumulation_boundary(None)
 
