@@ -33,11 +33,6 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(parity.param_groups(model), lr=0.05, momentum=0.9, nesterov=True)
 
 
-def adamax(model: nn.Module) -> torch.optim.Optimizer:
-    """With a state of two names."""
-    return torch.optim.Adamax(parity.param_groups(model), lr=1e-2)
-
-
 class Blocks(nn.Module):
     """Two units and a root, of odd sizes; one tensor is frozen."""
 
