@@ -100,19 +100,49 @@ def test_what_happens_is_what_the_report_says(
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_live_limit_decides_how_much_is_whole_and_what_is_sent_again(group: Group) -> None:
+@pytest.mark.parametrize("num_live", [1, 2, 3, 4])
+def test_the_limit_decides_how_much_is_whole_and_what_is_sent_again(
+    group: Group, num_live: int
+) -> None:
     """3 psi (N-1)/N, less what is still whole when its backward begins; and bytes of slots."""
-    for num_live in (1, 2, 3, 4):
-        model, optimizer = _shard_chain(group, max_live_numel=num_live * BLOCK)
+    for options in ({"max_live_numel": num_live * BLOCK}, {"window": num_live}):
+        model, optimizer = _shard_chain(group, **options)
         for _ in range(4):
             with record_traffic(group) as traffic:
                 _step(model, optimizer)
+            assert memory_report(model).slots_bytes == 4 * num_live * BLOCK
         report = schedule_report(model)
 
         sent = sum(all_gather_json(traffic.payload_numel("all_gather"), group=group))
         assert sent == (2 * NUM_BLOCKS - num_live) * BLOCK * (group.world_size - 1)
         assert report.peak_live_numel == num_live * BLOCK
-        assert report.slots_bytes == memory_report(model).slots_bytes == 4 * num_live * BLOCK
+        assert report.slots_bytes == 4 * num_live * BLOCK
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.around = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.inside(x))
+
+
+def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group: Group) -> None:
+    """Two towers, one after the other, need the memory of one and of what prefetch asks for."""
+    model = nn.Sequential(_Tower(), _Tower())
+    units = ["0", "0.inside", "1", "1.inside"]
+    config = ZeroConfig(3, units=units, max_live_numel=2 * BLOCK, prefetch_numel=0)
+    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
+    slots = []
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        slots.append(memory_report(model).slots_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert slots == [3 * 4 * BLOCK, 2 * 4 * BLOCK]  # at first, each enclosing unit has its own
 
 
 # ---- Small parameters ----
