@@ -175,10 +175,6 @@ class FakeEvent:
         _the_recorder().tick(name)
         self._clock = dict(_the_recorder().clock(name))
 
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """As `stream.wait_event`."""
-        (stream or current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
         """The host waits."""
         _the_recorder().join("host", self._clock)
@@ -187,11 +183,6 @@ class FakeEvent:
         """Whether the host knows already that it is over: nothing is done sooner than it must."""
         host = _the_recorder().clock("host")
         return all(host.get(name, 0) >= at for name, at in self._clock.items())
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        """None passes."""
-        del other
-        return 0.0
 
 
 class FakeStream:
@@ -349,20 +340,9 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 _FACTORIES: Final = (
-    *(
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "tensor",
-        "arange",
-        "rand",
-        "randn",
-        "randint",
-        "as_tensor",
-    ),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    *("linspace", "empty_strided"),
+    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint"),
+    *("as_tensor", "linspace", "empty_strided", "empty_like", "zeros_like", "ones_like"),
+    *("full_like", "rand_like", "randn_like"),
 )
 _METHODS: Final = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
@@ -539,18 +519,8 @@ def _reduce_scatter(
     out.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
 
 
-def _all_to_all(rows: list[Tensor], chunks: list[Tensor], group: Any = None, **_: Any) -> None:
-    rank = dist.get_rank(group)
-    for row, each in zip(rows, _swap(chunks, group), strict=True):
-        row.copy_(each[rank])
-
-
 def _all_reduce(buffer: Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
     every = [each for (each,) in _swap([buffer], group)]
-    if op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        stacked = torch.stack(every)
-        buffer.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.amin(0))
-        return
     total = sum(every[1:]) + every[0]
     buffer.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
 
@@ -564,7 +534,6 @@ _COLLECTIVES: Final = {
     "reduce_scatter": _collective(
         _reduce_scatter, lambda out, chunks, *_: chunks, lambda out, *_: out
     ),
-    "all_to_all": _collective(_all_to_all, lambda _, chunks: chunks, lambda rows, _: rows),
     "all_reduce": _collective(_all_reduce, lambda b, *_: b, lambda b, *_: b),
     "broadcast": _collective(_broadcast, lambda b, *_: b, lambda b, *_: b),
 }
