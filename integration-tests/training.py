@@ -10,6 +10,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_partition.seams import find_sharded
 
 
 def train(
@@ -60,3 +61,33 @@ def assert_weights_of(model: nn.Module, plain: nn.Module, *, group: Group, what:
     weights = zero_engine.full_state_dict(model)
     if group.rank == 0:
         parity.assert_same_weights(weights, plain.state_dict(), what=what)
+
+
+def assert_trains_as_plain(
+    group: Group,
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, int], Tensor],
+    *configs: parity.ZeroConfig,
+) -> None:
+    """Under each configuration it has the losses and weights of plain torch, bit for bit.
+
+    Args:
+        group: Whose ranks all see the same data, so that their mean is what one process computes.
+        make: The model.
+        loss_of: Of the model and the number of the step.
+        configs: Each is tried with a model of its own.
+    """
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = parity.build(make)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=1e-2)
+
+    plain, its = build()
+    expected = train(plain, its, loss_of, num_steps=3)
+    for config in configs:
+        model, optimizer = build()
+        zero_engine.shard(model, optimizer, config, group=group)
+        assert train(model, optimizer, loss_of, num_steps=3) == expected, str(config)
+        assert_weights_of(model, plain, group=group, what=str(config))
+        assert not find_sharded(model).outside.num_bytes
