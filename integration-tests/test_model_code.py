@@ -7,6 +7,7 @@ and plain torch in the same process is the oracle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
-from training import assert_trains_as_plain
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import PartitionError, StateError
 
@@ -90,7 +91,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_besides_calling_layers_it_trains_as_in_plain_torch(group: Group, what: str) -> None:
     """No model is rewritten for us."""
     make, stages = MODELS[what]
-    assert_trains_as_plain(group, make, _loss, *map(ZeroConfig, stages))
+    run = partial(train, loss_of=_loss, num_steps=3)
+    assert_trains_as_plain(group, make, run, *map(ZeroConfig, stages))
 
 
 def test_a_gradient_penalty_at_stage_3_is_refused(group: Group) -> None:

@@ -9,7 +9,7 @@ import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
 
 import parity
 import pytest
@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.flop_counter import FlopCounterMode
-from training import assert_weights_of
+from training import assert_trains_as_plain
 from zero_comm import Group
 from zero_partition import AtRestError, PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -332,13 +332,8 @@ LOOPS: dict[str, Callable[[nn.Module, Optimizer], list[float]]] = {
 @pytest.mark.parametrize(("turn", "loop"), list(enumerate(LOOPS)))
 def test_loops_train_as_in_plain_torch(group: Group, turn: int, loop: str) -> None:
     """A loop that works without us is not to be written anew."""
-    plain = parity.build(_Net)
-    expected = LOOPS[loop](plain, parity.adamw(plain))
-
-    for stage in (turn % 2 * 2, 3):
-        model, optimizer = _sharded(group, stage, window=2)
-        assert LOOPS[loop](model, optimizer) == expected, f"stage {stage}"
-        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
+    configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
+    assert_trains_as_plain(group, _Net, LOOPS[loop], *configs)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -346,13 +341,8 @@ def test_a_unit_stays_whole_until_the_outermost_of_its_calls_ends(
     group: Group, window: int
 ) -> None:
     """In forward, and in backward, where calls inside it are complete before it is."""
-    plain = parity.build(_Recursive)
-    expected = _steps(plain, parity.adamw(plain))
-    model = parity.build(_Recursive)
-    optimizer = parity.adamw(model)
-    zero_engine.shard(model, optimizer, ZeroConfig(3, window=window), group=group)
-
-    assert _steps(model, optimizer) == expected
+    config = ZeroConfig(3, window=window)
+    ((model, _),) = assert_trains_as_plain(group, _Recursive, _steps, config)
     assert find_sharded(model).outside.num_gathers == 0  # whole from the outer call's begin to end
 
 
@@ -371,10 +361,8 @@ def test_branches_may_run_forward_in_threads_of_their_own(group: Group) -> None:
             other = threads.submit(second).result()
         return model.head(first + other).square().mean()
 
-    plain = parity.build(_Net)
-    expected = _steps(plain, parity.adamw(plain), loss_of)
-    model, optimizer = _sharded(group, 3, window=2)
-    assert _steps(model, optimizer, loss_of) == expected
+    run = partial(_steps, loss_of=loss_of)
+    assert_trains_as_plain(group, _Net, run, ZeroConfig(3, window=2))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -403,10 +391,10 @@ def test_an_optimizer_that_steps_in_backward_is_told_where_gradients_are(
 # ---- Refused, by name ----
 
 
-def _sharded(group: Group, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]:
+def _sharded(group: Group, stage: int) -> tuple[nn.Module, Optimizer]:
     model = parity.build(_Net)
     optimizer = parity.adamw(model)
-    return zero_engine.shard(model, optimizer, ZeroConfig(stage, **options), group=group)
+    return zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import parity
+import pytest
 import torch
 import zero_engine
 from torch import Tensor, nn
@@ -66,28 +67,34 @@ def assert_weights_of(model: nn.Module, plain: nn.Module, *, group: Group, what:
 def assert_trains_as_plain(
     group: Group,
     make: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, int], Tensor],
+    run: Callable[[nn.Module, torch.optim.Optimizer], Any],
     *configs: parity.ZeroConfig,
-) -> None:
-    """Under each configuration it has the losses and weights of plain torch, bit for bit.
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = parity.adamw,
+    tolerance: float = 0.0,
+) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Under each configuration a loop finds what it finds in plain torch, bit for bit, and learns.
 
     Args:
         group: Whose ranks all see the same data, so that their mean is what one process computes.
         make: The model.
-        loss_of: Of the model and the number of the step.
+        run: The loop; returns its losses, and what else there is to compare.
         configs: Each is tried with a model of its own.
+        make_optimizer: Of the model.
+        tolerance: By how much the numbers that the loop finds may differ.
+
+    Returns:
+        The sharded models and their optimizers.
     """
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = parity.build(make)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        return model, torch.optim.AdamW(trained, lr=1e-2)
-
-    plain, its = build()
-    expected = train(plain, its, loss_of, num_steps=3)
+    plain = parity.build(make)
+    found = run(plain, make_optimizer(plain))
+    expected = pytest.approx(found, rel=0, abs=tolerance) if tolerance else found
+    trained = []
     for config in configs:
-        model, optimizer = build()
+        model = parity.build(make)
+        optimizer = make_optimizer(model)
         zero_engine.shard(model, optimizer, config, group=group)
-        assert train(model, optimizer, loss_of, num_steps=3) == expected, str(config)
+        assert run(model, optimizer) == expected, str(config)
         assert_weights_of(model, plain, group=group, what=str(config))
         assert not find_sharded(model).outside.num_bytes
+        trained.append((model, optimizer))
+    return trained
