@@ -23,9 +23,7 @@ from zero_comm import Group
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
 from zero_engine.compat import deepspeed
 from zero_engine.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.compat.deepspeed.utils.zero_to_fp32 import (
-    get_fp32_state_dict_from_zero_checkpoint,
-)
+from zero_engine.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

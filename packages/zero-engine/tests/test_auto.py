@@ -14,10 +14,7 @@ from zero_engine import ConfigError, ZeroConfig
 from zero_engine.compat import deepspeed
 from zero_engine.deepspeed import EngineConfig
 
-AUTO: Final = {
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-}
+AUTO: Final = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
 BATCH: Final = {"train_micro_batch_size_per_gpu": 4}
 OPEN: Final = {
     "train_batch_size": "auto",

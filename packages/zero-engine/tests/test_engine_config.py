@@ -135,10 +135,7 @@ MEANINGS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [
         {"gradient_predivide_factor": 4, "gradient_allreduce_op": "sum"},
         {"precision": Precision(masters=None, predivide_factor=4.0, reduces_mean=False)},
     ),
-    (
-        {"prescale_gradients": True},
-        {"precision": Precision(masters=None, predivide_factor=None)},
-    ),
+    ({"prescale_gradients": True}, {"precision": Precision(masters=None, predivide_factor=None)}),
     ({"torch_autocast.enabled": False, "torch_autocast.dtype": "float16"}, {}),
     (
         {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"},
@@ -252,10 +249,7 @@ MEANINGS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [
     ({".zero_quantized_nontrainable_weights": True}, _wire(frozen="int8")),
     ({".zero_quantized_weights": False, ".zero_quantized_gradients": False}, {}),
     (
-        {
-            ".zero_quantized_gradients": True,
-            ".zeropp_loco_param": {"err_beta": 0.5, "reset_T": 16},
-        },
+        {".zero_quantized_gradients": True, ".zeropp_loco_param": {"err_beta": 0.5, "reset_T": 16}},
         _wire(gradients="int4", loco=Loco(err_beta=0.5, reset_T=16)),
     ),
     ({".zeropp_loco_param": {"err_beta": 0.5, "reset_T": 16}}, {}),  # no gradients to feed back to

@@ -71,11 +71,7 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
         "csv_monitor.output_path",
         "expected",
     ),
-    (
-        {"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}},
-        "csv_monitor.of_next_year",
-        "",
-    ),
+    ({"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}}, "csv_monitor.of_next_year", ""),
     # Contradictions.
     ({"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled", "bf16.enabled"),
     ({"fp16.loss_scale": 128, "bf16.enabled": True}, "fp16.loss_scale", "bf16.enabled"),
@@ -109,11 +105,7 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
     ({".stage": 2, f"{PARAM}.device": "cpu"}, f"{Z}{PARAM}.device", "at stage 2"),
     ({f"{OPTIMIZER}.device": "cpu"}, f"{Z}{OPTIMIZER}.device", f"set {Z}.stage to 1"),
     ({".stage": 2, ".cpu_offload_param": True}, f"{Z}.cpu_offload_param", "at stage 2"),
-    (
-        {".stage": 3, f"{PARAM}.device": "nvme"},
-        f"{Z}{PARAM}.nvme_path",
-        "expected a folder",
-    ),
+    ({".stage": 3, f"{PARAM}.device": "nvme"}, f"{Z}{PARAM}.nvme_path", "expected a folder"),
     (
         {".stage": 1, f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": None},
         f"{Z}{OPTIMIZER}.nvme_path",
