@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError, ZeroConfig
@@ -70,35 +69,19 @@ def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
     return _values(model)
 
 
-def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
-    """Whoever has only that library must get at the tensors."""
-    model, optimizer = _shard()
-
-    path = zero_engine.save(tmp_path, model, optimizer, step=1).path
-
-    found = [value for file in path.glob("*.safetensors") for value in load_file(file).values()]
-    for name, value in _values(model).items():
-        flat = value.reshape(-1)
-        assert not flat.numel() or any(
-            each.dtype == flat.dtype and torch.equal(each, flat) for each in found
-        ), name
-
-
-@pytest.mark.parametrize("content", [None, [], ["one/"], [".one.partial-12/", "latest"]])
-def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path, content) -> None:
+def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path) -> None:
     """The first start of a job that is to resume when it can."""
-    folder = tmp_path / "there"
-    for name in content or ():
-        folder.mkdir(exist_ok=True)
-        if name.endswith("/"):
-            (folder / name).mkdir()
-            (folder / name / "rank-00000.safetensors").touch()
-            if name.startswith("."):
-                write_manifest(folder / name, {})
-        else:
-            (folder / name).write_text("one")
-
-    assert zero_engine.load(folder, *_shard(), missing_ok=True) is None
+    model, optimizer = _shard()
+    for index, inside in enumerate(("absent", ".", "one", ".one.partial-12")):
+        folder = tmp_path / str(index)
+        if inside != "absent":
+            (folder / inside).mkdir(parents=True)
+        if inside.endswith(("one", "12")):
+            (folder / inside / "rank-00000.safetensors").touch()
+        if inside.endswith("12"):
+            write_manifest(folder / inside, {})
+            (folder / "latest").write_text("one")
+        assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
 
 
 def _load(folder: Path, tag: str | None = None) -> tuple[str, int]:
@@ -114,6 +97,8 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
         zero_engine.save(tmp_path, model, optimizer, step=step, tag=tag)
     zero_engine.save(tmp_path, model, optimizer, step=400, tag="aside", is_latest=False)
     (tmp_path / "latest").write_text("b")
+
+    (tmp_path / "c" / MANIFEST).write_text("{")  # which would not do at the newest
 
     assert _load(tmp_path) == ("a", 100)
     assert _load(tmp_path, "aside") == ("aside", 400)
@@ -150,39 +135,22 @@ def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -
     assert _same(_values(model), _values(_shard()[0]))
 
 
-def test_a_damaged_manifest_is_passed_over_only_if_it_is_not_the_newest(tmp_path: Path) -> None:
-    """To go back a day without a word would be worse than to stop."""
-    for step, tag in enumerate(("old", "new")):
-        zero_engine.save(tmp_path, *_shard(), step=step, tag=tag)
-    for tag in ("old", "new"):
-        (tmp_path / tag / MANIFEST).rename(tmp_path / "aside")
-        (tmp_path / tag / MANIFEST).write_text("{")
-        if tag == "new":
-            with pytest.raises(FileError, match=r"new.*it is damaged"):
-                _load(tmp_path)
-        else:
-            assert _load(tmp_path) == ("new", 1)
-        (tmp_path / "aside").rename(tmp_path / tag / MANIFEST)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "beside the manifest"),
-        ({"params": {"w": {"dtype": "load", "shape": [], "pieces": []}}}, "torch.dtype"),
-        ({"params": {"w": {"dtype": "uint8", "shape": [2], "pieces": []}}}, "of 2 elements, got 0"),
-        ({"step": None}, "expected a manifest"),
-        ({"version": 2}, "another version"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value,
-)
-def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, change, message) -> None:
+def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     """A checksum says that it is as it was written, not that it is good."""
     path = zero_engine.save(tmp_path, *_shard(), step=7).path
-    edit_manifest(path, lambda content: content.update(change))
-
-    with pytest.raises(FileError, match=message):
-        _load(tmp_path)
+    was = (path / MANIFEST).read_bytes()
+    param = {"dtype": "uint8", "shape": [2], "pieces": []}
+    for change, message in (
+        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "beside the manifest"),
+        ({"params": {"w": param | {"dtype": "load"}}}, "torch.dtype"),
+        ({"params": {"w": param}}, "of 2 elements, got 0"),
+        ({"step": None}, "expected a manifest"),
+        ({"version": 2}, "another version"),
+    ):
+        edit_manifest(path, lambda content, change=change: content.update(change))
+        with pytest.raises(FileError, match=message):
+            _load(tmp_path)
+        (path / MANIFEST).write_bytes(was)
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:
