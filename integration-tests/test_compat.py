@@ -15,7 +15,7 @@ import torch
 import zero_ckpt
 import zero_engine
 import zero_engine.deepspeed
-from deepspeed_script import Images, Net
+from deepspeed_script import Net, images
 from scripts import WORLD_SIZE, launch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
@@ -69,7 +69,7 @@ def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path) -> None:
 def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
     """The same in one process, with plain torch: both ranks' micro-batches, one after another."""
     torch.manual_seed(0)
-    net, dataset = Net(), Images()
+    net, (pictures, labels) = Net(), images().tensors
     options = settings["optimizer"]["params"]
     # DeepSpeed's Adam is AdamW, unless it is told otherwise.
     optimizer = torch.optim.AdamW(net.parameters(), **options)
@@ -81,14 +81,14 @@ def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
     for epoch in range(2):
         orders = []
         for rank in range(WORLD_SIZE):
-            sampler = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=rank)
+            sampler = DistributedSampler(labels, num_replicas=WORLD_SIZE, rank=rank)
             sampler.set_epoch(epoch)
             orders.append(list(sampler))
         for index in range(len(orders[0]) // size):
             for rank, order in enumerate(orders):
                 mine = order[index * size : (index + 1) * size]
-                outputs = net(dataset.images[mine])
-                loss = nn.functional.cross_entropy(outputs, dataset.labels[mine])
+                outputs = net(pictures[mine])
+                loss = nn.functional.cross_entropy(outputs, labels[mine])
                 (loss / count / WORLD_SIZE).backward()
                 losses[rank].append(loss.item())
             if (index + 1) % count == 0:
