@@ -23,9 +23,7 @@ from zero_comm import Group
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
 from zero_engine.compat import deepspeed
 from zero_engine.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.compat.deepspeed.utils.zero_to_fp32 import (
-    get_fp32_state_dict_from_zero_checkpoint,
-)
+from zero_engine.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -107,7 +105,7 @@ def test_what_torchs_fused_adam_cannot_do_is_refused() -> None:
 
 def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
     """It is logged in every step, and it is the first to tell that training diverges."""
-    model = nn.Linear(4, 4)
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = {"train_batch_size": 4, "fp16": fp16, "zero_optimization": zero}
@@ -125,7 +123,6 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
 
     assert same is optimizer and loss_scaler.dynamic and engine.skipped_steps == 1
     assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
-    other = parity.build(parity.tiny_float32)
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     _, plain, *_ = deepspeed.initialize(model=other, optimizer=parity.adamw(other), config=config)
     for copied in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
@@ -139,28 +136,24 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [Form(stage=3, world_size=2), Form(stage=2, world_size=3, dtype=torch.bfloat16, gap=1)],
-    ids=["stage 3", "stage 2, bf16"],
+    [Form(stage=3, world_size=2), Form(stage=2, world_size=3, dtype=torch.bfloat16, gap=1), None],
+    ids=["stage 3", "stage 2, bf16", "ours"],
 )
-def test_what_deepspeed_saved_is_put_together_in_fp32(tmp_path: Path, form: Form) -> None:
-    """Scripts of evaluation begin with it, long after a run has ended."""
+def test_what_was_saved_is_put_together_in_fp32(ranks, tmp_path: Path, form: Form | None) -> None:
+    """Scripts of evaluation begin with it, long after a run has ended, whoever trained."""
+    if form is None:
+        _check_state_dict(tmp_path, "step-2", ranks(2).run(_save, folder=str(tmp_path))[0])
+        return
     model = parity.build(parity.tiny_float32)
     model.frozen.data.copy_(model.frozen.data.bfloat16())  # what does not train is in 16 bits there
     optimizer = parity.adamw(model)
     parity.run_steps(model, optimizer, range(2), rank=0)
     save_as_deepspeed(tmp_path, model, optimizer, step=2, form=form)
-
     _check_state_dict(tmp_path, "global_step2", dict(model.state_dict()))
 
 
-def test_what_was_saved_here_is_put_together_in_fp32(ranks, tmp_path: Path) -> None:
-    """The same script, whoever trained: masters, where the model computed in bf16."""
-    expected = ranks(2).run(_save, folder=str(tmp_path))[0]
-
-    _check_state_dict(tmp_path, "step-2", expected)
-
-
 def _save(group: Group, folder: str) -> dict[str, Tensor]:
+    """Masters, where the model computes in bf16."""
     config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
     model, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
     zero_engine.save(folder, model, optimizer, step=2)
@@ -198,25 +191,19 @@ def test_names_inside_deepspeed_are_there(ranks) -> None:
     assert deepspeed.ops.adam.FusedAdam is FusedAdam
     assert Version(deepspeed.__version__) >= Version("0.19")
     assert deepspeed.DeepSpeedConfigError is runtime.config.DeepSpeedConfigError
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"zero_optimization\.stage"):
-        deepspeed.initialize(
-            model=nn.Linear(1, 1), config={"train_batch_size": 1, "zero_optimization": {"stage": 7}}
-        )
+    assert issubclass(ConfigError, deepspeed.DeepSpeedConfigError)
 
 
 def test_an_accelerator_knows_its_dtypes() -> None:
     """Scripts choose between fp16 and bf16 by it."""
-    accelerator = deepspeed.get_accelerator()
-    tensor = torch.arange(6).view(2, 3)
-    is_cpu = accelerator.device_name() == "cpu"
+    accelerator, tensor = deepspeed.get_accelerator(), torch.arange(6).view(2, 3)
+    is_cpu, dtypes = accelerator.device_name() == "cpu", accelerator.supported_dtypes()
 
-    dtypes = accelerator.supported_dtypes()
     assert dtypes[0] is torch.float32
     assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported() >= is_cpu
     assert (torch.float16 in dtypes) == accelerator.is_fp16_supported() >= is_cpu
-    assert torch.equal(accelerator.pin_memory(tensor), tensor)
-    assert (accelerator.pin_memory(tensor) is tensor) == is_cpu
-    assert is_cpu or accelerator.pin_memory(tensor, False, match_shape=False).shape == (6,)
+    pinned = accelerator.pin_memory(tensor)
+    assert torch.equal(pinned, tensor) and (pinned is tensor) == is_cpu
 
 
 # ---- Under DeepSpeed's own name ----

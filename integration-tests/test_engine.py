@@ -122,35 +122,14 @@ def test_gradients_travel_when_the_stage_says(group: Group, stage: int, calls: s
 def test_a_boundary_chosen_by_hand_holds_until_it_is_given_back(group: Group) -> None:
     """Unequal accumulation, at the end of an epoch for one, is the user's to steer."""
     engine = build_engine(group, engine_config(group, 1, accumulation_steps=2))
-    plain, plain_optimizer = parity.build_sharded(group, ZeroConfig(1), make=parity.tiny_float32)
-    scheduler = parity.scheduler_for(plain_optimizer)
-    for step, is_boundary in enumerate([False, False, True]):
+    for micro, is_boundary in enumerate([False, False, True]):
         engine.set_gradient_accumulation_boundary(is_boundary)
-        run_micro_batch(engine, step)
-        with nullcontext() if is_boundary else zero_engine.no_sync(plain):
-            (parity.loss_of(plain, parity.batch(step, 0, group.rank)) / 2).backward()
+        run_micro_batch(engine, 0, micro)
     engine.set_gradient_accumulation_boundary(None)
-    plain_optimizer.step()
-    plain_optimizer.zero_grad()
-    scheduler.step()
 
     assert engine.global_steps == 1
     assert not engine.is_gradient_accumulation_boundary()
-    assert_weights(engine, zero_engine.full_state_dict(plain))
-
-
-def test_no_sync_is_for_whole_micro_batches(group: Group) -> None:
-    """A step inside would update with what one rank has seen, and ranks would part."""
-    engine = build_engine(group, engine_config(group, 2))
-    loss = parity.loss_of(engine, parity.batch(0, 0, group.rank))
-    with engine.no_sync():
-        engine.backward(loss)
-        with pytest.raises(StateError, match=r"step\(\) inside no_sync\(\)"):
-            engine.step()
-
-    engine.step()
-
-    assert engine.was_step_applied()
+    assert_near(engine, train_ddp(group, [3], divisor=2))
 
 
 # ---- The number of micro-batches ----
@@ -231,25 +210,15 @@ def test_a_changed_micro_batch_counts_other_samples(group: Group) -> None:
                 engine.set_train_micro_batch_size(1)
     assert engine.global_samples == 3 * 3 * group.world_size
     assert [len(batch) for (batch,) in loader] == [2] * (24 // 2 // group.world_size)
-
-
-def test_a_wrong_number_of_samples_is_refused(group: Group) -> None:
-    """It would be found out when the epoch ends."""
-    engine = build_engine(group, engine_config(group, 1))
-    for wrong in (0, -2, 1.5, "4", True, None):
-        with pytest.raises(ConfigError, match=r"size.*: expected an integer"):
-            engine.set_train_micro_batch_size(wrong)
-        with pytest.raises(ConfigError, match=r"size.*: expected an integer"):
-            engine.set_train_batch_size(wrong)
-        with pytest.raises(ConfigError, match=r"steps.*: expected an integer"):
-            engine.set_gradient_accumulation_steps(wrong)
-    with pytest.raises(ConfigError, match="a multiple of 4"):
-        engine.set_train_batch_size(3)
-    with pytest.raises(ConfigError, match="expected true or false, got 'no'"):
-        engine.set_gradient_accumulation_boundary("no")
-    engine.destroy()
-    with pytest.raises(StateError, match=r"after destroy\(\)"):
-        engine.set_gradient_accumulation_steps(1)
+    for change, wrong, said in (
+        (engine.set_train_micro_batch_size, "4", "size.*: expected an integer"),
+        (engine.set_train_batch_size, True, "size.*: expected an integer"),
+        (engine.set_train_batch_size, 3 * group.world_size + 1, "a multiple of 6"),
+        (engine.set_gradient_accumulation_steps, 0, "steps.*: expected an integer"),
+        (engine.set_gradient_accumulation_boundary, "no", "expected true or false, got 'no'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            change(wrong)
 
 
 # ---- The end ----
@@ -270,6 +239,8 @@ def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(
 
     with pytest.raises(StateError, match=r"step\(\) after destroy\(\)"):
         engine.step()
+    with pytest.raises(StateError, match=r"after destroy\(\)"):
+        engine.set_gradient_accumulation_steps(1)
     with pytest.raises(StateError, match=r"forward after destroy\(\)"):
         engine(parity.batch(0, 0, 0)[0])
     model, optimizer = zero_engine.unshard(engine.module, engine.optimizer)
@@ -311,18 +282,7 @@ def test_autocast_is_the_configurations(group: Group) -> None:
         assert (x @ x.T).dtype == torch.float16
 
 
-def test_progress_is_printed_as_often_as_asked(ranks, capsys) -> None:
-    """It is all that a script without a logger shows for hours."""
-    group = Group.solo()
-    engine = build_engine(group, attrs.evolve(engine_config(group, 1), steps_per_print=2))
-    for step in range(4):
-        run_micro_batch(engine, step)
-
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
-
-
-def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
+def test_an_engine_answers_what_scripts_ask(monkeypatch, capsys) -> None:
     """Logging, schedules and launch code of DeepSpeed scripts hang on these names."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     group = Group.solo()
@@ -344,6 +304,11 @@ def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
     ):
         scaled = build_engine(group, engine_config(group, 2, loss_scale=chosen))
         assert (scaled.loss_scale(), scaled.cur_scale) == (said, current)
+    talks = build_engine(group, attrs.evolve(engine_config(group, 1), steps_per_print=2))
+    for step in range(4):
+        run_micro_batch(talks, step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
 
 
 @pytest.mark.ranks(1)

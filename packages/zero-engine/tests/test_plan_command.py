@@ -48,10 +48,7 @@ def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
     assert "stage 3 + host optimizer, 3,145,728 parameters, AdamW, rank 0 of 8" in out
     assert "blocks.*" in out
     assert "of it to other nodes" in out
-
-
-def test_one_stage_is_held_against_the_room_that_there_is(zero, capsys) -> None:
-    """What there is was given to know whether it fits."""
+    # What room there is was given to know whether it fits.
     arguments = ["plan", *SIZE, "--world-size", "8", "--stage", "1", "--device-memory", "38MB"]
     for further, fits in (([], False), (["--reserve", "0%"], True)):
         assert zero(*arguments, *further) == 0
@@ -126,16 +123,11 @@ def test_what_cannot_be_is_a_line_on_stderr(zero, capsys, arguments, message) ->
     assert message in error
 
 
-# ---- Other commands ----
-
-
-def test_the_command_says_what_is_wrong_on_one_line(zero, tmp_path: Path, capsys) -> None:
+def test_an_export_of_nothing_is_one_line_on_stderr(zero, tmp_path: Path, capsys) -> None:
     """A traceback is for those who wrote the program."""
     assert zero("export", tmp_path, tmp_path / "out") == 1
     error = capsys.readouterr().err
-    assert error.startswith("zero: ")
-    assert "complete checkpoint" in error
-    assert error.count("\n") == 1
+    assert error.startswith("zero: ") and "complete checkpoint" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

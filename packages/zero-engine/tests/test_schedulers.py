@@ -1,7 +1,6 @@
 """Each schedule against its formula."""
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
+import zero_engine.deepspeed
 from torch import nn
 from zero_comm import Group
-from zero_engine import ChainedOptimizer, ConfigError, ZeroConfig
+from zero_engine import ChainedOptimizer, ConfigError
 from zero_engine.deepspeed import EngineConfig, NamedSpec
 
 LRS = (0.5, 0.02)  # one for each param group
@@ -24,21 +24,8 @@ def _optimizer(kind: Any = torch.optim.Adam, **options: Any) -> torch.optim.Opti
     return kind(groups, **options)
 
 
-def _make(optimizer: torch.optim.Optimizer, type: Any, params: dict) -> Any:
-    """What `initialize` makes of that section of a file."""
-    model = nn.Module()
-    model.all = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-    config = EngineConfig(
-        zero=ZeroConfig(stage=0),
-        scheduler=NamedSpec(type, params),
-        train_batch_size=1,
-        micro_batch_size=1,
-    )
-    scheduler = zero_engine.initialize(
-        model=model, optimizer=optimizer, config=config, group=Group.solo()
-    )[3]
-    zero_engine.unshard(model, optimizer)
-    return scheduler
+def _make(optimizer: torch.optim.Optimizer, type: str, params: dict) -> Any:
+    return getattr(zero_engine.deepspeed, type)(optimizer, **params)
 
 
 def _run(optimizer: torch.optim.Optimizer, scheduler: Any, num_steps: int) -> list[list[float]]:
@@ -238,25 +225,24 @@ def test_a_schedule_goes_on_where_its_state_was_taken_or_after_the_step_it_is_to
 @pytest.mark.parametrize(
     ("type", "params", "match"),
     [
-        ("WarmupLr", {}, "type: expected one of .* did you mean 'WarmupLR'"),
-        (None, {}, "type: .*got None"),
-        ("WarmupLR", {"warmup_steps": 1}, "params.warmup_steps: unknown; did you mean"),
-        ("WarmupDecayLR", {}, "params.total_num_steps: expected a value"),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, "params.warmup_num_steps: .*'auto'"),
-        ("WarmupLR", {"warmup_min_lr": [1.0]}, "params.warmup_min_lr: .*of 2 param"),
-        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, "params.warmup_min_lr: .*'a'"),
-        (
-            "OneCycle",
-            SMALL["OneCycle"] | {"cycle_first_step_size": 0},
-            "params.cycle_first_step_size: .*got 0",
-        ),
+        ("WarmupLr", {}, r"type: expected one of .* did you mean 'WarmupLR'"),
+        (None, {}, r"type: .*got None"),
+        ("WarmupLR", {"warmup_steps": 1}, r"params\.warmup_steps: unknown; did you mean"),
+        ("WarmupDecayLR", {}, r"params\.total_num_steps: expected a value"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, r"params\.warmup_num_steps: .*'auto'"),
+        ("WarmupLR", {"warmup_min_lr": [1.0]}, r"params\.warmup_min_lr: .*of 2 param"),
+        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, r"params\.warmup_min_lr: .*'a'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
     type: Any, params: dict, match: str
 ) -> None:
     """Whoever reads the message has the file open, not this code."""
-    pattern = re.escape(f"scheduler.{match}").replace(r"\.\*", ".*").replace("\\ ", " ")
+    optimizer = _optimizer()
+    model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    spec = NamedSpec(type, params)
+    config = EngineConfig(scheduler=spec, train_batch_size=1, micro_batch_size=1)
+    given = {"model": model, "optimizer": optimizer, "config": config, "group": Group.solo()}
 
-    with pytest.raises(ConfigError, match=pattern):
-        _make(_optimizer(), type, params)
+    with pytest.raises(ConfigError, match=rf"scheduler\.{match}"):
+        zero_engine.initialize(**given)

@@ -28,8 +28,6 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
     ({"stage3_prefetch_bucket_size": 1}, "stage3_prefetch_bucket_size", f"mean {Z}.stage3_pre"),
     ({"bf16.loss_scale": 1}, "bf16.loss_scale", "mean fp16.loss_scale?"),
     ({".gradient_clipping": 1.0}, f"{Z}.gradient_clipping", "mean gradient_clipping?"),
-    ({"lr": 1e-4}, "lr", "mean optimizer.params.lr?"),
-    ({"torch_autocast.type": "bf16"}, "torch_autocast.type", "mean torch_autocast.dtype?"),
     (
         {"scheduler.type": "OneCycle", "scheduler.params.max_lr": 1.0},
         "scheduler.params.max_lr",
@@ -39,13 +37,10 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
     # Types and ranges, one of each kind.
     ({Z: True}, Z, "expected an object"),
     ({".stage": "3"}, f"{Z}.stage", "from 0 to 3"),
-    ({".stage": True}, f"{Z}.stage", "an integer"),
     ({".stage": None}, f"{Z}.stage", "got None"),
     ({".stage": 4}, f"{Z}.stage", "got 4"),
     ({".sub_group_size": 1.5}, f"{Z}.sub_group_size", "an integer"),
-    ({".stage3_max_live_parameters": -1}, f"{Z}.stage3_max_live_parameters", "at least 0"),
     ({"fp16.enabled": "true"}, "fp16.enabled", "true or false, got 'true'"),
-    ({"fp16.enabled": 2}, "fp16.enabled", "true or false, got 2"),
     (
         {"optimizer.type": "Adam", "optimizer.params.lr": "1e-4"},
         "optimizer.params.lr",
@@ -57,12 +52,10 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
         "a list of 2 values",
     ),
     ({"communication_data_type": "int8"}, "communication_data_type", "'fp32', 'fp16', 'bf16'"),
-    ({".leaf_module.classes": [1]}, f"{Z}.leaf_module.classes", "a list"),
     ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "at least 1.17"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
     ({"fp16.loss_scale": -1}, "fp16.loss_scale", "range of fp32"),
     ({"fp16.initial_scale_power": 200}, "fp16.initial_scale_power", "from 0 to 127"),
-    ({"optimizer.type": "OneBitAdam"}, "optimizer.type", "'adamw'"),
     ({"scheduler.params.warmup_num_steps": 1}, "scheduler.type", "which scheduler"),
     ({f"{PARAM}.device": "disk"}, f"{Z}{PARAM}.device", "'nvme'"),
     ({f"{PARAM}.nvme_path": ""}, f"{Z}{PARAM}.nvme_path", "of a folder"),
@@ -71,11 +64,7 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
         "csv_monitor.output_path",
         "expected",
     ),
-    (
-        {"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}},
-        "csv_monitor.of_next_year",
-        "",
-    ),
+    ({"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}}, "csv_monitor.of_next_year", ""),
     # Contradictions.
     ({"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled", "bf16.enabled"),
     ({"fp16.loss_scale": 128, "bf16.enabled": True}, "fp16.loss_scale", "bf16.enabled"),
@@ -109,11 +98,7 @@ WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
     ({".stage": 2, f"{PARAM}.device": "cpu"}, f"{Z}{PARAM}.device", "at stage 2"),
     ({f"{OPTIMIZER}.device": "cpu"}, f"{Z}{OPTIMIZER}.device", f"set {Z}.stage to 1"),
     ({".stage": 2, ".cpu_offload_param": True}, f"{Z}.cpu_offload_param", "at stage 2"),
-    (
-        {".stage": 3, f"{PARAM}.device": "nvme"},
-        f"{Z}{PARAM}.nvme_path",
-        "expected a folder",
-    ),
+    ({".stage": 3, f"{PARAM}.device": "nvme"}, f"{Z}{PARAM}.nvme_path", "expected a folder"),
     (
         {".stage": 1, f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": None},
         f"{Z}{OPTIMIZER}.nvme_path",
@@ -249,17 +234,15 @@ TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and 
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_json_object_is_said_with_where_it_came_from(tmp_path: Path, text: str) -> None:
+def test_what_is_no_json_object_is_said_with_where_it_came_from(tmp_path: Path) -> None:
     """Readers keep the last of two values; and what a launcher encoded nobody has seen."""
-    error, of_file, of_base64 = TEXTS[text]
-    path, content = tmp_path / "ds.json", text.encode("latin-1")
-    path.write_bytes(content)
-
-    with pytest.raises(error, match=of_file):
-        EngineConfig.from_deepspeed(path)
-    with pytest.raises(error, match=of_base64):
-        EngineConfig.from_deepspeed(base64.b64encode(content).decode())
+    for text, (error, of_file, of_base64) in TEXTS.items():
+        path, content = tmp_path / "ds.json", text.encode("latin-1")
+        path.write_bytes(content)
+        with pytest.raises(error, match=of_file):
+            EngineConfig.from_deepspeed(path)
+        with pytest.raises(error, match=of_base64):
+            EngineConfig.from_deepspeed(base64.b64encode(content).decode())
     with pytest.raises(FileError, match=r"none\.json.*No such file"):
         ZeroConfig.from_deepspeed(str(tmp_path / "none.json"))
 
