@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import parity
 import pytest
@@ -32,9 +30,10 @@ from delayed import (
     trainable,
     used,
 )
+from residences import failing_disk
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_offload import DiskStore, StoreError, TornStepError
+from zero_offload import StoreError, TornStepError
 from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -197,7 +196,7 @@ def test_an_update_that_could_not_begin_says_so_in_the_next_step_and_begins_agai
         if step == 1:
             _let_it_end(model)
             _forget_what_was_read_ahead(model)
-        with _failing_reads(after=0) if step == 1 else nullcontext():
+        with failing_disk("read") if step == 1 else nullcontext():
             optimizer.step()
             _let_it_end(model)
         scheduler.step()
@@ -216,7 +215,7 @@ def test_an_update_that_ended_midway_is_an_error_until_state_is_loaded(
     weights = [zero_engine.full_state_dict(model)]
     torch.distributed.broadcast_object_list(weights, src=0, group=group.process_group)
     state = zero_engine.full_optimizer_state_dict(model)
-    with _failing_reads(after=2):
+    with failing_disk("read", after=2):
         train_one(model, optimizer, group.rank, 1)
         _let_it_end(model)
     uses: dict[str, Callable[[], Any]] = {
@@ -257,21 +256,3 @@ def _forget_what_was_read_ahead(model: nn.Module) -> None:
     sharded = find_sharded(model)
     assert sharded is not None
     sharded.residence.offload.inner._window.forget()
-
-
-@contextmanager
-def _failing_reads(*, after: int) -> Iterator[None]:
-    """A disk store whose reads fail, after so many."""
-    read, left = DiskStore.read, after
-
-    def failing(store: DiskStore, key: str, into: Tensor) -> Future[Tensor]:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            return read(store, key, into)
-        failed: Future[Tensor] = Future()
-        failed.set_exception(StoreError("no such disk", key=key))
-        return failed
-
-    with mock.patch.object(DiskStore, "read", failing):
-        yield
