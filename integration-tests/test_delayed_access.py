@@ -40,12 +40,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_looking_changes_nothing_and_sees_every_update(ranks, tmp_path: Path, stage: int) -> None:
+def test_looking_changes_nothing_and_sees_every_update(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """Who logs a norm or a moment must not train another model than who does not."""
-    ranks(2).run(_look, case=Case(on_disk(tmp_path), stage, is_bf16=stage == 3))
-
-
-def _look(group: Group, case: Case) -> None:
+    case = Case(on_disk(tmp_path), stage, is_bf16=stage == 3)
     values, moments = [], []
 
     def remember(_: int, late: Late) -> None:
@@ -67,26 +66,22 @@ def _look(group: Group, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_finishing_takes_the_delay_out_once(ranks, tmp_path: Path, stage: int) -> None:
+def test_finishing_takes_the_delay_out_once(group: Group, tmp_path: Path, stage: int) -> None:
     """Before an evaluation the model has all of what was learnt; then it trains on, delayed."""
-    for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
-        ranks(2).run(_finish, case=Case(offload, stage, is_bf16=True))
-
-
-def _finish(group: Group, case: Case) -> None:
-    rank, world_size = group.rank, group.world_size
-    expected = train_alone(
-        case, rank=rank, world_size=world_size, finishes_after=(1, NUM_STEPS - 1)
-    )
+    ranks = {"rank": group.rank, "world_size": group.world_size}
+    at = (1, NUM_STEPS - 1)
 
     def finish(step: int, model: nn.Module) -> None:
-        if step in (1, NUM_STEPS - 1):
+        if step in at:
             zero_engine.finish_update(model)
             zero_engine.finish_update(model)  # again: nothing is left to finish
             now = [value.to(BF16).float() for value in read(model)]
             assert all(map(torch.equal, used(model), now))
 
-    assert_same(train_sharded(case, group, after=finish), expected)
+    for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
+        case = Case(offload, stage, is_bf16=True)
+        expected = train_alone(case, **ranks, finishes_after=at)
+        assert_same(train_sharded(case, group, after=finish), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
