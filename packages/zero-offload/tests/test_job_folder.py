@@ -21,9 +21,8 @@ from zero_offload import DiskStore
 store = DiskStore(sys.argv[1])
 store.write("x", torch.zeros(2**22)).result()
 print(store.folder, flush=True)
-if sys.argv[2] == "writes on":
-    while True:
-        store.write("x", torch.zeros(2**22)).result()
+while len(sys.argv) > 2:
+    store.write("x", torch.zeros(2**22)).result()
 """
 
 
@@ -51,10 +50,9 @@ def test_the_next_job_removes_what_a_killed_one_left(
         assert list(left.iterdir())  # it lives
         assert store.folder != left
 
-    assert list(left.iterdir())
     process.kill()
     process.wait()
-    assert left.exists()
+    assert list(left.iterdir())
 
     with DiskStore(tmp_path) as store:
         store.write("x", torch.ones(3)).result()
@@ -71,7 +69,7 @@ def test_the_next_job_removes_what_a_killed_one_left(
 @pytest.mark.slow
 def test_a_job_that_ends_leaves_nothing(tmp_path: Path) -> None:
     """Also one that never called close."""
-    command = [sys.executable, "-c", JOB, str(tmp_path), "ends"]
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
