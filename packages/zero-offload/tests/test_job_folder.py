@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from attrs import evolve
-from zero_offload import DiskSettings, DiskStore
+from zero_offload import DiskStore
 from zero_offload.testing import SYSTEM
 
 JOB = """
@@ -86,27 +84,6 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
         assert store.folder.stat().st_mode & 0o777 == 0o700
         for path in (*store.folder.iterdir(), *tmp_path.glob("*.lock")):
             assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.slow
-def test_jobs_that_start_together_keep_their_folders(tmp_path: Path) -> None:
-    """Eight ranks start at once, and each looks for leftovers while the others make theirs."""
-    settings = DiskSettings(num_workers=1, queue_depth=1, uses_uring=False, is_direct=False)
-    stop = time.monotonic() + 1.0
-
-    def churn(_: int) -> int:
-        count = 0
-        while time.monotonic() < stop:
-            with DiskStore(tmp_path, settings) as store:  # looks for leftovers of others
-                (store.folder / "file").write_text("x")
-                with DiskStore(tmp_path, settings):
-                    assert (store.folder / "file").read_text() == "x"
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(8) as threads:
-        assert min(threads.map(churn, range(8))) > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_was_taken_for_a_leftover_is_made_anew(tmp_path: Path) -> None:

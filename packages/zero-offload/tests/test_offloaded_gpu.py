@@ -10,7 +10,7 @@ import torch
 from offloaded_training import HOMES, make_model
 from torch import Tensor
 from torch.optim import Optimizer
-from zero_offload import DepartedGradientError, OffloadedOptimizer, host_memory
+from zero_offload import DepartedGradientError, OffloadedOptimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,33 +32,6 @@ def test_residence_of_state_and_gradients_changes_no_bit(
 
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_training_is_that_of_torch_on_the_device(
-    optimizer: type[Optimizer], tmp_path: Path
-) -> None:
-    """Where it is stepped makes no other optimizer of it; a share is stepped on the device."""
-    plain = _train(torch.float32, optimizer)
-    offloaded = _train(torch.float32, optimizer, **HOMES["shared"](tmp_path))
-
-    torch.testing.assert_close(offloaded, plain, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_leave_and_memory_is_the_footprint(tmp_path: Path) -> None:
-    """Gradients are as large as parameters: those that stay are why a model does not fit."""
-    before = sum(host_memory().values())
-    model = make_model().cuda()
-    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **HOMES["disk"](tmp_path))
-
-    _loss(model, 0).backward()
-
-    stood_in = {type(param.grad).__name__ for param in model.parameters()}
-    assert stood_in == {"DepartedGradient"}
-    numel = sum(param.numel() for param in model.parameters())
-    assert 4 * numel <= offloaded.footprint.gradient_bytes <= 4 * numel + 6 * 64
-    held = sum(host_memory().values()) - before
-    assert 0 <= held - offloaded.footprint.host_bytes <= 8 * 4096
 
 
 @pytest.mark.parametrize("overflows", [None, False, True], ids=["left", "fine", "overflows"])
@@ -93,15 +66,12 @@ def _loss(model: Any, step: int) -> Tensor:
 
 
 def _train(dtype: torch.dtype, optimizer: type[Optimizer], **arguments: Any) -> list[Tensor]:
-    """Offloaded, unless nothing says where to."""
     model = make_model(dtype).cuda()
-    if arguments:
-        stepped: Any = OffloadedOptimizer(model.parameters(), optimizer, lr=1e-2, **arguments)
-    else:
-        stepped = optimizer(model.parameters(), lr=1e-2)
+    offloaded = OffloadedOptimizer(model.parameters(), optimizer, lr=1e-2, **arguments)
     for step in range(4):
         for k in range(2):
             _loss(model, 2 * step + k).backward()
-        stepped.step()
-        stepped.zero_grad()
+        offloaded.step()
+        offloaded.zero_grad()
+    offloaded.close()
     return [param.detach() for param in model.parameters()]
