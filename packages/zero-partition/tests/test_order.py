@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from zero_partition.plan import ExecutionOrder, Use
 
 
@@ -21,13 +20,9 @@ def test_the_second_pass_goes_along_the_recording() -> None:
     order, sequence = ExecutionOrder(3), [0, 1, 2, 2, 1, 0]
     _play(order, sequence)
     order.restart()
-
-    positions = []
-    for unit in sequence:
+    for position, unit in enumerate(sequence):
         order.observe(_use(unit))
-        positions.append(order.position)
-
-    assert positions == [0, 1, 2, 3, 4, 5]
+        assert order.position == position
     assert order.misses == 0
 
 
@@ -63,12 +58,11 @@ def test_a_changed_order_is_recorded_again() -> None:
     assert order.misses == missed
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_sequence_breaks_it(seed: int) -> None:
+def test_no_sequence_breaks_it() -> None:
     """Whatever a model does, the position is one of the recording, or before it."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     order = ExecutionOrder(5)
-    for _ in range(200):
+    for _ in range(4000):
         if rng.random() < 0.1:
             order.restart()
         unit = rng.randrange(5)
