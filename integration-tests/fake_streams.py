@@ -68,7 +68,6 @@ class Recorder:
     """What was done, in which order, and what nothing orders."""
 
     problems: list[str] = field(factory=list)
-    num_uses: int = 0
     num_collectives: int = 0
     copies: list[str] = field(factory=list)  # the streams that copied between host and device
     _clocks: dict[str, Clock] = field(factory=dict)
@@ -112,14 +111,13 @@ class Recorder:
         memory = self.memory_of(tensor)
         if memory is not None and not memory.uses:
             memory.device = device
-            memory.stream = current_stream().name if device == CUDA else "host"
+            memory.stream = _current_stream().name if device == CUDA else "host"
 
     def use(self, tensor: Tensor, timeline: str, at: int, *, writes: bool, what: str) -> None:
         """Note it, and what it is not ordered with."""
         memory = self.memory_of(tensor)
         if memory is None or not tensor.numel():
             return
-        self.num_uses += 1
         size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         use = _Use(start, start + (reach + 1) * size, writes, timeline, at, what)
@@ -162,21 +160,19 @@ def _said(use: _Use) -> str:
 # ---- Streams and events ----
 
 
-class FakeEvent:
+class _Event:
     """A moment of a stream."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = device
         self._clock: Clock = {}
 
-    def record(self, stream: FakeStream | None = None) -> None:
-        """All that the stream was given so far."""
-        name = (stream or current_stream()).name
+    def record(self, stream: _Stream | None = None) -> None:
+        name = (stream or _current_stream()).name
         _the_recorder().tick(name)
         self._clock = dict(_the_recorder().clock(name))
 
     def synchronize(self) -> None:
-        """The host waits."""
         _the_recorder().join("host", self._clock)
 
     def query(self) -> bool:
@@ -185,39 +181,30 @@ class FakeEvent:
         return all(host.get(name, 0) >= at for name, at in self._clock.items())
 
 
-class FakeStream:
+class _Stream:
     """One thing after another."""
 
     def __init__(self, device: Any = None, name: str | None = None, **_: Any) -> None:
+        _SHARED["number"] += 1
         self.device = CUDA
-        self.name = name or f"stream {_next_number()}"
+        self.name = name or f"stream {_SHARED['number']}"
 
-    cuda_stream = 0
-
-    def wait_stream(self, other: FakeStream) -> None:
-        """What comes next comes after all that the other was given so far."""
+    def wait_stream(self, other: _Stream) -> None:
         _the_recorder().join(self.name, _the_recorder().clock("host"))
         _the_recorder().join(self.name, _the_recorder().clock(other.name))
 
-    def wait_event(self, event: FakeEvent) -> None:
-        """What comes next comes after the event."""
+    def wait_event(self, event: _Event) -> None:
         _the_recorder().join(self.name, event._clock)
 
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """An event of now."""
-        event = event or FakeEvent()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for all that it was given."""
         _the_recorder().join("host", _the_recorder().clock(self.name))
 
-    def query(self) -> bool:
-        """As of an event."""
-        return self.record_event().query()
-
-    def __enter__(self) -> FakeStream:
+    def __enter__(self) -> _Stream:
         _stack().append(self)
         return self
 
@@ -229,29 +216,24 @@ _STATE: Final = threading.local()
 _SHARED: Final[dict[str, Any]] = {"recorder": None, "number": 0, "default": None}
 
 
-def _next_number() -> int:
-    _SHARED["number"] += 1
-    return _SHARED["number"]
-
-
 def _the_recorder() -> Recorder:
     return _SHARED["recorder"]
 
 
-def _stack() -> list[FakeStream]:
+def _stack() -> list[_Stream]:
     if not hasattr(_STATE, "stack"):
         _STATE.stack = []
     return _STATE.stack
 
 
-def current_stream(device: Any = None) -> FakeStream:
+def _current_stream(device: Any = None) -> _Stream:
     """Of this thread."""
     del device
     return _stack()[-1] if _stack() else _SHARED["default"]
 
 
 @contextlib.contextmanager
-def _stream(stream: FakeStream | None) -> Iterator[None]:
+def _stream(stream: _Stream | None) -> Iterator[None]:
     """As torch.cuda.stream; a thread that comes along is seen from here on."""
     if stream is None:
         yield
@@ -308,7 +290,7 @@ def _note(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         return
     touched = [*writes, *reads, *fresh]
     is_device = any(map(_is_on_device, touched))
-    timeline = current_stream().name if is_device else "host"
+    timeline = _current_stream().name if is_device else "host"
     at, what = recorder.tick(timeline), schema.name.removeprefix("aten::")
     for tensor in reads:
         recorder.use(tensor, timeline, at, writes=False, what=what)
@@ -408,7 +390,7 @@ def _mover(name: str) -> Callable[..., Tensor]:
 _REAL: Final = {name: getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "numpy")}
 
 
-def _record(tensor: Tensor, stream: FakeStream) -> None:
+def _record(tensor: Tensor, stream: _Stream) -> None:
     memory = _the_recorder().memory_of(tensor)
     if memory is not None:
         memory.recorded.add(stream.name)
@@ -456,13 +438,13 @@ def _noted(move: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
 class _FakeWork:
     """A collective on a stream of its own; it holds its tensors until it is waited for."""
 
-    def __init__(self, done: FakeEvent, held: Sequence[Tensor]) -> None:
+    def __init__(self, done: _Event, held: Sequence[Tensor]) -> None:
         self._done, self._held = done, held
 
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits, and not the host."""
         del timeout
-        current_stream().wait_event(self._done)
+        _current_stream().wait_event(self._done)
         self._held = ()
         return True
 
@@ -474,7 +456,7 @@ def _collective(exchange: Callable[..., None], reads: Any, writes: Any) -> Calla
         for tensor in (*taken, *given):
             assert _is_on_device(tensor), "NCCL takes tensors of a device"
         recorder.num_collectives += 1
-        stream.wait_stream(current_stream())
+        stream.wait_stream(_current_stream())
         at = recorder.tick(stream.name)
         for tensor, is_written in ((t, t_of is given) for t_of in (taken, given) for t in t_of):
             what = exchange.__name__.removeprefix("_")
@@ -562,19 +544,19 @@ def recording(*, nccl: bool = False) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     _SHARED.update(recorder=recorder, number=0)
-    _SHARED.update(default=FakeStream(name="the default stream"), nccl=FakeStream(name="nccl"))
+    _SHARED.update(default=_Stream(name="the default stream"), nccl=_Stream(name="nccl"))
     rng = {"get_rng_state": lambda device=None: torch.zeros(8, dtype=torch.uint8)}
     rng |= {"set_rng_state": lambda state, device=None: None}
     patches = [
-        (torch.cuda, {"Stream": FakeStream, "Event": FakeEvent, "stream": _stream}),
-        (torch.cuda, {"current_stream": current_stream, "synchronize": _synchronize}),
+        (torch.cuda, {"Stream": _Stream, "Event": _Event, "stream": _stream}),
+        (torch.cuda, {"current_stream": _current_stream, "synchronize": _synchronize}),
         (torch.cuda, {"current_device": lambda: 0, "empty_cache": lambda: None, **rng}),
-        (torch, {"Stream": FakeStream, "Event": FakeEvent}),
+        (torch, {"Stream": _Stream, "Event": _Event}),
         (DiskStore, {"read": _noted(DiskStore.read, writes=True)}),
         (DiskStore, {"write": _noted(DiskStore.write, writes=False)}),
         (torch._C, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.utils._python_dispatch, {"_len_torch_dispatch_stack": _num_modes}),
-        (torch.accelerator, {"current_stream": current_stream, "synchronize": _synchronize}),
+        (torch.accelerator, {"current_stream": _current_stream, "synchronize": _synchronize}),
         (dist, {**_COLLECTIVES, "get_backend": lambda _=None: "nccl"} if nccl else {}),
         (dist.ProcessGroup, _METHODS_OF_GROUPS if nccl else {}),
     ]
