@@ -182,38 +182,6 @@ def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(gr
     assert whole == ["0.bias", "1.bias"]
 
 
-@pytest.mark.parametrize("transport", ["reads", "messages"])
-def test_small_parameters_are_saved_loaded_read_and_set_like_others(
-    group: Group, transport: str
-) -> None:
-    """They are of the model; where they rest is no concern of its user."""
-    group = _over(group, transport)
-    plain = parity.build()
-    model = parity.build()
-    zero_engine.shard(model, None, ZeroConfig(3, small_param_numel=13), group=group)
-    whole = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(whole, plain.state_dict(), what="saved")
-
-    other = parity.build(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(zero_engine.full_param(model.scale), other.scale)
-    assert torch.equal(zero_engine.full_param(model.embed.weight), other.embed.weight)
-    with zero_engine.GatheredParameters([model.scale, model.embed.weight], modifier_rank=1):
-        if group.rank == 1:
-            model.scale.data.fill_(2.0)
-            model.embed.weight.data.fill_(3.0)
-    assert torch.equal(model.scale, torch.full((1,), 2.0))
-    assert zero_engine.full_param(model.embed.weight).eq(3).all()
-    zero_engine.set_full_param(model.scale, torch.full((1,), 4.0))
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
-    with zero_engine.unsharded(model):
-        assert torch.equal(model.blocks[0].up.weight, other.blocks[0].up.weight)
-        assert torch.equal(model.scale, torch.full((1,), 4.0))
-    zero_engine.unshard(model)
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
-
-
 def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> None:
     """Memory goes back between phases, and the next step is that of a run that never gave it."""
     curves = []

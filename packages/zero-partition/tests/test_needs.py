@@ -219,3 +219,25 @@ def test_each_member_of_a_chain_gets_the_cut_it_needs() -> None:
 
     for param in model.parameters():
         assert cuts[id(param)] == (Cut.TENSOR if param.dim() == 2 else Cut.FLAT)
+
+
+# ---- Who decides ----
+
+
+def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group() -> None:
+    """Embeddings, matrices and the rest often want something else each; a name counts first."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def by_dims(name: str, param: nn.Parameter) -> str | None:
+        return "row" if param.dim() > 1 and name.startswith("0.") else None
+
+    def cuts_of(choice: Any, *of_groups: str) -> list[str]:
+        entries = [{"params": [param]} for param in model.parameters()]
+        for entry, cut in zip(entries, of_groups, strict=False):
+            entry["cut"] = cut
+        found = choose_cuts(model, torch.optim.SGD(entries), choice)
+        return [str(found[id(param)]) for param in model.parameters()]
+
+    assert cuts_of({"0.weight": "row", "*.weight": "tensor"}) == ["row", "flat", "tensor", "flat"]
+    assert cuts_of(by_dims) == ["row", "flat", "flat", "flat"]
+    assert cuts_of({"0.*": "row"}, *["tensor"] * 3) == ["row", "row", "tensor", "flat"]

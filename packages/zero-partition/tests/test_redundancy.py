@@ -298,21 +298,6 @@ def test_param_groups_go_both_ways() -> None:
     assert "betas" in OneCycleLR(adam, 0.1, total_steps=5).optimizer.defaults  # asked for there
 
 
-def test_scaled_gradients_step_as_with_the_plain_optimizer() -> None:
-    """Mixed precision unscales through param_groups, and leaves a step out after an overflow."""
-    optimizers = pair(make_params((4, 3), (5,)), torch.optim.Adam, Group.solo(), lr=0.1)
-    for optimizer in optimizers:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(3):
-            scaler.scale(torch.ones(()))
-            give_grads(params_of(optimizer), step)
-            if step == 1:
-                params_of(optimizer)[0].grad[0, 0] = float("inf")  # type: ignore[index]
-            scaler.step(optimizer)
-            scaler.update()
-    assert_alike(*optimizers)
-
-
 def test_sparse_gradients_step() -> None:
     """An embedding with sparse gradients has an optimizer of its own."""
     optimizers = pair(make_params((6, 3)), torch.optim.SparseAdam, Group.solo(), lr=0.1)

@@ -84,26 +84,6 @@ def _load(group: Group, saved: list[Any]) -> None:
         assert list(mine.state_dict()["state"]) == sorted(mine.state_dict()["state"])
 
 
-def test_state_of_torch_s_loads_here_and_ours_there(group: Group) -> None:
-    """Nobody starts a run again to change the library."""
-    options = {"lr": 0.1, "amsgrad": True}
-    oracle, mine = _pair(group, torch.optim.Adam, **options)
-    theirs = torchs_optimizer()(make_params(*SHAPES), torch.optim.Adam, **options)
-    for optimizer in (theirs, mine, oracle):
-        _step(optimizer, range(3))
-    states = []
-    for optimizer in (theirs, mine):
-        for to in range(2):
-            optimizer.consolidate_state_dict(to=to)
-            if group.rank == to:
-                states.append(copy.deepcopy(optimizer.state_dict()))
-    theirs.load_state_dict(states[1])
-    mine.load_state_dict(states[0])
-    for optimizer in (oracle, theirs, mine):
-        _step(optimizer, range(3, 6))
-        assert_alike(oracle, optimizer)
-
-
 # ---- Putting it together ----
 
 
