@@ -449,21 +449,46 @@ class _FakeWork:
         return True
 
 
-def _collective(exchange: Callable[..., None], reads: Any, writes: Any) -> Callable[..., _FakeWork]:
-    def launch(*args: Any, async_op: bool = False, **kwargs: Any) -> _FakeWork:
+# What each writes, what it reads, and what it makes of all that the ranks give, in rank order.
+_EXCHANGES: Final[dict[str, Callable[..., tuple[list[Tensor], list[Tensor], Any]]]] = {
+    "all_gather": lambda chunks, own: (chunks, [own], lambda every, _: [m for (m,) in every]),
+    "reduce_scatter": lambda out, chunks, op=None: (
+        [out],
+        chunks,
+        lambda every, rank: [_reduced([each[rank] for each in every], op)],
+    ),
+    "all_reduce": lambda buffer, op=None: (
+        [buffer],
+        [buffer],
+        lambda every, _: [_reduced([mine for (mine,) in every], op)],
+    ),
+    "broadcast": lambda buffer, src: ([buffer], [buffer], lambda every, _: every[src]),
+}
+
+
+def _reduced(values: list[Tensor], op: Any) -> Tensor:
+    total = sum(values[1:]) + values[0]
+    return total / len(values) if op == dist.ReduceOp.AVG else total
+
+
+def _collective(name: str) -> Callable[..., _FakeWork]:
+    def launch(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> _FakeWork:
         recorder, stream = _the_recorder(), _SHARED["nccl"]
-        taken, given = list(tree_iter(reads(*args))), list(tree_iter(writes(*args)))
-        for tensor in (*taken, *given):
-            assert _is_on_device(tensor), "NCCL takes tensors of a device"
+        written, read, make = _EXCHANGES[name](*args, **kwargs)
+        assert all(map(_is_on_device, (*written, *read))), "NCCL takes tensors of a device"
         recorder.num_collectives += 1
         stream.wait_stream(_current_stream())
         at = recorder.tick(stream.name)
-        for tensor, is_written in ((t, t_of is given) for t_of in (taken, given) for t in t_of):
-            what = exchange.__name__.removeprefix("_")
-            recorder.use(tensor, stream.name, at, writes=is_written, what=what)
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors:
+                recorder.use(tensor, stream.name, at, writes=writes, what=name)
         with _unseen(), torch.no_grad():
-            exchange(*args, **kwargs)
-        work = _FakeWork(stream.record_event(), (*taken, *given))
+            every: list[Any] = [None] * dist.get_world_size(group)
+            with mock.patch.object(torch.Tensor, "device", _REAL_DEVICE):
+                dist.all_gather_object(every, [each.clone() for each in read], group=group)
+            for out, value in zip(written, make(every, dist.get_rank(group)), strict=True):
+                out.copy_(value)
+        work = _FakeWork(stream.record_event(), (*written, *read))
         if not async_op:
             work.wait()
         return work
@@ -480,45 +505,7 @@ def _unseen() -> Iterator[None]:
         _STATE.is_muted = False
 
 
-def _swap(mine: Sequence[Tensor], group: Any) -> list[list[Tensor]]:
-    """What every rank gives, in rank order."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with mock.patch.object(torch.Tensor, "device", _REAL_DEVICE):
-        dist.all_gather_object(found, [each.clone() for each in mine], group=group)
-    return found
-
-
-def _all_gather(chunks: list[Tensor], own: Tensor, group: Any = None, **_: Any) -> None:
-    for chunk, (value,) in zip(chunks, _swap([own], group), strict=True):
-        chunk.copy_(value)
-
-
-def _reduce_scatter(
-    out: Tensor, chunks: list[Tensor], op: Any = None, group: Any = None, **_: Any
-) -> None:
-    rank, every = dist.get_rank(group), _swap(chunks, group)
-    total = sum(each[rank] for each in every[1:]) + every[0][rank]
-    out.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
-
-
-def _all_reduce(buffer: Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
-    every = [each for (each,) in _swap([buffer], group)]
-    total = sum(every[1:]) + every[0]
-    buffer.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
-
-
-def _broadcast(buffer: Tensor, src: int, group: Any = None, **_: Any) -> None:
-    buffer.copy_(_swap([buffer], group)[src][0])
-
-
-_COLLECTIVES: Final = {
-    "all_gather": _collective(_all_gather, lambda _, own: own, lambda chunks, _: chunks),
-    "reduce_scatter": _collective(
-        _reduce_scatter, lambda out, chunks, *_: chunks, lambda out, *_: out
-    ),
-    "all_reduce": _collective(_all_reduce, lambda b, *_: b, lambda b, *_: b),
-    "broadcast": _collective(_broadcast, lambda b, *_: b, lambda b, *_: b),
-}
+_COLLECTIVES: Final = {name: _collective(name) for name in _EXCHANGES}
 
 # torch's functions of even pieces are bound where they are imported, and call these of the group.
 _METHODS_OF_GROUPS: Final = {
