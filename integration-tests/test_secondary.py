@@ -6,7 +6,6 @@ Four ranks are two nodes of two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import parity
@@ -87,7 +86,7 @@ def test_parameters_cross_to_other_nodes_once_per_step(
     model, optimizer = _chain(group, window=window)
     for _ in range(3):  # the order is recorded in the first
         with record_traffic(group) as traffic:
-            _step(model, optimizer, num_micro_batches)
+            parity.step_chain(model, optimizer, num_micro_batches)
     gathers, reductions = (traffic.operations[n] for n in ("all_gather", "reduce_scatter"))
 
     others, mates = 2, 1  # ranks of the other node, and of this one
@@ -107,7 +106,7 @@ def test_its_bytes_are_half_of_each_unit_that_shares_a_slot(group: Group, window
     """Beside slots it is the largest thing that hpZ adds; who plans memory must know it exactly."""
     model, optimizer = _chain(group, window=window)
     for _ in range(3):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     slots = [unit.slot.index for unit in find_sharded(model).units if unit.slot is not None]
     shared = sum(slots.count(slot) > 1 for slot in slots)
     report = memory_report(model)
@@ -185,7 +184,7 @@ def test_one_node_has_nothing_to_keep(group: Group) -> None:
     """Every gather is local there: the copy would be memory for nothing."""
     model, optimizer = _chain(group, window=1)
     with record_traffic(group) as traffic:
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     assert (traffic.across(), memory_report(model).secondary_bytes) == (Sent(), 0)
 
 
@@ -217,13 +216,4 @@ def test_what_the_ranks_do_not_allow_is_refused_on_all(group: Group) -> None:
 
 
 def _chain(group: Group, window: int, wire: Wire = NEAR) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(partial(parity.Chain, NUM_BLOCKS))
-    config = ZeroConfig(3, window=window, wire=wire)
-    return zero_engine.shard(model, parity.adamw(model), config, group=group)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, num_micro_batches: int = 1) -> None:
-    for _ in range(num_micro_batches):
-        model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return parity.shard_chain(group, ZeroConfig(3, window=window, wire=wire))
