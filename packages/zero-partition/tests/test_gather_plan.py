@@ -142,20 +142,14 @@ def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another() -> None
         assert not due
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("window", 0, 1),
-        ("window", None, 1),
-        ("window", True, 1),
-        ("max_live_numel", 0, 1),
-        ("prefetch_numel", -1, 0),
-        ("max_reuse_numel", 1.5, 0),
-        ("read_ahead", None, 0),
-    ],
-)
-def test_a_bound_of_the_schedule_that_is_none_is_refused(name: str, value: Any, least: int) -> None:
+def test_a_bound_of_the_schedule_that_is_none_is_refused() -> None:
     """It would be found in the middle of a step."""
-    expected = re.escape(f"Limits.{name}: expected an int of at least {least}, got {value!r}")
-    with pytest.raises(PartitionError, match=expected):
-        Limits(**{name: value})
+    bounds: list[tuple[str, Any, int]] = [
+        *(("window", value, 1) for value in (0, None, True)),
+        *(("max_live_numel", 0, 1), ("prefetch_numel", -1, 0)),
+        *(("max_reuse_numel", 1.5, 0), ("read_ahead", None, 0)),
+    ]
+    for name, value, least in bounds:
+        says = re.escape(f"Limits.{name}: expected an int of at least {least}, got {value!r}")
+        with pytest.raises(PartitionError, match=says):
+            Limits(**{name: value})
