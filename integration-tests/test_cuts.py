@@ -279,39 +279,6 @@ def test_a_gather_sends_what_a_rank_keeps_and_never_pads_to_the_largest(group: G
 # ---- Who decides ----
 
 
-def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group(group: Group) -> None:
-    """Embeddings, matrices and the rest often want something else each."""
-
-    def by_dims(name: str, param: nn.Parameter) -> str | None:
-        return "row" if param.dim() > 1 and name.startswith("blocks.") else None
-
-    for cut in ({"blocks.*.weight": "row", "*": "flat"}, by_dims):
-        model = parity.build(parity.tiny_float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zero_engine.shard(model, optimizer, ZeroConfig(2, cut=cut), group=group)
-        found = _dims_of_shards(model, optimizer)
-        assert found["blocks.0.up.weight"] == found["blocks.2.down.weight"] == 2
-        assert found["embed.weight"] == found["lift.weight"] == 1
-
-    model = parity.build(parity.tiny_float32)
-    entries = [
-        {"params": structured.matrices(model), "cut": "tensor"},
-        {"params": structured.others(model)},
-    ]
-    optimizer = torch.optim.SGD(entries, lr=0.1)
-    zero_engine.shard(model, optimizer, ZeroConfig(2, cut={"embed.weight": "row"}), group=group)
-    shards = [param for entry in optimizer.param_groups for param in entry["params"]]
-    assert [param.dim() for param in shards[:3]] == [2, 2, 2]
-    rows = torch.tensor([float(len(shards[0]))])
-    torch.distributed.all_reduce(rows, group=group.process_group)
-    assert 0 < len(shards[0]) < rows.item() == parity.VOCABULARY  # the user's word counts first
-
-
-def _dims_of_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    names = [name for name, _ in model.named_parameters()]
-    return dict(zip(names, (p.dim() for p in optimizer.param_groups[0]["params"]), strict=True))
-
-
 def _shard_by(
     name: str, cut: Any = None, stage: int = 3
 ) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, ZeroConfig]]:

@@ -43,7 +43,7 @@ def _init(module: nn.Module) -> None:
         nn.init.normal_(module.embed.weight, std=0.1)
         nn.init.ones_(module.scale)
         module.head.weight.data[1:3] = 4.0
-        module.frequencies.copy_(torch.arange(4.0))
+        nn.init.normal_(module.frequencies)
         module.mask.copy_(torch.ones(3, 3).tril())
         module.table = torch.arange(3.0)
 

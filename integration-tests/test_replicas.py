@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +145,11 @@ def test_other_choices_change_no_bit(group: Group, stage: int, tmp_path: Path) -
 @pytest.mark.ranks(4)
 def test_only_shards_of_gradients_cross_to_other_nodes(group: Group, stage: int) -> None:
     """2M(W-L)/(W L) per rank: arXiv 2304.11277 rounds up to 2M(W-1)/(W L)."""
-    model = parity.build(partial(parity.Chain, NUM_BLOCKS))
     config = ZeroConfig(stage, window=1, wire=REPLICAS)
-    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
+    model, optimizer = parity.shard_chain(group, config)
     for _ in range(3):
         with record_traffic(group) as traffic:
-            parity.finish_step(model(torch.ones(1, 64)).sum(), optimizer)
+            parity.step_chain(model, optimizer)
     sent = {
         name: (of.inside.payload_numel, of.across.payload_numel, of.padding_bytes)
         for name, of in traffic.operations.items()
@@ -244,9 +242,7 @@ def test_one_replica_is_saved_and_loads_anywhere(group: Group, stage: int, tmp_p
 def test_a_circle_through_several_groups_is_found(group: Group) -> None:
     """A rank waits in its node, its neighbour for the other node: no group sees all of it."""
     group = Group.from_process_group(group.process_group, patience_s=0.5)
-    model = parity.build(partial(parity.Chain, 2))
-    config = ZeroConfig(2, wire=REPLICAS)
-    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
+    model, optimizer = parity.shard_chain(group, ZeroConfig(2, wire=REPLICAS), 2)
     began = time.monotonic()
     with pytest.raises(DivergenceError, match=r"rank 0 waits for rank \d in .*rank 1 waits for"):
         for _ in range(2 if group.rank == 0 else 1):
@@ -254,7 +250,7 @@ def test_a_circle_through_several_groups_is_found(group: Group) -> None:
         optimizer.step()
         zero_engine.clip_grad_norm_(model, 1.0)
         for _ in range(2):  # as if nothing were wrong
-            parity.finish_step(model(torch.ones(1, 64)).sum(), optimizer)
+            parity.step_chain(model, optimizer)
     assert time.monotonic() - began < 15
 
 
@@ -269,6 +265,5 @@ def test_other_levels_on_other_ranks_are_refused(group: Group) -> None:
     """Half of the ranks would wait for shards that nobody has."""
     levels = [Levels.of_nodes(group, size) for size in (1, 2)]
     wire = Wire(levels=levels[group.rank % 2], replicas=True)
-    model = parity.build(partial(parity.Chain, 2))
     with pytest.raises((PartitionError, RuntimeError), match="ranks disagree"):
-        zero_engine.shard(model, None, ZeroConfig(3, wire=wire), group=group)
+        parity.shard_chain(group, ZeroConfig(3, wire=wire), 2)

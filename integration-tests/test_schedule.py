@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 from unittest import mock
 
 import attrs
@@ -68,9 +67,9 @@ def test_what_happens_is_what_the_report_says(
     group: Group, options: dict[str, int], transport: str
 ) -> None:
     """A table nobody can trust is worse than none: it is compared with the calls themselves."""
-    model, optimizer = _shard_chain(_over(group, transport), **options)
+    model, optimizer = parity.shard_chain(_over(group, transport), ZeroConfig(3, **options))
     for _ in range(3):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     model(torch.ones(1, WIDTH)).sum().backward()
     happened: list[tuple[str, bool]] = []  # units, and whether they were launched before their use
     units = [unit for unit in find_sharded(model).units if unit.name.startswith("layers.")]
@@ -106,10 +105,10 @@ def test_the_limit_decides_how_much_is_whole_and_what_is_sent_again(
 ) -> None:
     """3 psi (N-1)/N, less what is still whole when its backward begins; and bytes of slots."""
     for options in ({"max_live_numel": num_live * BLOCK}, {"window": num_live}):
-        model, optimizer = _shard_chain(group, **options)
+        model, optimizer = parity.shard_chain(group, ZeroConfig(3, **options))
         for _ in range(4):
             with record_traffic(group) as traffic:
-                _step(model, optimizer)
+                parity.step_chain(model, optimizer)
             assert memory_report(model).slots_bytes == 4 * num_live * BLOCK
         report = schedule_report(model)
 
@@ -140,7 +139,6 @@ def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group:
         model(torch.ones(2, WIDTH)).sum().backward()
         slots.append(memory_report(model).slots_bytes)
         optimizer.step()
-        optimizer.zero_grad()
 
     assert slots == [3 * 4 * BLOCK, 2 * 4 * BLOCK]  # at first, each enclosing unit has its own
 
@@ -158,10 +156,10 @@ def test_small_parameters_rest_whole_and_are_not_gathered(group: Group) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     zero_engine.shard(model, optimizer, ZeroConfig(3, small_param_numel=WIDTH), group=group)
     for _ in range(3):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     assert all(layer.bias.isfinite().all() for layer in model)  # whole between steps
     with record_traffic(group) as traffic:
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
 
     whole, sharded, report = NUM_BLOCKS * WIDTH, NUM_BLOCKS * BLOCK, memory_report(model)
     assert report.params_bytes == 4 * whole + 4 * sharded // 2
@@ -180,38 +178,6 @@ def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(gr
 
     whole = [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() > 4]
     assert whole == ["0.bias", "1.bias"]
-
-
-@pytest.mark.parametrize("transport", ["reads", "messages"])
-def test_small_parameters_are_saved_loaded_read_and_set_like_others(
-    group: Group, transport: str
-) -> None:
-    """They are of the model; where they rest is no concern of its user."""
-    group = _over(group, transport)
-    plain = parity.build()
-    model = parity.build()
-    zero_engine.shard(model, None, ZeroConfig(3, small_param_numel=13), group=group)
-    whole = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(whole, plain.state_dict(), what="saved")
-
-    other = parity.build(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(zero_engine.full_param(model.scale), other.scale)
-    assert torch.equal(zero_engine.full_param(model.embed.weight), other.embed.weight)
-    with zero_engine.GatheredParameters([model.scale, model.embed.weight], modifier_rank=1):
-        if group.rank == 1:
-            model.scale.data.fill_(2.0)
-            model.embed.weight.data.fill_(3.0)
-    assert torch.equal(model.scale, torch.full((1,), 2.0))
-    assert zero_engine.full_param(model.embed.weight).eq(3).all()
-    zero_engine.set_full_param(model.scale, torch.full((1,), 4.0))
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
-    with zero_engine.unsharded(model):
-        assert torch.equal(model.blocks[0].up.weight, other.blocks[0].up.weight)
-        assert torch.equal(model.scale, torch.full((1,), 4.0))
-    zero_engine.unshard(model)
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
 
 
 def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> None:
@@ -235,9 +201,9 @@ def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> Non
 
 def test_the_table_names_units_bytes_and_moments(group: Group) -> None:
     """What a user prints to see why a step waits; who never does needs no tabulate."""
-    model, optimizer = _shard_chain(group)
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3))
     for _ in range(2):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     lines = zero_engine.schedule_table(model).splitlines()
     assert lines[0].split() == ["unit", "bytes", "slot", "gathered", "used", "released"]
     for text in ("layers.0", f"{4 * BLOCK}", "at its use", "forward of layers.0"):
@@ -252,18 +218,7 @@ def test_the_table_names_units_bytes_and_moments(group: Group) -> None:
 def test_there_is_a_table_at_every_stage_and_before_the_first_step(group: Group) -> None:
     """Empty where nothing is ever gathered, or nothing is known yet."""
     for stage in parity.STAGES:
-        model, optimizer = _shard_chain(group, stage=stage)
+        model, optimizer = parity.shard_chain(group, ZeroConfig(stage))
         assert schedule_report(model).rows == ()
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
         assert attrs.astuple(schedule_report(model)) == ((), 0, 0)
-
-
-def _shard_chain(
-    group: Group, *, stage: int = 3, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(parity.Chain)
-    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage, **options), group=group)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parity.finish_step(model(torch.ones(1, WIDTH)).sum(), optimizer)

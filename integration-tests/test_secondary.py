@@ -6,7 +6,6 @@ Four ranks are two nodes of two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import parity
@@ -17,7 +16,7 @@ from parity import Recipe, ZeroConfig
 from parking import PoisonedBackup
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zero_comm import Group, Levels, Sent, even_splits, record_traffic
+from zero_comm import Group, Levels, Sent, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, StateKind, memory_report
 from zero_partition.seams import find_sharded, offload_states, reload_states
@@ -87,7 +86,7 @@ def test_parameters_cross_to_other_nodes_once_per_step(
     model, optimizer = _chain(group, window=window)
     for _ in range(3):  # the order is recorded in the first
         with record_traffic(group) as traffic:
-            _step(model, optimizer, num_micro_batches)
+            parity.step_chain(model, optimizer, num_micro_batches)
     gathers, reductions = (traffic.operations[n] for n in ("all_gather", "reduce_scatter"))
 
     others, mates = 2, 1  # ranks of the other node, and of this one
@@ -107,7 +106,7 @@ def test_its_bytes_are_half_of_each_unit_that_shares_a_slot(group: Group, window
     """Beside slots it is the largest thing that hpZ adds; who plans memory must know it exactly."""
     model, optimizer = _chain(group, window=window)
     for _ in range(3):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     slots = [unit.slot.index for unit in find_sharded(model).units if unit.slot is not None]
     shared = sum(slots.count(slot) > 1 for slot in slots)
     report = memory_report(model)
@@ -119,29 +118,6 @@ def test_its_bytes_are_half_of_each_unit_that_shares_a_slot(group: Group, window
     assert report.total_bytes == rest + report.secondary_bytes
     zero_engine.release_buffers(model)
     assert memory_report(model).secondary_bytes == 0
-
-
-@pytest.mark.ranks(4)
-def test_its_padding_is_zero(group: Group) -> None:
-    """What lies there travels with every gather, and a NaN would spread."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(3, window=1, wire=NEAR))
-    parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    kept = 0
-    for unit in find_sharded(model).units:
-        if unit.secondary is None or unit.secondary.version < 0:
-            continue
-        for buffer, part in zip(unit.buffers, unit.secondary._parts, strict=True):
-            layout = buffer.plan.layout
-            splits = even_splits(layout.numel, 2)
-            start = sum(splits[: unit.secondary.group.rank])
-            in_tensor = torch.zeros(layout.numel, dtype=torch.bool)
-            for span in layout.spans:
-                in_tensor[span.as_slice()] = True
-            padding = part[~in_tensor[start : start + part.numel()]]
-            assert padding.eq(0).all(), unit.name
-            kept += padding.numel()
-
-    assert kept > 0
 
 
 # ---- When it is out of date ----
@@ -208,7 +184,7 @@ def test_one_node_has_nothing_to_keep(group: Group) -> None:
     """Every gather is local there: the copy would be memory for nothing."""
     model, optimizer = _chain(group, window=1)
     with record_traffic(group) as traffic:
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     assert (traffic.across(), memory_report(model).secondary_bytes) == (Sent(), 0)
 
 
@@ -240,13 +216,4 @@ def test_what_the_ranks_do_not_allow_is_refused_on_all(group: Group) -> None:
 
 
 def _chain(group: Group, window: int, wire: Wire = NEAR) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(partial(parity.Chain, NUM_BLOCKS))
-    config = ZeroConfig(3, window=window, wire=wire)
-    return zero_engine.shard(model, parity.adamw(model), config, group=group)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, num_micro_batches: int = 1) -> None:
-    for _ in range(num_micro_batches):
-        model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return parity.shard_chain(group, ZeroConfig(3, window=window, wire=wire))

@@ -84,26 +84,6 @@ def _load(group: Group, saved: list[Any]) -> None:
         assert list(mine.state_dict()["state"]) == sorted(mine.state_dict()["state"])
 
 
-def test_state_of_torch_s_loads_here_and_ours_there(group: Group) -> None:
-    """Nobody starts a run again to change the library."""
-    options = {"lr": 0.1, "amsgrad": True}
-    oracle, mine = _pair(group, torch.optim.Adam, **options)
-    theirs = torchs_optimizer()(make_params(*SHAPES), torch.optim.Adam, **options)
-    for optimizer in (theirs, mine, oracle):
-        _step(optimizer, range(3))
-    states = []
-    for optimizer in (theirs, mine):
-        for to in range(2):
-            optimizer.consolidate_state_dict(to=to)
-            if group.rank == to:
-                states.append(copy.deepcopy(optimizer.state_dict()))
-    theirs.load_state_dict(states[1])
-    mine.load_state_dict(states[0])
-    for optimizer in (oracle, theirs, mine):
-        _step(optimizer, range(3, 6))
-        assert_alike(oracle, optimizer)
-
-
 # ---- Putting it together ----
 
 
@@ -155,17 +135,8 @@ def test_any_rank_or_all_receive_what_stays_of_one_moment(group: Group) -> None:
     assert same(before, optimizer.state_dict()["state"])
 
 
-def test_state_travels_once_as_tensors_to_whom_it_is_for(ranks) -> None:
+def test_state_travels_once_as_tensors_to_whom_it_is_for(group: Group) -> None:
     """Torch's pickles all of a rank's state, and sends it to everyone."""
-    (sent_by_first, state_of_first), (sent_by_second, state_of_second) = ranks(2).run(
-        _count_traffic
-    )
-
-    assert sent_by_second == state_of_second > 0
-    assert sent_by_first == 0 < state_of_first
-
-
-def _count_traffic(group: Group) -> tuple[int, int]:
     params = make_params((600, 700), (500, 600), (64, 64))  # alone and packed
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1, momentum=0.9)
     _step(optimizer, range(1))
@@ -176,8 +147,11 @@ def _count_traffic(group: Group) -> tuple[int, int]:
         mock.patch.object(pickle, "Pickler", refuse),
     ):
         optimizer.consolidate_state_dict(to=0)
+    own = tensor_bytes(dict(optimizer.state))
+
+    assert own > 0
     assert set(traffic.operations) == {"gather", "agree"}
-    return traffic.operations["gather"].payload_bytes, tensor_bytes(dict(optimizer.state))
+    assert traffic.operations["gather"].payload_bytes == (own if group.rank else 0)
 
 
 class Opaque(torch.optim.SGD):
