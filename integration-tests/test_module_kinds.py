@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from training import assert_weights_of
+from training import assert_trains_as_plain, assert_weights_of
 from zero_comm import Group
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
@@ -398,37 +398,22 @@ _ROUNDED = {"encoder"}
 @pytest.mark.parametrize(("turn", "kind"), list(enumerate(KINDS)))
 def test_modules_of_every_kind_train_as_in_plain_torch(group: Group, turn: int, kind: str) -> None:
     """What a module does between its call and its return is its author's business."""
-    plain = parity.build(KINDS[kind])
-    losses, outputs = _train(plain, _adamw(plain))
-
-    for stage in (turn % 2 * 2, 3):
-        model, optimizer = _sharded(group, KINDS[kind], stage)
-        ours, evaluated = _train(model, optimizer)
-        assert ours == losses, f"stage {stage}"
-        tolerance = 1e-5 if kind in _ROUNDED else 0.0
-        torch.testing.assert_close(evaluated, outputs, rtol=0, atol=tolerance)
-        state = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            assert list(state) == list(plain.state_dict())
-            for key, value in plain.state_dict().items():
-                assert state[key].dtype == value.dtype, key
-                assert torch.equal(_bits(state[key]), _bits(value)), f"stage {stage}: {key}"
+    configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
+    how: Any = {"make_optimizer": _adamw, "tolerance": 1e-5 if kind in _ROUNDED else 0.0}
+    for model, _ in assert_trains_as_plain(group, KINDS[kind], _train, *configs, **how):
         _assert_at_rest(model)
 
 
 def test_a_sharded_model_may_be_wrapped_and_given_hooks(group: Group) -> None:
     """A wrapper answers for the module inside; a hook of the user's may come after ours."""
-    plain = _add_hooks(parity.build(_tanh_blocks))
-    expected = _train(plain, _adamw(plain))
-    for stage in (0, 2, 3):
-        model, optimizer = _sharded(group, _tanh_blocks, stage)
-        wrapped = _Delegating(_add_hooks(model))
 
-        losses, outputs = _train(wrapped, optimizer)
-        assert losses == expected[0], f"stage {stage}"
-        assert all(map(torch.equal, outputs, expected[1]))
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        return _train(_Delegating(_add_hooks(model)), optimizer)
+
+    configs = [ZeroConfig(stage, window=2) for stage in (0, 2, 3)]
+    for model, _ in assert_trains_as_plain(group, _tanh_blocks, run, *configs):
         with pytest.raises(StateError, match="pass the very module"):
-            zero_engine.full_state_dict(wrapped)
+            zero_engine.full_state_dict(_Delegating(model))
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
@@ -467,28 +452,23 @@ def _sharded(
     return zero_engine.shard(model, _adamw(model), ZeroConfig(stage, window=2), group=group)
 
 
-def _bits(value: Tensor) -> Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
-
-
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[Tensor]]:
-    losses, outputs = [], []
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Losses, and what it gives in evaluation."""
+    found: list[float] = []
     for step in range(NUM_STEPS):
         with torch.autograd.set_multithreading_enabled(step != 1):
             loss = model(_x(step)).square().mean()
-            loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+            found.append(loss.item())
+            parity.finish_step(loss, optimizer)
         model.eval()
         with torch.no_grad() if step % 2 else torch.inference_mode():
-            outputs.append(model(_x(50)).clone())
+            found += model(_x(50)).flatten().tolist()
         model.train()
-    return losses, outputs
+    return found
 
 
 def _assert_at_rest(model: nn.Module) -> None:

@@ -6,7 +6,8 @@ All ranks see the same batch, so that plain torch in the same process is the ora
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import attrs
@@ -20,7 +21,7 @@ from residual import Blocks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from training import assert_weights_of, train
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import AtRestError, StateError
 from zero_partition.seams import find_sharded
@@ -143,18 +144,6 @@ def _build(make: Callable[[], nn.Module] = Blocks) -> tuple[nn.Module, nn.Module
     return parity.build(make), parity.build(make)
 
 
-def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable = _plain_loss
-) -> list[float]:
-    """With an evaluation after each step."""
-    losses = []
-    for step in range(3):
-        losses += train(model, optimizer, lambda m, _, s=step: loss_of(m, s), num_steps=1)
-        with torch.no_grad():
-            losses.append(_plain_loss(model, step).item())
-    return losses
-
-
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
@@ -162,31 +151,29 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 def _trains_as_plain(
     group: Group,
     make: Callable[[], nn.Module],
-    ways: Iterable[tuple[int, int]],
-    loss_of: Callable = _plain_loss,
+    *configs: ZeroConfig,
+    loss_of: Callable[[nn.Module, int], Tensor] = _plain_loss,
 ) -> None:
-    """At these stages and windows."""
-    plain = parity.build(make)
-    expected = _train(plain, _adamw(plain), loss_of)
-    for stage, window in ways:
-        model = parity.build(make)
-        optimizer = _adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage, window=window), group=group)
-        assert _train(model, optimizer, loss_of) == expected, f"stage {stage}, window {window}"
-        assert_weights_of(model, plain, group=group, what=f"stage {stage}, window {window}")
-        assert not find_sharded(model).outside.num_bytes
+    def loss_and_evaluation(model: nn.Module, step: int) -> Tensor:
+        with torch.no_grad():
+            evaluated = _plain_loss(model, step)
+        return loss_of(model, step) + evaluated
+
+    run = partial(train, loss_of=loss_and_evaluation, num_steps=3)
+    assert_trains_as_plain(group, make, run, *configs, make_optimizer=_adamw)
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_use_outside_the_unit_has_the_numbers_of_plain_torch(group: Group, make: str) -> None:
     """Reading a child's weight is ordinary torch; at rest it is NaN."""
-    _trains_as_plain(group, MAKERS[make], [(0, 3), (1, 3), (2, 3), (3, 1), (3, 3)])
+    configs = [ZeroConfig(stage) for stage in parity.STAGES]
+    _trains_as_plain(group, MAKERS[make], *configs, ZeroConfig(3, window=1))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_may_use_weights_after_the_forward(group: Group, loss: str) -> None:
     """Tied projections and regularisers are written outside the model."""
-    _trains_as_plain(group, Blocks, [(3, 3)], LOSSES[loss])
+    _trains_as_plain(group, Blocks, ZeroConfig(3), loss_of=LOSSES[loss])
 
 
 def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group) -> None:
