@@ -19,7 +19,6 @@ from training import assert_weights_of
 from zero_comm import Group
 from zero_engine import FileError, Offload
 from zero_partition import LoadError, Precision, StateError
-from zero_partition.seams import find_sharded
 
 BEFORE, AFTER = 3, 3  # steps
 FORMS = {
@@ -177,15 +176,11 @@ def _load_masters(group: Group, folder: str) -> None:
     zero_engine.load_deepspeed(folder, model, optimizer)
 
     expected = dict(_trained()[0].named_parameters())
-    sharded = find_sharded(model)
-    assert sharded is not None
-    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
-        for piece in buffer.pieces:
-            whole = expected[buffer.plan.params[piece.index].name].detach().view(-1)
-            part = whole[piece.in_tensor.as_slice()]
-            assert torch.equal(buffer.shard[piece.in_shard.as_slice()], part.bfloat16())
-            if buffer.plan.trainable:
-                assert torch.equal(buffer.trained[piece.in_shard.as_slice()], part)
+    for name, param in model.named_parameters():
+        assert torch.equal(zero_engine.full_param(param).float(), expected[name]), name
+    with zero_engine.unsharded(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name].bfloat16()), name
 
 
 def test_weights_alone_go_into_a_model_that_is_not_there_yet(ranks, tmp_path: Path) -> None:
