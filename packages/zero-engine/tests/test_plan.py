@@ -83,31 +83,25 @@ def test_what_describes_no_model_says_so(tmp_path: Path) -> None:
         assert "transformers" in said and "\n" not in said and len(said) < 500
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"world_size": 0}, ConfigError, "world_size to be at least 1, got 0"),
-        ({"world_size": 4, "rank": 4}, ConfigError, "a rank below 4, got 4"),
-        ({"world_size": 4, "ranks_per_node": 3}, ConfigError, "to divide world_size=4, got 3"),
-        ({"stage": 2, "config": ZeroConfig(3)}, ConfigError, "got both"),
-        ({"optimizer": 3}, ConfigError, "expected optimizer to be a name"),
-        ({"optimizer": "adamwho"}, ConfigError, "adamwho"),
-        # What shard() refuses.
-        ({"config": ZeroConfig(0, precision=BF16)}, PartitionError, "use stage 1"),
-        (
-            {"config": ZeroConfig(2, units=["nowhere"])},
-            PartitionError,
-            "has no module of this name",
-        ),
-        ({"config": ON_HOST, "optimizer": None}, PartitionError, "there is no optimizer"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: dict, error: type[Exception], message: str
-) -> None:
+def test_arguments_that_make_no_sense_are_refused() -> None:
     """A plan of something else than was meant is worse than none; and better here than later."""
-    with pytest.raises(error, match=message):
-        zero_engine.plan(_mlp(), **{"world_size": 2, **arguments})
+    for arguments, message in (
+        ({"world_size": 0}, "world_size to be at least 1, got 0"),
+        ({"world_size": 4, "rank": 4}, "a rank below 4, got 4"),
+        ({"world_size": 4, "ranks_per_node": 3}, "to divide world_size=4, got 3"),
+        ({"stage": 2, "config": ZeroConfig(3)}, "got both"),
+        ({"optimizer": 3}, "expected optimizer to be a name"),
+        ({"optimizer": "adamwho"}, "adamwho"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            zero_engine.plan(_mlp(), **{"world_size": 2, **arguments})
+    for arguments, message in (  # what shard() refuses
+        ({"config": ZeroConfig(0, precision=BF16)}, "use stage 1"),
+        ({"config": ZeroConfig(2, units=["nowhere"])}, "has no module of this name"),
+        ({"config": ON_HOST, "optimizer": None}, "there is no optimizer"),
+    ):
+        with pytest.raises(PartitionError, match=message):
+            zero_engine.plan(_mlp(), **{"world_size": 2, **arguments})
 
 
 def test_traffic_across_nodes_is_that_to_their_ranks() -> None:
