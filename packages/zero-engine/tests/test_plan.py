@@ -148,6 +148,10 @@ def test_a_bound_on_the_host_leads_to_the_disk() -> None:
 
 def test_what_fits_leaves_the_reserve_free() -> None:
     """What a plan does not know has to fit as well; so of every size that the table names."""
+    assert _recommended(_mlp(), 8, device=1000) is None
+    small = Room(device=1000)
+    said = options_table(plan_options(_mlp(), world_size=8, room=small), small)
+    assert "Nothing fits in 1.00 KB of a device." in said
     needed = plan_options(_mlp(), world_size=8)[1].device_bytes
     for reserve, fits in ((0.0, needed), (0.2, needed * 5 // 4 + 1), (0.5, 2 * needed)):
         for device, expected in ((fits, "stage 1"), (fits - 3, "stage 2")):
@@ -159,15 +163,6 @@ def test_what_fits_leaves_the_reserve_free() -> None:
     for wrong in (1, -0.1, "20%", True):
         with pytest.raises(ConfigError, match=r"Room\.reserve: expected int or float of at least"):
             Room(reserve=wrong)  # type: ignore[arg-type]
-
-
-def test_nothing_is_recommended_where_nothing_fits() -> None:
-    """And the sentence says what comes nearest."""
-    room = Room(device=1000)
-
-    assert _recommended(_mlp(), 2, device=1000) is None
-    said = options_table(plan_options(_mlp(), world_size=2, room=room), room)
-    assert "Nothing fits in 1.00 KB of a device." in said
 
 
 def test_activations_take_of_the_device() -> None:
