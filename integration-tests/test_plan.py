@@ -354,7 +354,7 @@ class _Sampling(TorchDispatchMode):
 
 def test_the_peak_of_sharding_is_planned(group: Group) -> None:
     """A model that trains but cannot be sharded is found out only when all ranks have started."""
-    for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
+    for stage, precision in ((2, None), (2, BF16), (3, None), (3, BF16)):
         config = ZeroConfig(stage, precision=precision)
         plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
         parity.count_from_here()
