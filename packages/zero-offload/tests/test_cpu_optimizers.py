@@ -246,7 +246,7 @@ def test_a_rollback_without_a_step_says_so() -> None:
         optimizer.rollback()
 
 
-@pytest.mark.parametrize("keeps", ["grads", "strides", "params", "state"])
+@pytest.mark.parametrize("keeps", ["grads", "strides", "params", "options", "state"])
 def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
     """Steps reuse what the last one found; a stale address would be silent corruption."""
     ours, torchs = _params(), _params()
@@ -261,6 +261,11 @@ def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
             elif keeps == "params":
                 params[0].data = params[0].data.clone()
                 params[4].data = params[4].data.flip(0).contiguous()
+            elif keeps == "options":
+                change = ({"maximize": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.1})[
+                    turn % 3
+                ]
+                optimizer.param_groups[0].update(change)
             elif turn:
                 entries = optimizer.state[params[0]]
                 entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
