@@ -250,8 +250,8 @@ def test_a_rollback_without_a_step_says_so() -> None:
 def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
     """Steps reuse what the last one found; a stale address would be silent corruption."""
     ours, torchs = _params(), _params()
-    mine = CPUAdam(ours, amsgrad=True)
-    theirs = torch.optim.AdamW(torchs, weight_decay=0, amsgrad=True)
+    mine = CPUAdam(ours, betas=(0.5, 0.9), amsgrad=True)
+    theirs = torch.optim.AdamW(torchs, betas=(0.5, 0.9), weight_decay=0, amsgrad=True)
     for turn in range(8):
         for params, optimizer in ((ours, mine), (torchs, theirs)):
             _set_grads(params, turn)
