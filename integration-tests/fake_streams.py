@@ -68,7 +68,6 @@ class Recorder:
     """What was done, in which order, and what nothing orders."""
 
     problems: list[str] = field(factory=list)
-    num_uses: int = 0
     num_collectives: int = 0
     copies: list[str] = field(factory=list)  # the streams that copied between host and device
     _clocks: dict[str, Clock] = field(factory=dict)
@@ -112,14 +111,13 @@ class Recorder:
         memory = self.memory_of(tensor)
         if memory is not None and not memory.uses:
             memory.device = device
-            memory.stream = current_stream().name if device == CUDA else "host"
+            memory.stream = _current_stream().name if device == CUDA else "host"
 
     def use(self, tensor: Tensor, timeline: str, at: int, *, writes: bool, what: str) -> None:
         """Note it, and what it is not ordered with."""
         memory = self.memory_of(tensor)
         if memory is None or not tensor.numel():
             return
-        self.num_uses += 1
         size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         use = _Use(start, start + (reach + 1) * size, writes, timeline, at, what)
@@ -162,25 +160,19 @@ def _said(use: _Use) -> str:
 # ---- Streams and events ----
 
 
-class FakeEvent:
+class _Event:
     """A moment of a stream."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.device = device
         self._clock: Clock = {}
 
-    def record(self, stream: FakeStream | None = None) -> None:
-        """All that the stream was given so far."""
-        name = (stream or current_stream()).name
+    def record(self, stream: _Stream | None = None) -> None:
+        name = (stream or _current_stream()).name
         _the_recorder().tick(name)
         self._clock = dict(_the_recorder().clock(name))
 
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """As `stream.wait_event`."""
-        (stream or current_stream()).wait_event(self)
-
     def synchronize(self) -> None:
-        """The host waits."""
         _the_recorder().join("host", self._clock)
 
     def query(self) -> bool:
@@ -188,45 +180,31 @@ class FakeEvent:
         host = _the_recorder().clock("host")
         return all(host.get(name, 0) >= at for name, at in self._clock.items())
 
-    def elapsed_time(self, other: FakeEvent) -> float:
-        """None passes."""
-        del other
-        return 0.0
 
-
-class FakeStream:
+class _Stream:
     """One thing after another."""
 
     def __init__(self, device: Any = None, name: str | None = None, **_: Any) -> None:
+        _SHARED["number"] += 1
         self.device = CUDA
-        self.name = name or f"stream {_next_number()}"
+        self.name = name or f"stream {_SHARED['number']}"
 
-    cuda_stream = 0
-
-    def wait_stream(self, other: FakeStream) -> None:
-        """What comes next comes after all that the other was given so far."""
+    def wait_stream(self, other: _Stream) -> None:
         _the_recorder().join(self.name, _the_recorder().clock("host"))
         _the_recorder().join(self.name, _the_recorder().clock(other.name))
 
-    def wait_event(self, event: FakeEvent) -> None:
-        """What comes next comes after the event."""
+    def wait_event(self, event: _Event) -> None:
         _the_recorder().join(self.name, event._clock)
 
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """An event of now."""
-        event = event or FakeEvent()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for all that it was given."""
         _the_recorder().join("host", _the_recorder().clock(self.name))
 
-    def query(self) -> bool:
-        """As of an event."""
-        return self.record_event().query()
-
-    def __enter__(self) -> FakeStream:
+    def __enter__(self) -> _Stream:
         _stack().append(self)
         return self
 
@@ -238,29 +216,24 @@ _STATE: Final = threading.local()
 _SHARED: Final[dict[str, Any]] = {"recorder": None, "number": 0, "default": None}
 
 
-def _next_number() -> int:
-    _SHARED["number"] += 1
-    return _SHARED["number"]
-
-
 def _the_recorder() -> Recorder:
     return _SHARED["recorder"]
 
 
-def _stack() -> list[FakeStream]:
+def _stack() -> list[_Stream]:
     if not hasattr(_STATE, "stack"):
         _STATE.stack = []
     return _STATE.stack
 
 
-def current_stream(device: Any = None) -> FakeStream:
+def _current_stream(device: Any = None) -> _Stream:
     """Of this thread."""
     del device
     return _stack()[-1] if _stack() else _SHARED["default"]
 
 
 @contextlib.contextmanager
-def _stream(stream: FakeStream | None) -> Iterator[None]:
+def _stream(stream: _Stream | None) -> Iterator[None]:
     """As torch.cuda.stream; a thread that comes along is seen from here on."""
     if stream is None:
         yield
@@ -317,7 +290,7 @@ def _note(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         return
     touched = [*writes, *reads, *fresh]
     is_device = any(map(_is_on_device, touched))
-    timeline = current_stream().name if is_device else "host"
+    timeline = _current_stream().name if is_device else "host"
     at, what = recorder.tick(timeline), schema.name.removeprefix("aten::")
     for tensor in reads:
         recorder.use(tensor, timeline, at, writes=False, what=what)
@@ -349,20 +322,9 @@ def _is_on_device(tensor: Tensor) -> bool:
 
 
 _FACTORIES: Final = (
-    *(
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "tensor",
-        "arange",
-        "rand",
-        "randn",
-        "randint",
-        "as_tensor",
-    ),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    *("linspace", "empty_strided"),
+    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint"),
+    *("as_tensor", "linspace", "empty_strided", "empty_like", "zeros_like", "ones_like"),
+    *("full_like", "rand_like", "randn_like"),
 )
 _METHODS: Final = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
@@ -428,7 +390,7 @@ def _mover(name: str) -> Callable[..., Tensor]:
 _REAL: Final = {name: getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "numpy")}
 
 
-def _record(tensor: Tensor, stream: FakeStream) -> None:
+def _record(tensor: Tensor, stream: _Stream) -> None:
     memory = _the_recorder().memory_of(tensor)
     if memory is not None:
         memory.recorded.add(stream.name)
@@ -476,32 +438,57 @@ def _noted(move: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
 class _FakeWork:
     """A collective on a stream of its own; it holds its tensors until it is waited for."""
 
-    def __init__(self, done: FakeEvent, held: Sequence[Tensor]) -> None:
+    def __init__(self, done: _Event, held: Sequence[Tensor]) -> None:
         self._done, self._held = done, held
 
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits, and not the host."""
         del timeout
-        current_stream().wait_event(self._done)
+        _current_stream().wait_event(self._done)
         self._held = ()
         return True
 
 
-def _collective(exchange: Callable[..., None], reads: Any, writes: Any) -> Callable[..., _FakeWork]:
-    def launch(*args: Any, async_op: bool = False, **kwargs: Any) -> _FakeWork:
+# What each writes, what it reads, and what it makes of all that the ranks give, in rank order.
+_EXCHANGES: Final[dict[str, Callable[..., tuple[list[Tensor], list[Tensor], Any]]]] = {
+    "all_gather": lambda chunks, own: (chunks, [own], lambda every, _: [m for (m,) in every]),
+    "reduce_scatter": lambda out, chunks, op=None: (
+        [out],
+        chunks,
+        lambda every, rank: [_reduced([each[rank] for each in every], op)],
+    ),
+    "all_reduce": lambda buffer, op=None: (
+        [buffer],
+        [buffer],
+        lambda every, _: [_reduced([mine for (mine,) in every], op)],
+    ),
+    "broadcast": lambda buffer, src: ([buffer], [buffer], lambda every, _: every[src]),
+}
+
+
+def _reduced(values: list[Tensor], op: Any) -> Tensor:
+    total = sum(values[1:]) + values[0]
+    return total / len(values) if op == dist.ReduceOp.AVG else total
+
+
+def _collective(name: str) -> Callable[..., _FakeWork]:
+    def launch(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> _FakeWork:
         recorder, stream = _the_recorder(), _SHARED["nccl"]
-        taken, given = list(tree_iter(reads(*args))), list(tree_iter(writes(*args)))
-        for tensor in (*taken, *given):
-            assert _is_on_device(tensor), "NCCL takes tensors of a device"
+        written, read, make = _EXCHANGES[name](*args, **kwargs)
+        assert all(map(_is_on_device, (*written, *read))), "NCCL takes tensors of a device"
         recorder.num_collectives += 1
-        stream.wait_stream(current_stream())
+        stream.wait_stream(_current_stream())
         at = recorder.tick(stream.name)
-        for tensor, is_written in ((t, t_of is given) for t_of in (taken, given) for t in t_of):
-            what = exchange.__name__.removeprefix("_")
-            recorder.use(tensor, stream.name, at, writes=is_written, what=what)
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors:
+                recorder.use(tensor, stream.name, at, writes=writes, what=name)
         with _unseen(), torch.no_grad():
-            exchange(*args, **kwargs)
-        work = _FakeWork(stream.record_event(), (*taken, *given))
+            every: list[Any] = [None] * dist.get_world_size(group)
+            with mock.patch.object(torch.Tensor, "device", _REAL_DEVICE):
+                dist.all_gather_object(every, [each.clone() for each in read], group=group)
+            for out, value in zip(written, make(every, dist.get_rank(group)), strict=True):
+                out.copy_(value)
+        work = _FakeWork(stream.record_event(), (*written, *read))
         if not async_op:
             work.wait()
         return work
@@ -518,56 +505,7 @@ def _unseen() -> Iterator[None]:
         _STATE.is_muted = False
 
 
-def _swap(mine: Sequence[Tensor], group: Any) -> list[list[Tensor]]:
-    """What every rank gives, in rank order."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with mock.patch.object(torch.Tensor, "device", _REAL_DEVICE):
-        dist.all_gather_object(found, [each.clone() for each in mine], group=group)
-    return found
-
-
-def _all_gather(chunks: list[Tensor], own: Tensor, group: Any = None, **_: Any) -> None:
-    for chunk, (value,) in zip(chunks, _swap([own], group), strict=True):
-        chunk.copy_(value)
-
-
-def _reduce_scatter(
-    out: Tensor, chunks: list[Tensor], op: Any = None, group: Any = None, **_: Any
-) -> None:
-    rank, every = dist.get_rank(group), _swap(chunks, group)
-    total = sum(each[rank] for each in every[1:]) + every[0][rank]
-    out.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
-
-
-def _all_to_all(rows: list[Tensor], chunks: list[Tensor], group: Any = None, **_: Any) -> None:
-    rank = dist.get_rank(group)
-    for row, each in zip(rows, _swap(chunks, group), strict=True):
-        row.copy_(each[rank])
-
-
-def _all_reduce(buffer: Tensor, op: Any = None, group: Any = None, **_: Any) -> None:
-    every = [each for (each,) in _swap([buffer], group)]
-    if op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        stacked = torch.stack(every)
-        buffer.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.amin(0))
-        return
-    total = sum(every[1:]) + every[0]
-    buffer.copy_(total / len(every) if op == dist.ReduceOp.AVG else total)
-
-
-def _broadcast(buffer: Tensor, src: int, group: Any = None, **_: Any) -> None:
-    buffer.copy_(_swap([buffer], group)[src][0])
-
-
-_COLLECTIVES: Final = {
-    "all_gather": _collective(_all_gather, lambda _, own: own, lambda chunks, _: chunks),
-    "reduce_scatter": _collective(
-        _reduce_scatter, lambda out, chunks, *_: chunks, lambda out, *_: out
-    ),
-    "all_to_all": _collective(_all_to_all, lambda _, chunks: chunks, lambda rows, _: rows),
-    "all_reduce": _collective(_all_reduce, lambda b, *_: b, lambda b, *_: b),
-    "broadcast": _collective(_broadcast, lambda b, *_: b, lambda b, *_: b),
-}
+_COLLECTIVES: Final = {name: _collective(name) for name in _EXCHANGES}
 
 # torch's functions of even pieces are bound where they are imported, and call these of the group.
 _METHODS_OF_GROUPS: Final = {
@@ -593,19 +531,19 @@ def recording(*, nccl: bool = False) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     _SHARED.update(recorder=recorder, number=0)
-    _SHARED.update(default=FakeStream(name="the default stream"), nccl=FakeStream(name="nccl"))
+    _SHARED.update(default=_Stream(name="the default stream"), nccl=_Stream(name="nccl"))
     rng = {"get_rng_state": lambda device=None: torch.zeros(8, dtype=torch.uint8)}
     rng |= {"set_rng_state": lambda state, device=None: None}
     patches = [
-        (torch.cuda, {"Stream": FakeStream, "Event": FakeEvent, "stream": _stream}),
-        (torch.cuda, {"current_stream": current_stream, "synchronize": _synchronize}),
+        (torch.cuda, {"Stream": _Stream, "Event": _Event, "stream": _stream}),
+        (torch.cuda, {"current_stream": _current_stream, "synchronize": _synchronize}),
         (torch.cuda, {"current_device": lambda: 0, "empty_cache": lambda: None, **rng}),
-        (torch, {"Stream": FakeStream, "Event": FakeEvent}),
+        (torch, {"Stream": _Stream, "Event": _Event}),
         (DiskStore, {"read": _noted(DiskStore.read, writes=True)}),
         (DiskStore, {"write": _noted(DiskStore.write, writes=False)}),
         (torch._C, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.utils._python_dispatch, {"_len_torch_dispatch_stack": _num_modes}),
-        (torch.accelerator, {"current_stream": current_stream, "synchronize": _synchronize}),
+        (torch.accelerator, {"current_stream": _current_stream, "synchronize": _synchronize}),
         (dist, {**_COLLECTIVES, "get_backend": lambda _=None: "nccl"} if nccl else {}),
         (dist.ProcessGroup, _METHODS_OF_GROUPS if nccl else {}),
     ]

@@ -462,6 +462,22 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+def shard_chain(
+    group: Group, config: ZeroConfig, num_blocks: int = 4
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A `Chain`, and the usual optimizer."""
+    model = build(partial(Chain, num_blocks))
+    return zero_engine.shard(model, adamw(model), config, group=group)
+
+
+def step_chain(model: nn.Module, optimizer: torch.optim.Optimizer, num_micro: int = 1) -> None:
+    """On ones."""
+    for _ in range(num_micro):
+        model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def count_from_here() -> None:
     """Let `live_bytes` overlook what is alive already, for good, which also makes it fast."""
     gc.collect()

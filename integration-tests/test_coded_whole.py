@@ -64,11 +64,6 @@ def build(
     return parity.build_sharded(group, config, make=make)
 
 
-def computed(model: nn.Module) -> dict[str, Tensor]:
-    """What the next forward reads, where parameters rest whole."""
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 # ---- However it is stepped ----
 
 
@@ -115,15 +110,9 @@ class CodedLate(Late):
 
 
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_delayed_update_is_gathered_when_it_is_brought_in(
-    ranks, tmp_path: Path, is_bf16: bool
-) -> None:
+def test_a_delayed_update_is_gathered_when_it_is_brought_in(group: Group, is_bf16: bool) -> None:
     """The model must not compute with values that are held back, nor round them twice."""
-    for offload in (delayed.on_host(), delayed.on_disk(tmp_path)):
-        ranks(2).run(_delay, case=Case(offload, 2, is_bf16, wire=CODED))
-
-
-def _delay(group: Group, case: Case) -> None:
+    case = Case(delayed.on_host(), 2, is_bf16, wire=CODED)
     expected = delayed.train_alone(case, rank=group.rank, world_size=2, late=CodedLate.of(case))
     found = delayed.train_sharded(case, group)
 
@@ -138,9 +127,9 @@ class LooksAhead(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
         """With two evaluations."""
         params = self.param_groups[0]["params"]
+        before = [param.clone() for param in params]
         with torch.enable_grad():
             loss = closure()
-        before = [param.clone() for param in params]
         for param in params:
             param.add_(param.grad, alpha=0.5)
         with torch.enable_grad():
@@ -152,31 +141,20 @@ class LooksAhead(torch.optim.Optimizer):
 
 def test_a_closure_computes_with_what_its_weights_decode_to(group: Group) -> None:
     """What the optimizer writes between evaluations is gathered as what it writes last is."""
-    exact = parity.build(Trained)
-    twin, params = copy.deepcopy(exact), list(exact.parameters())
-    stepper = LooksAhead(params, {})
-
-    def evaluate_alone(number: int) -> Tensor:
-        coded.round_params(twin, exact, stepper, CODEC, 2)
-        losses = [parity.loss_of(twin, parity.batch(number, 0, peer)) for peer in range(2)]
-        grads = [torch.autograd.grad(loss, list(twin.parameters())) for loss in losses]
-        for param, grad in zip(params, parity.mean(grads), strict=True):
-            param.grad = grad
-        return losses[group.rank]
-
-    expected = [stepper.step(partial(evaluate_alone, number)).item() for number in range(3)]
-    for stage in (1, 2):
+    losses: dict[int, list[float]] = {}
+    for stage in (3, 1, 2):
         model = parity.build(Trained)
         optimizer = LooksAhead(model.parameters(), {})
         zero_engine.shard(model, optimizer, ZeroConfig(stage, wire=CODED), group=group)
 
-        def evaluate(number: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+        def evaluate(step: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
-            loss = parity.loss_of(model, parity.batch(number, 0, group.rank))
+            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
             loss.backward()
             return loss
 
-        assert [optimizer.step(partial(evaluate, n)).item() for n in range(3)] == expected
+        losses[stage] = [optimizer.step(partial(evaluate, n)).item() for n in range(3)]
+    assert losses[1] == losses[2] == losses[3]
 
 
 @BOTH_PRECISIONS
@@ -194,38 +172,10 @@ def test_shards_that_are_not_stepped_are_rounded_once(
 
     stepper = parity.OPTIMIZERS["sgd"](parity.param_groups(exact))
     coded.round_params(twin, exact, stepper, CODEC, 2)
-    found = computed(model)
     for name, value in twin.named_parameters():
         if value.requires_grad:
-            assert torch.equal(found[name], value), name
-    assert torch.equal(found["frozen"].float(), exact.frozen)  # nobody gathers it
-
-
-@BOTH_PRECISIONS
-def test_parked_state_comes_back_beside_what_is_computed_with(
-    group: Group, precision: Precision | None
-) -> None:
-    """There are two sets of values now; one in the place of the other would train on."""
-    curves = []
-    for kinds in ((), tuple(StateKind), (StateKind.PARAMS,), (StateKind.MASTERS,)):
-        model, optimizer = build(group, 2, precision)
-        losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
-        if kinds:
-            offload_and_reload(*kinds)(model)
-        losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
-        curves.append((losses, zero_engine.full_state_dict(model)))
-        zero_engine.offload_states(model, [StateKind.PARAMS, StateKind.MASTERS])
-        assert memory_report(model).params_bytes == 0
-        zero_engine.reload_states(model)
-        if precision is not None:
-            zero_engine.offload_states(model, [StateKind.MASTERS])
-            with pytest.raises(StateError, match="reload_states"):
-                zero_engine.full_state_dict(model)
-            zero_engine.reload_states(model)
-
-    for losses, weights in curves[1:]:
-        assert losses == curves[0][0]
-        assert all(torch.equal(weights[key], value) for key, value in curves[0][1].items())
+            assert torch.equal(model.get_parameter(name), value), name
+    assert torch.equal(model.frozen.float(), exact.frozen)  # nobody gathers it
 
 
 # ---- What is asked for, and what is written ----
@@ -260,41 +210,50 @@ def test_weights_by_request_are_exact(group: Group, precision: Precision | None)
         assert torch.equal(param.to(expected[name].dtype), expected[name]), name
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_local_state_dict_is_refused(group: Group, stage: int) -> None:
-    """It would be of rounded weights, saved for good by who does not know."""
-    model, _ = build(group, stage, None)
+def test_what_would_be_of_rounded_weights_is_refused(group: Group) -> None:
+    """They would be saved for good by who does not know."""
+    model, _ = build(group, 2, MASTERS)
     with pytest.raises(StateError, match=r"full_state_dict\(model\) on every rank"):
         model.state_dict()
     with pytest.raises(LostEditError), zero_engine.unsharded(model), torch.no_grad():
         model.unused.add_(1)
+    zero_engine.offload_states(model, [StateKind.MASTERS])
+    with pytest.raises(StateError, match="reload_states"):
+        zero_engine.full_state_dict(model)
+
+
+def _write(model: nn.Module) -> None:
+    weight = model.blocks[1].up.weight
+    with zero_engine.GatheredParameters([weight, model.unused], modifier_rank=1):
+        if torch.distributed.get_rank() == 1:
+            weight.data.fill_(0.3)
+    zero_engine.set_full_param(model.blocks[0].up.weight, torch.full(weight.shape, 0.7))
+    state = parity.build(Trained).state_dict()
+    model.load_state_dict({name: value * 1.1 for name, value in state.items()})
+
+
+BETWEEN: dict[str, Callable[[nn.Module], None]] = {
+    "written": _write,
+    "all parked": offload_and_reload(*StateKind),
+    "parameters parked": offload_and_reload(StateKind.PARAMS),
+    "masters parked": offload_and_reload(StateKind.MASTERS),
+}
 
 
 @BOTH_PRECISIONS
-def test_values_that_are_written_count_as_at_stage_3(
+def test_what_happens_between_steps_counts_as_at_stage_3(
     group: Group, precision: Precision | None
 ) -> None:
-    """Code that edits weights is not to know the stage."""
-
-    def train(stage: int) -> tuple[list[float], dict[str, Any]]:
-        model, optimizer = build(group, stage, precision)
-        losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
-        weight = model.blocks[1].up.weight
-        with zero_engine.GatheredParameters([weight, model.unused], modifier_rank=1):
-            if group.rank == 1:
-                weight.data.fill_(0.3)
-        zero_engine.set_full_param(model.blocks[0].up.weight, torch.full(weight.shape, 0.7))
-        model.load_state_dict(
-            {name: value * 1.1 for name, value in parity.build(Trained).state_dict().items()}
-        )
-        losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
-        return losses, zero_engine.full_state_dict(model)
-
-    expected = train(3)
-    for stage in (1, 2):
-        losses, weights = train(stage)
-        assert losses == expected[0]
-        assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
+    """There are two sets of values now; code that edits weights is not to know the stage."""
+    for what, disturb in BETWEEN.items():
+        curves: dict[int, parity.Curve] = {}
+        for stage in (3, 1, 2):
+            model, optimizer = build(group, stage, precision)
+            losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
+            disturb(model)
+            losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
+            curves[stage] = parity.Curve(losses, zero_engine.full_state_dict(model))
+            parity.assert_same(curves[stage], curves[3], rank=group.rank, what=what)
 
 
 @BOTH_PRECISIONS
@@ -340,128 +299,75 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
 
 # ---- What it costs ----
 
-
-def test_a_quarter_of_the_bytes_travels_after_a_step(ranks) -> None:
-    """The reason for it: the gather is half of what stage 2 sends in float32."""
-    for sent in ranks(4).run(_count):
-        elements = 3 * 4 * 64 * 64 // 4  # to three peers, a quarter of four blocks each
-        assert sent.payload_bytes == elements
-        assert sent.scale_bytes == elements // 256 * 4
-        assert not sent.padding_bytes
+CODEC_OF_CHAIN = parse_codec("int8")
 
 
-def _chain(group: Group, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(partial(parity.Chain, 4))
-    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(2, **settings), group=group)
+def _chain(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, config = parity.build(parity.Chain), ZeroConfig(2, wire=Wire(params="int8"))
+    return zero_engine.shard(model, parity.adamw(model), config, group=group)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parity.finish_step(model(torch.ones(1, 64)).square().sum(), optimizer)
-
-
-def _count(group: Group) -> Any:
-    model, optimizer = _chain(group, wire=Wire(params="int8"))
-    _step(model, optimizer)
-    with record_traffic(group) as traffic:
-        _step(model, optimizer)
-    return traffic.operations["all_gather"]
-
-
-def test_two_units_are_on_their_way_at_a_time_and_the_plan_says_so(group: Group) -> None:
+def test_a_quarter_of_the_bytes_travels_two_units_at_a_time(group: Group) -> None:
     """All at once would be a second model, in bytes, at the moment when memory is scarcest."""
     samples: list[int] = []
-    wait = Handle.wait
+    wait, wire_bytes = Handle.wait, CODEC_OF_CHAIN.wire_bytes(64 * 64 // 2)
 
     def sample(handle: Handle[Any], **how: Any) -> Any:
         samples.append(parity.live_bytes(at_least=2048))
         return wait(handle, **how)
 
-    config = {"wire": Wire(params="int8")}
-    plan = zero_engine.plan(
-        parity.Chain(4), ZeroConfig(2, **config), world_size=2, device="cpu", rank=group.rank
-    )
     parity.count_from_here()
-    model, optimizer = _chain(group, **config)
-    _step(model, optimizer)
+    model, optimizer = _chain(group)
+    parity.finish_step(model(torch.ones(1, 64)).square().sum(), optimizer)
     model(torch.ones(1, 64)).square().sum().backward()
-    with mock.patch.object(Handle, "wait", sample):
+    before = parity.live_bytes(at_least=2048)
+    with (
+        mock.patch.object(Handle, "wait", sample),
+        record_traffic(group) as traffic,
+        zero_partition.record_codec_errors(model) as errors,
+    ):
         optimizer.step()
 
-    in_flight = 2 * 2 * CODEC_OF_CHAIN.wire_bytes(64 * 64 // 2)
-    assert max(samples) == memory_before_step(plan) + in_flight
-    assert plan.memory.step_peak_bytes >= plan.memory.before_step.total_bytes + in_flight
+    assert max(samples) == before + 2 * 2 * wire_bytes
+    sent = traffic.operations["all_gather"]
+    assert sent.payload_bytes == 4 * 64 * 64 // 2  # a byte for each element of a rank's part
+    assert sent.payload_bytes + sent.scale_bytes == 4 * wire_bytes
+    assert not sent.padding_bytes
+    lost = CODEC_OF_CHAIN.relative_error(zero_engine.local_param(model.layers[3].weight)).item()
+    assert errors.params.relative()["layers.3"] == pytest.approx(lost, rel=1e-4)
 
 
-CODEC_OF_CHAIN = parse_codec("int8")
-
-
-def memory_before_step(plan: Any) -> int:
-    """Without scalars, which are too small to be seen."""
-    report = plan.memory.before_step
-    return report.total_bytes - report.scalars_bytes
-
-
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("place", ["device", "host", "disk", "delayed"])
 @pytest.mark.ranks(timeout_s=60)
 def test_a_plan_knows_the_shard_that_rests_beside_wherever_state_is(
-    group: Group, stage: int, tmp_path: Path
+    group: Group, place: str, tmp_path: Path
 ) -> None:
     """With masters on the device it is nothing, and else as large as a rank's part."""
-    for offload in (
-        None,
-        Offload(optimizer="host", subgroup_bytes=1000),
-        Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000),
-        delayed.on_host(),
-    ):
-        for precision in PRECISIONS.values():
-            config = ZeroConfig(stage, wire=CODED, precision=precision, offload=offload)
-            with torch.device("meta"):
-                model = Trained()
-            planned = zero_engine.plan(
-                model,
-                config,
-                optimizer=residences.cpu_adam(model),
-                world_size=2,
-                rank=group.rank,
-                device="cpu",
-            )
-            parity.count_from_here()
-            model = parity.build(Trained)
-            optimizer = residences.cpu_adam(model)
-            zero_engine.shard(model, optimizer, config, group=group)
-            parity.run_steps(model, optimizer, range(2), rank=group.rank)
-            report, expected = attrs.asdict(memory_report(model)), attrs.asdict(planned.at_rest)
-            different = {
-                key: (report[key], expected[key]) for key in report if report[key] != expected[key]
-            }
-            assert not different, (different, precision, offload)
-            if offload is None:
-                assert parity.live_bytes() == planned.at_rest.total_bytes, precision
-            whole, shard = _bytes_of(model)
-            has_masters = offload is None and precision is not None
-            assert planned.at_rest.params_bytes == whole + (0 if has_masters else shard)
-            zero_engine.unshard(model, optimizer)
-
-
-def _bytes_of(model: nn.Module) -> tuple[int, int]:
-    """Of whole parameters, and of this rank's parts of those that train."""
-    params = list(model.parameters())
-    parts = [zero_engine.local_param(p).numel() * p.itemsize for p in params if p.requires_grad]
-    return sum(param.nbytes for param in params), sum(parts)
-
-
-def test_what_is_lost_is_told_by_unit(group: Group) -> None:
-    """Whoever sees a worse loss wants to know which layer is too coarse."""
-    model, optimizer = _chain(group, wire=Wire(params="int4"))
-    with zero_partition.record_codec_errors(model) as errors:
-        _step(model, optimizer)
-    found, codec = errors.params.relative(), parse_codec("int4")
-
-    assert len(found) == 4
-    for index, layer in enumerate(model.layers):
-        expected = codec.relative_error(zero_engine.local_param(layer.weight))
-        value = torch.tensor(found[f"layers.{index}"])
-        torch.testing.assert_close(value, expected, rtol=1e-4, atol=0)
+    offload = {
+        "host": Offload(optimizer="host", subgroup_bytes=1000),
+        "disk": Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000),
+        "delayed": delayed.on_host(),
+    }.get(place)
+    for precision in PRECISIONS.values():
+        config = ZeroConfig(2, wire=CODED, precision=precision, offload=offload)
+        with torch.device("meta"):
+            model = Trained()
+        optimizer, of_rank = residences.cpu_adam(model), {"world_size": 2, "rank": group.rank}
+        planned = zero_engine.plan(model, config, optimizer=optimizer, device="cpu", **of_rank)
+        parity.count_from_here()
+        model = parity.build(Trained)
+        optimizer = residences.cpu_adam(model)
+        zero_engine.shard(model, optimizer, config, group=group)
+        parity.run_steps(model, optimizer, range(2), rank=group.rank)
+        assert attrs.asdict(memory_report(model)) == attrs.asdict(planned.at_rest), precision
+        if offload is None:
+            assert parity.live_bytes() == planned.at_rest.total_bytes, precision
+        params = list(model.parameters())
+        whole = sum(param.nbytes for param in params)
+        shard = sum(zero_engine.local_param(p).numel() * p.itemsize for p in params)
+        has_masters = offload is None and precision is not None
+        assert planned.at_rest.params_bytes == whole + (0 if has_masters else shard)
+        zero_engine.unshard(model, optimizer)
 
 
 def test_small_parameters_at_stage_3_travel_as_they_are(group: Group) -> None:

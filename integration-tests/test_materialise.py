@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import parity
 import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from torch import nn
+from torch import Tensor, nn
 from zero_comm import AgreementError, Group
 from zero_partition import PartitionError
-
-
-def _init(module: nn.Module) -> None:
-    """Parents write to children, out of order; buffers are computed."""
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    if isinstance(module, _Model):
-        nn.init.normal_(module.embed.weight, std=0.1)
-        nn.init.ones_(module.scale)
-        module.head.weight.data[1:3] = 4.0
-        module.frequencies.copy_(torch.arange(4.0))
-        module.mask.copy_(torch.ones(3, 3).tril())
-        module.table = torch.arange(3.0)
-    if isinstance(module, nn.LayerNorm | nn.BatchNorm1d):
-        module.reset_parameters()
 
 
 class _Model(nn.Module):
@@ -36,7 +22,7 @@ class _Model(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3))
         self.norm = nn.LayerNorm(8)
         self.batch = nn.BatchNorm1d(8)
-        self.lstm_like = nn.ParameterList(torch.empty(3) for _ in range(2))
+        self.listed = nn.ParameterList(torch.empty(3) for _ in range(2))
         self.scale = nn.Parameter(torch.empty(1), requires_grad=False)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -46,11 +32,32 @@ class _Model(nn.Module):
         self.table = torch.empty(3)
 
 
-def _init_all(module: nn.Module) -> None:
-    _init(module)
+def _init(module: nn.Module) -> None:
+    """Parents write to children, out of order; buffers are computed."""
+    if isinstance(module, nn.Linear | nn.LayerNorm | nn.BatchNorm1d):
+        module.reset_parameters()
     if isinstance(module, nn.ParameterList):
         for param in module:
             nn.init.uniform_(param)
+    if isinstance(module, _Model):
+        nn.init.normal_(module.embed.weight, std=0.1)
+        nn.init.ones_(module.scale)
+        module.head.weight.data[1:3] = 4.0
+        nn.init.normal_(module.frequencies)
+        module.mask.copy_(torch.ones(3, 3).tril())
+        module.table = torch.arange(3.0)
+
+
+def _on_meta(make: Callable[[], nn.Module] = _Model) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def _assert_values(model: nn.Module, expected: dict[str, Tensor], group: Group) -> None:
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what="materialised")
 
 
 @pytest.mark.ranks(1, 2)
@@ -58,28 +65,19 @@ def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     """Torch's own two steps are the oracle; ties, which its to_empty() cuts, are kept."""
     plain = _Model()
     torch.manual_seed(0)
-    plain.apply(_init_all)
-    expected = plain.state_dict()
-    with torch.device("meta"):
-        model = _Model()
+    plain.apply(_init)
+    model = _on_meta()
     faces = list(model.parameters())
     torch.manual_seed(group.rank * 7)
-    zero_engine.materialise(model, _init_all, group=group)
+    zero_engine.materialise(model, _init, group=group)
 
     assert all(a is b for a, b in zip(model.parameters(), faces, strict=True))
     assert model.head.weight is model.embed.weight
     assert model.same is model.frequencies
     assert torch.equal(model.frequencies, plain.frequencies)
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
-    assert [p.requires_grad for p in model.parameters()] == [
-        p.requires_grad for p in plain.parameters()
-    ]
-    optimizer = torch.optim.AdamW(model.parameters())
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what="materialised")
-        assert full["head.weight"] is full["embed.weight"]
+    assert not model.scale.requires_grad and model.embed.weight.requires_grad
+    _assert_values(model, plain.state_dict(), group)
 
 
 def _stack() -> nn.Module:
@@ -91,15 +89,10 @@ def test_reset_parameters_is_the_default(group: Group) -> None:
     plain = _stack()
     torch.manual_seed(0)
     plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
-    with torch.device("meta"):
-        model = _stack()
+    model = _on_meta(_stack)
     torch.manual_seed(0)
     zero_engine.materialise(model, group=group)
-
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, plain.state_dict(), what="reset")
+    _assert_values(model, plain.state_dict(), group)
 
 
 def test_what_has_values_keeps_them(group: Group) -> None:
@@ -111,25 +104,21 @@ def test_what_has_values_keeps_them(group: Group) -> None:
 
     assert torch.equal(body.weight, expected)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    assert group.rank or torch.equal(full["0.weight"], expected)
+    assert torch.equal(zero_engine.full_param(body.weight), expected)
 
 
 def test_what_was_left_unwritten_is_named(group: Group) -> None:
     """Junk in a table of positions, or in half a matrix, is NaN or nonsense hours later."""
 
     def leave_out(module: nn.Module) -> None:
-        if not isinstance(module, _Model):
-            is_head = isinstance(module, nn.Linear) and module.bias is None
-            _init_all(nn.Identity() if is_head else module)
-            return
-        with torch.no_grad():
-            module.embed.weight[:5] = 0.0  # the rest is the other rank's
+        if isinstance(module, _Model):
+            with torch.no_grad():
+                module.embed.weight[:5] = 0.0  # the rest is the other rank's
+        elif not (isinstance(module, nn.Linear) and module.bias is None):
+            _init(module)
 
-    with torch.device("meta"):
-        model = _Model()
     with pytest.raises(PartitionError) as caught:
-        zero_engine.materialise(model, leave_out, group=group)
+        zero_engine.materialise(_on_meta(), leave_out, group=group)
     found = str(caught.value).split(":")[0]
     assert found == "'scale', 'embed.weight', 'frequencies', 'mask', 'table'"
 
@@ -139,8 +128,7 @@ def test_modules_that_cannot_reset_themselves_are_named_before_anything_happens(
     group: Group,
 ) -> None:
     """All of them at once, with what to do."""
-    with torch.device("meta"):
-        model = _Model()
+    model = _on_meta()
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
         zero_engine.materialise(model, group=group)
     assert all(param.is_meta for param in model.parameters())
@@ -162,39 +150,25 @@ def test_ranks_that_materialise_different_models_are_told(group: Group) -> None:
         zero_engine.materialise(model, group=group)
 
 
-class _OfAllDtypes(nn.Module):
-    """Buffers that `write` gives values from an element on."""
-
-    def __init__(self, dtype: torch.dtype, *, until: int) -> None:
-        super().__init__()
-        self.until = until
-        self.weight = nn.Parameter(torch.empty(3, device="meta"))
-        self.register_buffer("values", torch.empty(3, dtype=dtype, device="meta"))
-
-    def write(self) -> None:
-        with torch.no_grad():
-            self.weight.zero_()
-            self.values[: self.until] = 1
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.int64, torch.uint8, torch.bool),
+)
 
 
 def test_every_dtype_can_say_that_it_was_not_written(group: Group) -> None:
     """Of each, one element that is left out is found; memory holds anything."""
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.complex64,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-    ):
-        for until in (0, 2):
-            with pytest.raises(PartitionError, match="values"):
-                zero_engine.materialise(
-                    _OfAllDtypes(dtype, until=until), init=_OfAllDtypes.write, group=group
-                )
-        model = _OfAllDtypes(dtype, until=3)
-        zero_engine.materialise(model, init=_OfAllDtypes.write, group=group)
+    for dtype in DTYPES:
+        for until in (0, 2, 3):
+            model = nn.Linear(3, 1, bias=False, device="meta")
+            model.register_buffer("values", torch.empty(3, dtype=dtype, device="meta"))
+
+            @torch.no_grad()
+            def write(module: nn.Module, until: int = until) -> None:
+                module.weight.zero_()
+                module.values[:until] = 1
+
+            says = pytest.raises(PartitionError, match="values") if until < 3 else nullcontext()
+            with says:
+                zero_engine.materialise(model, init=write, group=group)
         assert model.values.tolist() == [1, 1, 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from unittest import mock
 
 import attrs
 import parity
@@ -12,8 +12,8 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
-from zero_comm import Group, record_traffic
-from zero_partition import ScheduleReport, memory_report, schedule_report
+from zero_comm import Group, all_gather_json, record_traffic
+from zero_partition import memory_report, schedule_report
 from zero_partition.seams import find_sharded
 
 WIDTH = 64
@@ -59,33 +59,19 @@ def test_no_limit_changes_a_number(group: Group, transport: str) -> None:
         {"window": 3},
         {"window": 3, "prefetch_numel": 0},
         {"window": 3, "prefetch_numel": BLOCK},
-        {"max_live_numel": 2 * BLOCK},
-        {"max_live_numel": NUM_BLOCKS * BLOCK},
         {"max_live_numel": NUM_BLOCKS * BLOCK, "max_reuse_numel": BLOCK},
     ],
     ids=str,
 )
 def test_what_happens_is_what_the_report_says(
-    ranks, options: dict[str, int], transport: str
+    group: Group, options: dict[str, int], transport: str
 ) -> None:
     """A table nobody can trust is worse than none: it is compared with the calls themselves."""
-    for happened, report in ranks(2).run(_gathers_of_a_step, options=options, transport=transport):
-        assert [name for name, _ in happened] == [row.unit for row in report.rows]
-        ahead = [row.gathered.startswith("ahead") for row in report.rows]
-        assert [is_ahead for _, is_ahead in happened] == ahead
-        may_prefetch = transport == "messages" and options.get("prefetch_numel") != 0
-        assert any(ahead) == may_prefetch
-
-
-def _gathers_of_a_step(
-    group: Group, options: dict[str, int], transport: str
-) -> tuple[list[tuple[str, bool]], ScheduleReport]:
-    """Which units were gathered, and whether that was launched before their own use."""
-    model, optimizer = _shard_chain(_over(group, transport), **options)
+    model, optimizer = parity.shard_chain(_over(group, transport), ZeroConfig(3, **options))
     for _ in range(3):
-        _step(model, optimizer)
+        parity.step_chain(model, optimizer)
     model(torch.ones(1, WIDTH)).sum().backward()
-    happened: list[tuple[str, bool]] = []
+    happened: list[tuple[str, bool]] = []  # units, and whether they were launched before their use
     units = [unit for unit in find_sharded(model).units if unit.name.startswith("layers.")]
 
     def look(index: int) -> None:  # right before it is used
@@ -105,169 +91,93 @@ def _gathers_of_a_step(
     optimizer.zero_grad()
     look(0)
     model(torch.ones(1, WIDTH)).sum().backward()
-    return happened, schedule_report(model)
+
+    rows = schedule_report(model).rows
+    assert happened == [(row.unit, row.gathered.startswith("ahead")) for row in rows]
+    may_prefetch = transport == "messages" and options.get("prefetch_numel") != 0
+    assert any(is_ahead for _, is_ahead in happened) == may_prefetch
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("num_live", [1, 2, 3, 4])
-def test_the_live_limit_decides_how_much_is_sent_again(
-    ranks, num_live: int, world_size: int
+def test_the_limit_decides_how_much_is_whole_and_what_is_sent_again(
+    group: Group, num_live: int
 ) -> None:
-    """3 psi (N-1)/N, less what is still whole when its backward begins."""
-    sent = ranks(world_size).run(_gathered_in_a_step, max_live_numel=num_live * BLOCK)
+    """3 psi (N-1)/N, less what is still whole when its backward begins; and bytes of slots."""
+    for options in ({"max_live_numel": num_live * BLOCK}, {"window": num_live}):
+        model, optimizer = parity.shard_chain(group, ZeroConfig(3, **options))
+        for _ in range(4):
+            with record_traffic(group) as traffic:
+                parity.step_chain(model, optimizer)
+            assert memory_report(model).slots_bytes == 4 * num_live * BLOCK
+        report = schedule_report(model)
 
-    assert sum(sent) == (2 * NUM_BLOCKS - num_live) * BLOCK * (world_size - 1)
-
-
-def _gathered_in_a_step(group: Group, **options: Any) -> int:
-    model, optimizer = _shard_chain(group, **options)
-    for _ in range(3):
-        _step(model, optimizer)
-    with record_traffic(group) as traffic:
-        _step(model, optimizer)
-    return traffic.payload_numel("all_gather")
-
-
-# ---- Memory ----
-
-
-def test_slots_hold_what_may_be_whole_and_the_report_counts_it(ranks) -> None:
-    """The limit is there to be relied on: bytes of slots, and elements whole at a time."""
-    for num_live in (1, 2, 3, 4):
-        for report, slots in ranks(2).run(_live, max_live_numel=num_live * BLOCK):
-            assert report.peak_live_numel == num_live * BLOCK
-            assert report.slots_bytes == slots == 4 * num_live * BLOCK
-
-
-def _live(group: Group, **options: Any) -> tuple[ScheduleReport, int]:
-    model, optimizer = _shard_chain(group, **options)
-    for _ in range(2):
-        _step(model, optimizer)
-    return schedule_report(model), memory_report(model).slots_bytes
-
-
-class _TwoTowers(nn.Module):
-    """Two encoders with parameters of their own around their blocks, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList(_Tower() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for tower in self.towers:
-            x = tower(x)
-        return x
+        sent = sum(all_gather_json(traffic.payload_numel("all_gather"), group=group))
+        assert sent == (2 * NUM_BLOCKS - num_live) * BLOCK * (group.world_size - 1)
+        assert report.peak_live_numel == num_live * BLOCK
+        assert report.slots_bytes == 4 * num_live * BLOCK
 
 
 class _Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inside = nn.Linear(8, 8, bias=False)
-        self.around = nn.Linear(8, 8, bias=False)
+        self.inside = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.around = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.around(self.inside(x))
 
 
 def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group: Group) -> None:
     """Two towers, one after the other, need the memory of one and of what prefetch asks for."""
-    torch.manual_seed(0)
-    model = _TwoTowers()
-    units = [f"towers.{i}{inside}" for i in (0, 1) for inside in ("", ".inside")]
-    config = ZeroConfig(3, units=units, max_live_numel=128, prefetch_numel=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero_engine.shard(model, optimizer, config, group=group)
+    model = nn.Sequential(_Tower(), _Tower())
+    units = ["0", "0.inside", "1", "1.inside"]
+    config = ZeroConfig(3, units=units, max_live_numel=2 * BLOCK, prefetch_numel=0)
+    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
     slots = []
     for _ in range(2):
-        model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
         slots.append(memory_report(model).slots_bytes)
         optimizer.step()
-        optimizer.zero_grad()
 
-    assert slots == [3 * 256, 2 * 256]  # at first, each enclosing unit has its own
+    assert slots == [3 * 4 * BLOCK, 2 * 4 * BLOCK]  # at first, each enclosing unit has its own
 
 
 # ---- Small parameters ----
 
 
-def test_small_parameters_rest_whole_and_are_not_gathered(ranks) -> None:
+def _with_biases() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS)))
+
+
+def test_small_parameters_rest_whole_and_are_not_gathered(group: Group) -> None:
     """Each kind of byte is where the options say, and a step gathers the large ones only."""
-    for numels, sent, report in ranks(2).run(_small, small_param_numel=WIDTH):
-        whole, sharded = numels
-        assert report.params_bytes == 4 * whole + 4 * sharded // 2
-        assert report.optimizer_bytes == 8 * (whole + sharded) // 2
-        # Large ones: forward, and backward where the window does not hold them. Small ones: once,
-        # after the step.
-        assert sent == sharded // 2 * 2 - 3 * (WIDTH * WIDTH) // 2 + whole // 2
-
-
-class _WithBiases(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _small(group: Group, **options: Any) -> tuple[tuple[int, int], int, Any]:
-    torch.manual_seed(0)
-    model = _WithBiases()
+    model = parity.build(_with_biases)
     optimizer = torch.optim.Adam(model.parameters())
-    zero_engine.shard(model, optimizer, ZeroConfig(3, **options), group=group)
-    biases = [layer.bias for layer in model.layers]
+    zero_engine.shard(model, optimizer, ZeroConfig(3, small_param_numel=WIDTH), group=group)
     for _ in range(3):
-        _step(model, optimizer)
-    assert all(bias.isfinite().all() for bias in biases)  # whole between steps
+        parity.step_chain(model, optimizer)
+    assert all(layer.bias.isfinite().all() for layer in model)  # whole between steps
     with record_traffic(group) as traffic:
-        _step(model, optimizer)
-    numels = NUM_BLOCKS * WIDTH, NUM_BLOCKS * BLOCK
-    return numels, traffic.payload_numel("all_gather"), memory_report(model)
+        parity.step_chain(model, optimizer)
+
+    whole, sharded, report = NUM_BLOCKS * WIDTH, NUM_BLOCKS * BLOCK, memory_report(model)
+    assert report.params_bytes == 4 * whole + 4 * sharded // 2
+    assert report.optimizer_bytes == 8 * (whole + sharded) // 2
+    # Large ones: forward, and backward where the window does not hold them. Small ones: once,
+    # after the step.
+    sent = traffic.payload_numel("all_gather")
+    assert sent == sharded // 2 * 2 - 3 * (WIDTH * WIDTH) // 2 + whole // 2
 
 
 def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(group: Group) -> None:
     """The bound for the model: the first that fit."""
-    torch.manual_seed(0)
-    model = _WithBiases()
+    model = parity.build(_with_biases)
     config = ZeroConfig(3, small_param_numel=WIDTH, max_small_numel=2 * WIDTH + 1)
     zero_engine.shard(model, None, config, group=group)
 
     whole = [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() > 4]
-    assert whole == ["layers.0.bias", "layers.1.bias"]
-
-
-@pytest.mark.parametrize("transport", ["reads", "messages"])
-def test_small_parameters_are_saved_loaded_read_and_set_like_others(
-    group: Group, transport: str
-) -> None:
-    """They are of the model; where they rest is no concern of its user."""
-    group = _over(group, transport)
-    plain = parity.build()
-    model = parity.build()
-    zero_engine.shard(model, None, ZeroConfig(3, small_param_numel=13), group=group)
-    whole = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(whole, plain.state_dict(), what="saved")
-
-    other = parity.build(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(zero_engine.full_param(model.scale), other.scale)
-    assert torch.equal(zero_engine.full_param(model.embed.weight), other.embed.weight)
-    with zero_engine.GatheredParameters([model.scale, model.embed.weight], modifier_rank=1):
-        if group.rank == 1:
-            model.scale.data.fill_(2.0)
-            model.embed.weight.data.fill_(3.0)
-    assert torch.equal(model.scale, torch.full((1,), 2.0))
-    assert zero_engine.full_param(model.embed.weight).eq(3).all()
-    zero_engine.set_full_param(model.scale, torch.full((1,), 4.0))
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
-    with zero_engine.unsharded(model):
-        assert torch.equal(model.blocks[0].up.weight, other.blocks[0].up.weight)
-        assert torch.equal(model.scale, torch.full((1,), 4.0))
-    zero_engine.unshard(model)
-    assert torch.equal(model.scale, torch.full((1,), 4.0))
+    assert whole == ["0.bias", "1.bias"]
 
 
 def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> None:
@@ -289,54 +199,26 @@ def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> Non
 # ---- The table ----
 
 
-def test_the_table_names_units_bytes_and_moments(ranks) -> None:
-    """What a user prints to see why a step waits."""
-    for table in ranks(2).run(_table):
-        lines = table.splitlines()
-        assert lines[0].split() == ["unit", "bytes", "slot", "gathered", "used", "released"]
-        assert "layers.0" in lines[2]
-        assert f"{4 * BLOCK}" in lines[2]
-        assert "at its use" in lines[2]
-        assert "forward of layers.0" in lines[2]
-
-
-def _table(group: Group) -> str:
-    model, optimizer = _shard_chain(group)
+def test_the_table_names_units_bytes_and_moments(group: Group) -> None:
+    """What a user prints to see why a step waits; who never does needs no tabulate."""
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3))
     for _ in range(2):
-        _step(model, optimizer)
-    return zero_engine.schedule_table(model)
+        parity.step_chain(model, optimizer)
+    lines = zero_engine.schedule_table(model).splitlines()
+    assert lines[0].split() == ["unit", "bytes", "slot", "gathered", "used", "released"]
+    for text in ("layers.0", f"{4 * BLOCK}", "at its use", "forward of layers.0"):
+        assert text in lines[2]
+    says = r"pip install 'zero-engine\[tables\]'"
+    no_tabulate = mock.patch.dict(sys.modules, {"tabulate": None})
+    with no_tabulate, pytest.raises(zero_engine.ConfigError, match=says):
+        zero_engine.schedule_table(model)
 
 
 @pytest.mark.ranks(1)
-def test_without_tabulate_a_table_says_what_to_install(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An extra: who never prints a table does not need it."""
-    monkeypatch.setitem(sys.modules, "tabulate", None)
-    with pytest.raises(zero_engine.ConfigError, match=r"pip install 'zero-engine\[tables\]'"):
-        _table(group)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.ranks(1)
-def test_there_is_a_table_at_every_stage_and_before_the_first_step(
-    group: Group, stage: int
-) -> None:
+def test_there_is_a_table_at_every_stage_and_before_the_first_step(group: Group) -> None:
     """Empty where nothing is ever gathered, or nothing is known yet."""
-    model, optimizer = _shard_chain(group, stage=stage)
-    assert schedule_report(model).rows == ()
-    _step(model, optimizer)
-    assert attrs.astuple(schedule_report(model)) == ((), 0, 0)
-
-
-def _shard_chain(
-    group: Group, *, stage: int = 3, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(parity.Chain)
-    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage, **options), group=group)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for stage in parity.STAGES:
+        model, optimizer = parity.shard_chain(group, ZeroConfig(stage))
+        assert schedule_report(model).rows == ()
+        parity.step_chain(model, optimizer)
+        assert attrs.astuple(schedule_report(model)) == ((), 0, 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +14,11 @@ from unittest import mock
 import parity
 import pytest
 import torch
+import training
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, all_gather_json
 from zero_engine import full_state_dict, initialize, shard
 from zero_engine.compat import deepspeed
 from zero_partition import PartitionError
@@ -41,10 +43,16 @@ def _engine(group: Group, model: nn.Module, *, optimizer: Any = None, **settings
     return engine
 
 
-def _train(engine: Any, steps: range) -> list[float]:
+def _tiny_loss(model: Any, step: int) -> Tensor:
+    return parity.loss_of(model, parity.batch(step, 0, 0))
+
+
+def _train(
+    engine: Any, steps: range, loss_of: Callable[[Any, int], Tensor] = _tiny_loss
+) -> list[float]:
     losses = []
     for step in steps:
-        loss = parity.loss_of(engine, parity.batch(step, 0, 0))
+        loss = loss_of(engine, step)
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -54,19 +62,12 @@ def _train(engine: Any, steps: range) -> list[float]:
 # ---- initialize() inside ----
 
 
-def test_an_engine_may_be_made_and_trained_inside(ranks) -> None:
+def test_an_engine_may_be_made_and_trained_inside(group: Group) -> None:
     """Scripts put all of their setup under it; DeepSpeed leaves its context for `initialize`."""
-    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
-    expected = parity.run_steps(model, optimizer, range(4), rank=0)
-
-    for found in ranks(2).run(_train_inside):
-        assert found == expected
-
-
-def _train_inside(group: Group) -> list[float]:
-    torch.manual_seed(0)
+    plain, its_optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    expected = parity.run_steps(plain, its_optimizer, range(4), rank=0)
     with _init(group), _init(group):
-        model = parity.tiny_float32()
+        model = parity.build(parity.tiny_float32)
         with pytest.raises(PartitionError, match=r"shard\(\) was called inside"):
             shard(model, None, ZeroConfig(3), group=group)
         optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
@@ -74,7 +75,7 @@ def _train_inside(group: Group) -> list[float]:
         losses = _train(engine, range(2))
         other = nn.Linear(600, 600)
     assert other.weight.untyped_storage().nbytes() == 4  # the contexts went on
-    return losses + _train(engine, range(2, 4))
+    assert losses + _train(engine, range(2, 4)) == expected
 
 
 # ---- state_dict() ----
@@ -83,9 +84,8 @@ def _train_inside(group: Group) -> list[float]:
 def test_state_dicts_have_the_names_with_placeholders(group: Group) -> None:
     """What DeepSpeed 0.19 gives at stage 3: scripts look for names, often on one rank alone."""
     expected = parity.build(parity.tiny_float32).state_dict()
-    torch.manual_seed(0)
     with _init(group):
-        model = parity.tiny_float32()
+        model = parity.build(parity.tiny_float32)
     _assert_placeholders(model.state_dict(), expected, torch.float32)
     engine = _engine(group, model, bf16={"enabled": True})
     if group.rank == 0:
@@ -138,17 +138,10 @@ def _save(folder: Path, config: Any) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def _step(model: Any, step: int) -> Tensor:
+def _loss_of(model: Any, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(64, (2, 7), generator=generator)
     return model(input_ids=tokens, labels=tokens).loss
-
-
-class _Zero3:
-    config = SETTINGS
-
-    def is_zero3(self) -> bool:
-        return True
 
 
 @contextmanager
@@ -158,19 +151,14 @@ def _as_transformers_for_deepspeed(group: Group) -> Iterator[None]:
     from zero_engine.compat.deepspeed import accelerator, zero
 
     modules = {"deepspeed": deepspeed, "deepspeed.accelerator": accelerator}
-    dtypes = mock.patch("transformers.modeling_utils.prevent_arange_dtype_change", nullcontext)
-    known = _Zero3()
+    inside = partial(zero.Init, data_parallel_group=group.process_group)
+    known = mock.Mock(config=SETTINGS)  # it is kept by a weak reference
     theirs.set_hf_deepspeed_config(known)
-    inner = zero.Init
-
-    def on_group(**options: Any) -> Any:
-        return inner(data_parallel_group=group.process_group, **options)
-
     try:
         with (
-            dtypes,
+            mock.patch("transformers.modeling_utils.prevent_arange_dtype_change", nullcontext),
             mock.patch.dict(sys.modules, modules),
-            mock.patch.object(zero, "Init", on_group),
+            mock.patch.object(zero, "Init", inside),
         ):
             yield
     finally:
@@ -178,66 +166,53 @@ def _as_transformers_for_deepspeed(group: Group) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("way", "kind"), [("inside", "untied"), ("as DeepSpeed", "tied")])
-def test_what_from_pretrained_loads_inside_is_trained(ranks, tmp_path, way: str, kind: str) -> None:
+@pytest.mark.ranks(timeout_s=90)
+def test_what_from_pretrained_loads_inside_is_trained(
+    group: Group, tmp_path: Path, way: str, kind: str
+) -> None:
     """The usual first line of a fine-tuning at stage 3."""
-    _save(tmp_path, _config(tie_word_embeddings=kind == "tied"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    expected = []
-    for step in range(3):
-        loss = _step(model.train(), step)
-        expected.append(loss.item())
-        parity.finish_step(loss, optimizer)
+    if group.rank == 0:
+        _save(tmp_path, _config(tie_word_embeddings=kind == "tied"))
+    all_gather_json("saved", group=group)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = training.train(plain.train(), optimizer, _loss_of, num_steps=3)
 
-    (losses, loaded), _ = ranks(2).run(_load_and_train, folder=str(tmp_path), way=way, timeout_s=90)
-
-    assert losses == expected
-    parity.assert_same_weights(loaded, weights, what="loaded")
-
-
-def _load_and_train(group: Group, folder: str, way: str) -> tuple[list[float], dict[str, Tensor]]:
-    context = _init(group) if way == "inside" else _as_transformers_for_deepspeed(group)
-    with context:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with _init(group) if way == "inside" else _as_transformers_for_deepspeed(group):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = _engine(group, model.train(), optimizer=optimizer)
     loaded = full_state_dict(model)
-    losses = []
-    for step in range(3):
-        loss = _step(engine, step)
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses, loaded
+    if group.rank == 0:
+        parity.assert_same_weights(loaded, weights, what="loaded")
+    assert _train(engine, range(3), _loss_of) == expected
 
 
 @needs_high_water
-def test_no_rank_holds_the_whole_of_what_it_loads(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=90)
+def test_no_rank_holds_the_whole_of_what_it_loads(group: Group, tmp_path: Path) -> None:
     """M/N and one parameter, and a tenth.
 
     Rank 0 reads pages of the mapped file, which count, and which the kernel takes back. The others
     once wrote to theirs, and so held a copy of all.
     """
-    _save(tmp_path / "small", _config())
-    _save(tmp_path / "large", _config(hidden_size=512, intermediate_size=1536, num_hidden_layers=8))
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    if group.rank == 0:
+        _save(tmp_path / "small", _config())
+        _save(tmp_path / "large", _config(**sizes))
+    all_gather_json("saved", group=group)
     file_bytes = (tmp_path / "large" / "model.safetensors").stat().st_size
 
-    found = ranks(2).run(_measure, folder=str(tmp_path), timeout_s=90.0)
-
-    for rank, (rise, largest) in enumerate(found):
-        bound = 1.1 * (file_bytes / 2 + largest) + (0 if rank else file_bytes)
-        assert rise <= bound, (rank, rise, bound, file_bytes)
-
-
-def _measure(group: Group, folder: str) -> tuple[int, int]:
     def build(name: str) -> Any:
         with _init(group):
-            return transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+            return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
 
     build("small")  # what is imported at first use
     gc.collect()
     with giving_memory_back():
         mark = HighWater()
         model = build("large")
-        return mark.rise_bytes(), max(param.nbytes for param in model.parameters())
+        rise = mark.rise_bytes()
+    largest = max(param.nbytes for param in model.parameters())
+    assert rise <= 1.1 * (file_bytes / 2 + largest) + (0 if group.rank else file_bytes)

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
+from zero_partition import ZeroRedundancyOptimizer
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -79,9 +79,7 @@ ELEMENTWISE: Final[dict[str, tuple[Make, dict[str, Any]]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
     "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
     "radam": (torch.optim.RAdam, {"lr": 0.01}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
     "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 5.0}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "nested": (Nested, {"lr": 0.1}),
@@ -106,11 +104,6 @@ def model_for(name: str) -> nn.Module:
     return Matrices() if name == "muon" else Odd()
 
 
-def under_ddp(model: nn.Module, group: Group, **options: Any) -> nn.Module:
-    """One rank alone has no process group, and needs none."""
-    return model if group.world_size == 1 else DistributedDataParallel(model, **options)
-
-
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]
 ) -> None:
@@ -130,15 +123,38 @@ def give_grads(params: Sequence[Tensor], step: int) -> None:
         param.grad = grad if param.requires_grad else None
 
 
-def copies(params: Iterable[Tensor]) -> list[nn.Parameter]:
-    """Parameters like these, for an oracle."""
-    return [copy.deepcopy(param) for param in params]  # type: ignore[misc]
-
-
 def make_params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """The same at every call."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Of all param groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def pair(
+    params: Sequence[nn.Parameter], make: Make, group: Group, in_place: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """The plain optimizer of copies of these parameters, and ours of themselves."""
+    oracle = make([copy.deepcopy(param) for param in params], **options)
+    return oracle, ZeroRedundancyOptimizer(params, make, group, in_place, **options)
+
+
+def step_alike(oracle: Any, optimizer: Any, steps: Iterable[int]) -> None:
+    """Step both with the same gradients, and compare."""
+    for step in steps:
+        for each in (oracle, optimizer):
+            give_grads(params_of(each), step)
+            each.step()
+        assert_alike(oracle, optimizer)
+
+
+def assert_alike(oracle: Any, optimizer: Any) -> None:
+    """Their parameters are equal, bit for bit."""
+    mine, theirs = ([p.detach() for p in params_of(each)] for each in (optimizer, oracle))
+    assert same(mine, theirs)
 
 
 def same(first: Any, second: Any) -> bool:

@@ -1,66 +1,45 @@
-"""Where parameters may be cut, and who keeps what is not."""
+"""Where parameters may be cut, who keeps what is not, and which form a unit."""
 
 import random
 
 import pytest
 import torch
 from torch import nn
-from zero_partition import Cut, LayoutError
+from zero_partition import Cut, LayoutError, PartitionError
 from zero_partition.planning import choose_units, plan_units
 
 
-@pytest.mark.parametrize("text", ["flat", "row", "tensor", "block(64)"])
-def test_a_cut_reads_as_it_is_written(text: str) -> None:
-    """Configuration files hold strings, and messages should say them back."""
-    assert str(Cut.parse(text)) == text
-    assert Cut.parse(Cut.parse(text)) == Cut.parse(text)
-
-
-@pytest.mark.parametrize("text", ["rows", "block", "block(0)", "row(3)", "block(-1)", "", 64, None])
-def test_what_is_no_cut_is_refused(text: object) -> None:
-    """A typo that meant `flat` would cut matrices."""
-    with pytest.raises(LayoutError, match="expected"):
-        Cut.parse(text)
+def test_a_cut_reads_as_it_is_written() -> None:
+    """Configuration files hold strings, messages say them back, and a typo is no `flat`."""
+    for text in ("flat", "row", "tensor", "block(64)"):
+        assert str(Cut.parse(text)) == text
+        assert Cut.parse(Cut.parse(text)) == Cut.parse(text)
+    for given in ("rows", "block", "block(0)", "row(3)", "block(-1)", "", 64, None):
+        with pytest.raises(LayoutError, match="expected"):
+            Cut.parse(given)
 
 
 @pytest.mark.parametrize(
-    ("cut", "shape", "grain"),
-    [
-        ("flat", (3, 4), 1),
-        ("row", (3, 4, 5), 20),
-        ("row", (7,), 1),
-        ("row", (), 1),
-        ("row", (3, 0), 1),
-        ("tensor", (3, 4), 12),
-        ("tensor", (), 1),
-        ("block(8)", (3, 4), 8),
+    ("cut", "shape", "grain", "shards"),
+    [  # shapes of shards by their numels
+        ("flat", (3, 4), 1, {12: (12,)}),
+        ("row", (3, 4), 4, {8: (2, 4), 0: (0, 4)}),
+        ("row", (3, 4, 5), 20, {20: (1, 4, 5)}),
+        ("row", (7,), 1, {3: (3,)}),
+        ("row", (), 1, {1: (), 0: (0,)}),
+        ("row", (3, 0), 1, {}),
+        ("tensor", (3, 4), 12, {12: (3, 4), 0: (0, 4)}),
+        ("tensor", (0, 4), 1, {0: (0, 4)}),
+        ("tensor", (), 1, {1: ()}),
+        ("block(8)", (3, 4), 8, {8: (8,)}),
     ],
 )
-def test_the_grain_is_what_must_not_be_split(cut: str, shape: tuple[int, ...], grain: int) -> None:
-    """A row is a slice along the first dim, of any number of dims."""
-    assert Cut.parse(cut).grain(shape) == grain
-
-
-@pytest.mark.parametrize(
-    ("cut", "shape", "numel", "expected"),
-    [
-        ("flat", (3, 4), 12, (12,)),
-        ("row", (3, 4), 8, (2, 4)),
-        ("row", (3, 4), 0, (0, 4)),
-        ("row", (), 1, ()),
-        ("row", (), 0, (0,)),
-        ("tensor", (3, 4), 12, (3, 4)),
-        ("tensor", (3, 4), 0, (0, 4)),
-        ("tensor", (0, 4), 0, (0, 4)),
-        ("tensor", (), 1, ()),
-        ("block(8)", (3, 4), 8, (8,)),
-    ],
-)
-def test_a_shard_has_the_shape_that_its_cut_promises(
-    cut: str, shape: tuple[int, ...], numel: int, expected: tuple[int, ...]
+def test_a_shard_is_some_grains_in_the_shape_that_its_cut_promises(
+    cut: str, shape: tuple[int, ...], grain: int, shards: dict[int, tuple[int, ...]]
 ) -> None:
     """An optimizer reads shapes; an empty shard keeps the number of dims that it may check."""
-    assert Cut.parse(cut).shard_shape(shape, numel) == expected
+    assert Cut.parse(cut).grain(shape) == grain
+    assert {numel: Cut.parse(cut).shard_shape(shape, numel) for numel in shards} == shards
 
 
 def test_which_cut_is_right_for_which_need() -> None:
@@ -85,25 +64,14 @@ _CUTS = ("flat", "row", "tensor", "block(4)", "block(8)")
 # ---- Balance ----
 
 
-class _Flat(nn.Module):
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(torch.empty(size) for size in sizes)
-
-    def forward(self) -> None:
-        raise NotImplementedError
-
-
 def test_nobody_has_more_than_another_plus_one_tensor() -> None:
     """The bound of largest-first; all on one rank would be legal too, and useless."""
     for seed in range(50):
         rng = random.Random(seed)
         sizes = [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 60))]
-        world_size = rng.randrange(1, 9)
-        model = _Flat(sizes)
+        model = nn.ParameterList(torch.empty(size) for size in sizes)
         cuts = {id(param): Cut.TENSOR for param in model.parameters()}
-
-        (unit,) = plan_units(model, [""], world_size=world_size, cuts=cuts)
+        (unit,) = plan_units(model, [], world_size=rng.randrange(1, 9), cuts=cuts)
 
         splits = [buffer.layout.payload_splits for buffer in unit.buffers]
         held = [sum(of_rank) for of_rank in zip(*splits, strict=True)]
@@ -111,15 +79,9 @@ def test_nobody_has_more_than_another_plus_one_tensor() -> None:
         assert max(held) - min(held) <= max(sizes), seed
 
 
-class _Block(nn.Module):
+class _Block(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(x)))
+        super().__init__(nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16))
 
 
 class _Net(nn.Module):
@@ -145,14 +107,12 @@ def _by_dims(name: str, param: nn.Parameter) -> Cut:
     return Cut.TENSOR if param.dim() > 1 and name != "embed.weight" else Cut.FLAT
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_small_vectors_travel_with_the_matrices_of_their_unit(world_size: int) -> None:
     """A collective of its own for a few biases costs more than it evens out."""
-    root, *blocks = _plan(world_size, _by_dims), []
-    blocks = root[2:]
+    blocks = _plan(world_size, _by_dims)[2:]
 
-    assert len(blocks) == 4
-    assert all(len(buffer.params) == 6 for buffer in blocks)
+    assert [len(buffer.params) for buffer in blocks] == [6] * 4
     for buffer in blocks:
         for rank in range(world_size):
             for piece in buffer.layout.pieces(rank):
@@ -185,3 +145,67 @@ def test_ranks_far_more_than_tensors_leave_some_empty() -> None:
     assert sum(sum(buffer.layout.payload_splits) for buffer in buffers) == sum(
         param.numel() for param in _Net().parameters()
     )
+
+
+# ---- Which parameters form a unit ----
+
+
+def test_repeated_blocks_become_units() -> None:
+    """Users should not have to name the layers of a transformer."""
+    assert choose_units(_Net(), max_unit_bytes=2**30) == tuple(f"blocks.{i}" for i in range(4))
+
+
+def test_what_is_too_large_becomes_a_unit_of_its_own() -> None:
+    """A large embedding beside small blocks would otherwise be whole all the time."""
+    assert "embed" in choose_units(_Net(), max_unit_bytes=500 * 16 * 4 - 1)
+
+
+def test_every_parameter_is_in_one_unit_and_tied_ones_in_what_encloses_both() -> None:
+    """Else it is gathered twice, or never; and each block would free the other's weight."""
+    model = _Net()
+    model.blocks[0][1].weight = model.blocks[2][1].weight
+    plans = plan_units(model, choose_units(model, max_unit_bytes=2**30), world_size=2)
+
+    params = [[param for buffer in unit.buffers for param in buffer.params] for unit in plans]
+    names = sorted(param.name for of_unit in params for param in of_unit)
+    assert names == sorted(name for name, _ in model.named_parameters())
+    assert [unit.is_outer for unit in plans] == [True, False, False, False, False]
+    assert ("blocks.0.1.weight", "blocks.2.1.weight") in {param.names for param in params[0]}
+
+
+def test_dtypes_and_frozen_parameters_lie_apart() -> None:
+    """A flat buffer has one dtype, and frozen parameters must cost no gradient memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    (plan,) = plan_units(model, (), world_size=2)
+
+    kinds = {(buffer.dtype, buffer.trainable) for buffer in plan.buffers}
+
+    assert kinds == {(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)}
+    assert all(offset % 64 == 0 for offset in plan.offsets)
+
+
+def test_what_cannot_be_a_unit_is_refused() -> None:
+    """Its hooks would never fire; flattening would silently untie parameters of one storage."""
+    aliased = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    aliased[1].weight = nn.Parameter(aliased[0].weight.data)
+    for model, units, message in (
+        (_Net(), ("nothing",), "no module of this name"),
+        (_Net(), ("blocks",), "has no forward of its own"),
+        (aliased, (), r"'0.weight' and '1.weight' are different Parameter"),
+    ):
+        with pytest.raises(PartitionError, match=message):
+            plan_units(model, units, world_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_parameters_and_shards_start_on_64_bytes(dtype: torch.dtype) -> None:
+    """Vector units and compiled kernels assume it, and copy what does not lie so."""
+    values = (torch.zeros(numel, dtype=dtype) for numel in (1, 13, 64, 7))
+    model = nn.ParameterList(nn.Parameter(value, requires_grad=False) for value in values)
+    (unit,) = plan_units(model, [], world_size=3)
+    (buffer,) = unit.buffers
+
+    starts = [span.start for span in (*buffer.layout.spans, *buffer.layout.shards)]
+    assert all(start * dtype.itemsize % 64 == 0 for start in starts)
+    assert all(offset % 64 == 0 for offset in unit.offsets)

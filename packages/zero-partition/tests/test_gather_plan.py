@@ -22,14 +22,12 @@ def _chain(numels: Sequence[int]) -> tuple[list[Use], Extents]:
     return uses, {unit: Extent(numel, 4 * numel, False) for unit, numel in enumerate(numels)}
 
 
-def _slot_of(groups: Sequence[Sequence[int]]) -> dict[int, int]:
-    return {unit: slot for slot, group in enumerate(groups) for unit in group}
-
-
 def _plan(
     uses: Sequence[Use], extents: Extents, limits: Limits
 ) -> tuple[dict[int, int], tuple[Gather, ...]]:
-    slot_of = _slot_of(choose_slots(uses, extents, limits))
+    groups = choose_slots(uses, extents, limits)
+    assert all(groups)  # no slot without a unit
+    slot_of = {unit: slot for slot, group in enumerate(groups) for unit in group}
     return slot_of, plan_gathers(uses, extents, slot_of, prefetch_numel=limits.prefetch_numel)
 
 
@@ -47,30 +45,18 @@ def test_a_chain_goes_round_a_window_of_slots_and_gathers_no_more_than_it_must(w
 
 def test_slots_go_round_even_where_nothing_is_prefetched() -> None:
     """Else a second backward without a step finds one unit whole where it could find three."""
-    uses, extents = _chain([10] * 8)
-
-    slot_of, _ = _plan(uses, extents, Limits(3, prefetch_numel=0))
+    slot_of, gathers = _plan(*_chain([10] * 8), Limits(3, prefetch_numel=0))
 
     assert len({slot_of[0], slot_of[1], slot_of[2]}) == 3
+    assert all(gather.launched == gather.used for gather in gathers)
 
 
 def test_the_next_unit_is_launched_while_the_one_before_it_is_in_use() -> None:
     """Else there is nothing to hide its travel behind."""
-    uses, extents = _chain([10] * 8)
-
-    _, gathers = _plan(uses, extents, Limits(2))
+    _, gathers = _plan(*_chain([10] * 8), Limits(2))
 
     assert [gather.launched for gather in gathers[:3]] == [-1, -1, 1]
     assert all(gather.launched < gather.used for gather in gathers)
-
-
-def test_nothing_is_launched_ahead_when_prefetching_is_off() -> None:
-    """`prefetch_numel=0`, whatever the window."""
-    uses, extents = _chain([10] * 8)
-
-    _, gathers = _plan(uses, extents, Limits(4, prefetch_numel=0))
-
-    assert all(gather.launched == gather.used for gather in gathers)
 
 
 def test_a_unit_used_again_soon_stays_whole() -> None:
@@ -92,33 +78,10 @@ def test_a_unit_used_again_soon_stays_whole() -> None:
 def test_the_live_limit_counts_elements_not_units() -> None:
     """Many small units fit where one large one does."""
     uses, extents = _chain([100, 10, 10, 10, 10])
+    groups = choose_slots(uses, extents, Limits(max_live_numel=100, prefetch_numel=0))
 
-    slot_of, _ = _plan(uses, extents, Limits(max_live_numel=100, prefetch_numel=0))
-
-    assert sum(_slot_bytes(slot_of, extents).values()) == 4 * 100 + 3 * 4 * 10
-
-
-def _slot_bytes(slot_of: dict[int, int], extents: Extents) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for unit, slot in slot_of.items():
-        sizes[slot] = max(sizes.get(slot, 0), extents[unit].num_bytes)
-    return sizes
-
-
-def test_units_that_enclose_others_share_a_slot_when_they_follow_each_other() -> None:
-    """An encoder's own parameters and a decoder's need not both be whole."""
-    inner = {0: 1, 2: 3}
-    uses = []
-    for phase, outers in (("forward", (0, 2)), ("backward", (2, 0))):
-        for outer in outers:
-            uses.append(Use(outer, phase, frozenset({outer})))
-            uses.append(Use(inner[outer], phase, frozenset({outer, inner[outer]})))
-    extents = {unit: Extent(10, 40, is_outer=unit in inner) for unit in range(4)}
-
-    slot_of, _ = _plan(uses, extents, Limits(1, prefetch_numel=0, max_reuse_numel=0))
-
-    assert slot_of[0] == slot_of[2]
-    assert slot_of[1] == slot_of[3] != slot_of[0]
+    sizes = [max(extents[unit].num_bytes for unit in group) for group in groups]
+    assert sum(sizes) == 4 * 100 + 3 * 4 * 10
 
 
 def _random_case(seed: int) -> tuple[list[Use], Extents, Limits]:
@@ -146,24 +109,14 @@ def _random_case(seed: int) -> tuple[list[Use], Extents, Limits]:
     return uses, extents, limits
 
 
-def test_units_in_use_at_once_never_share_a_slot() -> None:
-    """One would overwrite the other while something reads it."""
-    for seed in range(200):
-        uses, extents, limits = _random_case(seed)
-
-        slot_of = _slot_of(choose_slots(uses, extents, limits))
-
-        assert all(choose_slots(uses, extents, limits))  # no slot without a unit
-        assert set(slot_of) == {unit for use in uses for unit in use.in_use}
-        for use in uses:
-            assert len({slot_of[unit] for unit in use.in_use}) == len(use.in_use)
-
-
 def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another() -> None:
     """Played back: what a launch overwrites is in use by no one, and launches keep the order."""
     for seed in range(200):
         uses, extents, limits = _random_case(seed)
         slot_of, gathers = _plan(uses, extents, limits)
+        assert set(slot_of) == {unit for use in uses for unit in use.in_use}
+        for use in uses:
+            assert len({slot_of[unit] for unit in use.in_use}) == len(use.in_use)
 
         launched = [gather.launched for gather in gathers]
         assert launched == sorted(launched)
@@ -189,20 +142,14 @@ def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another() -> None
         assert not due
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("window", 0, 1),
-        ("window", None, 1),
-        ("window", True, 1),
-        ("max_live_numel", 0, 1),
-        ("prefetch_numel", -1, 0),
-        ("max_reuse_numel", 1.5, 0),
-        ("read_ahead", None, 0),
-    ],
-)
-def test_a_bound_of_the_schedule_that_is_none_is_refused(name: str, value: Any, least: int) -> None:
+def test_a_bound_of_the_schedule_that_is_none_is_refused() -> None:
     """It would be found in the middle of a step."""
-    expected = re.escape(f"Limits.{name}: expected an int of at least {least}, got {value!r}")
-    with pytest.raises(PartitionError, match=expected):
-        Limits(**{name: value})
+    bounds: list[tuple[str, Any, int]] = [
+        *(("window", value, 1) for value in (0, None, True)),
+        *(("max_live_numel", 0, 1), ("prefetch_numel", -1, 0)),
+        *(("max_reuse_numel", 1.5, 0), ("read_ahead", None, 0)),
+    ]
+    for name, value, least in bounds:
+        says = re.escape(f"Limits.{name}: expected an int of at least {least}, got {value!r}")
+        with pytest.raises(PartitionError, match=says):
+            Limits(**{name: value})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError
 from zero_partition.planning import choose_cuts
 
@@ -27,65 +29,22 @@ class _Optimizer(torch.optim.Optimizer):
                     param.add_(self.update(param, grads), alpha=-group["lr"])
 
     def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        return param.grad
+        raise NotImplementedError
 
 
-class _Sign(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        return param.grad.sign() * param.abs()
+def _kind(name: str, update: Callable[[Any, Tensor, list[Tensor]], Tensor]) -> type[_Optimizer]:
+    return type(name, (_Optimizer,), {"update": update})
 
 
 class _StateFromTheStart(_Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["sum"] = torch.full_like(param, 0.1)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.full_like(param, 0.1)
 
     def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
         self.state[param]["sum"].add_(param.grad**2)
         return param.grad / self.state[param]["sum"].sqrt()
-
-
-class _TensorNorm(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        return param.grad * param.norm() / param.grad.norm()
-
-
-class _RowNorm(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        if param.dim() < 2:
-            return param.grad
-        return param.grad / param.grad.norm(dim=1, keepdim=True)
-
-
-class _BlockMax(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        blocks = param.grad.reshape(-1, 8)
-        return (blocks / blocks.abs().amax(dim=1, keepdim=True)).view_as(param)
-
-
-class _GlobalNorm(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        return param.grad / torch.stack([grad.norm() for grad in grads]).norm()
-
-
-class _OnlyLargeFactored(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        is_factored = param.dim() == 2 and min(param.shape) >= 128
-        return param.grad * param.grad.mean(dim=0) if is_factored else param.grad
-
-
-class _Random(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        return torch.rand_like(param)
-
-
-class _OnlyMatrices(_Optimizer):
-    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
-        if param.dim() != 2:
-            raise ValueError("matrices only")
-        return param.grad @ param.grad.T @ param.grad
 
 
 class _NeedsAClosure(_Optimizer):
@@ -97,33 +56,54 @@ class _SubclassOfAdamW(torch.optim.AdamW):
     pass
 
 
-FINEST = {  # the cuts under which each is right, of those below
-    _Sign: {"flat", "row", "block(8)", "tensor"},
-    _StateFromTheStart: {"flat", "row", "block(8)", "tensor"},
-    _SubclassOfAdamW: {"flat", "row", "block(8)", "tensor"},
+def _block_max(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    blocks = param.grad.reshape(-1, 8)
+    return (blocks / blocks.abs().amax(dim=1, keepdim=True)).view_as(param)
+
+
+def _only_large_factored(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    is_factored = param.dim() == 2 and min(param.shape) >= 128
+    return param.grad * param.grad.mean(dim=0) if is_factored else param.grad
+
+
+def _only_matrices(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    if param.dim() != 2:
+        raise ValueError("matrices only")
+    return param.grad @ param.grad.T @ param.grad
+
+
+_Sign = _kind("Sign", lambda _, param, grads: param.grad.sign() * param.abs())
+_RowNorm = _kind("RowNorm", lambda _, p, grads: p.grad / p.grad.norm(dim=-1, keepdim=True))
+_TensorNorm = _kind("TensorNorm", lambda _, p, grads: p.grad * p.norm() / p.grad.norm())
+_GlobalNorm = _kind("GlobalNorm", lambda _, p, grads: p.grad / sum(g.norm() for g in grads))
+_Random = _kind("Random", lambda _, param, grads: torch.rand_like(param))
+CUTS = ("flat", "row", "block(8)", "tensor")
+FINEST = {  # the cuts under which each is right
+    _Sign: {*CUTS},
+    _StateFromTheStart: {*CUTS},
+    _SubclassOfAdamW: {*CUTS},
     _RowNorm: {"row", "tensor"},
-    _BlockMax: {"row", "block(8)", "tensor"},  # a row is a whole number of blocks
+    _kind("BlockMax", _block_max): {"row", "block(8)", "tensor"},  # a row is some whole blocks
     _TensorNorm: {"tensor"},
-    _OnlyMatrices: {"tensor"},
-    _OnlyLargeFactored: {"tensor"},
+    _kind("OnlyMatrices", _only_matrices): {"tensor"},
+    _kind("OnlyLargeFactored", _only_large_factored): {"tensor"},
     _GlobalNorm: set(),
     _Random: set(),
     _NeedsAClosure: set(),
 }
 
 
-@pytest.mark.parametrize("cut", ["flat", "row", "block(8)", "tensor"])
-@pytest.mark.parametrize("kind", FINEST)
-def test_a_trial_finds_which_cuts_are_right(kind: type[_Optimizer], cut: str) -> None:
+@pytest.mark.parametrize("kind", FINEST, ids=lambda kind: kind.__name__)
+def test_a_trial_finds_which_cuts_are_right(kind: type[_Optimizer]) -> None:
     """Nobody can list all optimizers; what one looks at shows in what it does."""
     model = nn.Linear(200, 160, bias=False)
     optimizer = kind(model.parameters(), lr=1e-9)
-
-    if cut in FINEST[kind]:
-        assert choose_cuts(model, optimizer, cut) == {id(model.weight): Cut.parse(cut)}
-    else:
-        with pytest.raises(PartitionError, match=f"a {kind.__name__} cannot work on shards"):
-            choose_cuts(model, optimizer, cut)
+    for cut in CUTS:
+        if cut in FINEST[kind]:
+            assert choose_cuts(model, optimizer, cut) == {id(model.weight): Cut.parse(cut)}
+        else:
+            with pytest.raises(PartitionError, match=f"a {kind.__name__} cannot work on shards"):
+                choose_cuts(model, optimizer, cut)
 
 
 def test_without_a_word_the_cut_is_flat_if_the_trial_allows() -> None:
@@ -139,7 +119,7 @@ def test_a_trial_touches_nothing_of_the_users() -> None:
     """It runs before the first step of a run that must be repeatable."""
     model = nn.Linear(8, 8)
     optimizer = _Sign(model.parameters())
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step by a method of its own
+    StepLR(optimizer, 1)  # replaces optimizer.step by a method of its own
     model(torch.ones(1, 8)).sum().backward()
     before = [param.detach().clone() for param in model.parameters()]
     grads = [param.grad for param in model.parameters()]
@@ -171,14 +151,14 @@ def test_the_optimizers_own_word_counts(word: Any, expected: Cut) -> None:
     assert choose_cuts(model, optimizer, None) == {id(model.weight): expected}
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-def test_torchs_own_are_known(name: str) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_torchs_own_are_known(kind: type[torch.optim.Optimizer]) -> None:
     """A list of exact classes: what a subclass overrides nobody knows."""
     model = nn.Linear(4, 4, bias=False)
-    optimizer = getattr(torch.optim, name)(model.parameters())
+    optimizer = kind(model.parameters())
 
     assert choose_cuts(model, optimizer, None) == {id(model.weight): Cut.TENSOR}
-    with pytest.raises(PartitionError, match=f"a {name} needs the cut 'tensor'.*cut 'row'"):
+    with pytest.raises(PartitionError, match=f"a {kind.__name__} needs the cut 'tensor'.*'row'"):
         choose_cuts(model, optimizer, "row")
 
 
@@ -198,17 +178,13 @@ def test_a_chain_steps_as_its_optimizers_do() -> None:
     plain, *optimizers = _pair()
     model, *members = _pair()
     chain = ChainedOptimizer(*members)
-    schedulers = [
-        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for optimizer in (optimizers[0], members[0], chain)
-    ]
-    del schedulers[2]  # built, so that torch has replaced chain.step
+    StepLR(chain, 1)  # torch replaces chain.step
+    schedulers = [StepLR(each, 1, gamma=0.5) for each in (optimizers[0], members[0])]
     for step in range(4):
         for net, steppers in ((plain, optimizers), (model, [chain])):
             net(torch.full((2, 6), float(step))).square().sum().backward()
             for stepper in steppers:
                 stepper.step()
-            for stepper in steppers:
                 stepper.zero_grad()
         for scheduler in schedulers:
             scheduler.step()
@@ -239,12 +215,29 @@ def test_a_chain_is_stepped_as_a_whole() -> None:
 def test_each_member_of_a_chain_gets_the_cut_it_needs() -> None:
     """Muon's matrices stay whole; AdamW's vectors may be cut anywhere."""
     model, muon, adamw = _pair()
-
     cuts = choose_cuts(model, ChainedOptimizer(muon, adamw), None)
 
-    assert {name: str(cuts[id(param)]) for name, param in model.named_parameters()} == {
-        "0.weight": "tensor",
-        "0.bias": "flat",
-        "1.weight": "tensor",
-        "1.bias": "flat",
-    }
+    for param in model.parameters():
+        assert cuts[id(param)] == (Cut.TENSOR if param.dim() == 2 else Cut.FLAT)
+
+
+# ---- Who decides ----
+
+
+def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group() -> None:
+    """Embeddings, matrices and the rest often want something else each; a name counts first."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def by_dims(name: str, param: nn.Parameter) -> str | None:
+        return "row" if param.dim() > 1 and name.startswith("0.") else None
+
+    def cuts_of(choice: Any, *of_groups: str) -> list[str]:
+        entries = [{"params": [param]} for param in model.parameters()]
+        for entry, cut in zip(entries, of_groups, strict=False):
+            entry["cut"] = cut
+        found = choose_cuts(model, torch.optim.SGD(entries), choice)
+        return [str(found[id(param)]) for param in model.parameters()]
+
+    assert cuts_of({"0.weight": "row", "*.weight": "tensor"}) == ["row", "flat", "tensor", "flat"]
+    assert cuts_of(by_dims) == ["row", "flat", "flat", "flat"]
+    assert cuts_of({"0.*": "row"}, *["tensor"] * 3) == ["row", "row", "tensor", "flat"]

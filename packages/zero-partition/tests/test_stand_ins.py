@@ -15,8 +15,6 @@ from zero_partition import StateError, clip_grad_norm_, partition
 from zero_partition.plan import STAGES, Stage
 from zero_partition.seams import offload_states, reload_states
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _partition(
     group: Group, stage: int, *, dtype: torch.dtype = torch.float32, **options: Any
@@ -36,21 +34,20 @@ def _backward(model: nn.Module, group: Group, dtype: torch.dtype = torch.float32
 
 
 def test_a_sharded_parameter_has_its_shape_and_no_bytes_of_another(group: Group) -> None:
-    """It never shows another unit's values."""
-    for dtype in DTYPES:
+    """It never shows another unit's values; values drawn at random would be lost without a word."""
+    for dtype in (torch.float32, torch.bfloat16):
         model, _ = _partition(group, 3, dtype=dtype)
         params = list(model.parameters())
-        assert [param.shape for param in params] == [(2, 3), (2,), (3, 2), (3,)]
-        assert all(param.dtype is dtype for param in params)
-        assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
-        # Detectors of tied weights compare addresses.
-        assert len({param.data_ptr() for param in params}) == len(params)
-        # Values drawn at random would be lost without a word.
+        for _ in range(2):
+            assert [param.shape for param in params] == [(2, 3), (2,), (3, 2), (3,)]
+            assert all(param.dtype is dtype for param in params)
+            assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
+            # Detectors of tied weights compare addresses.
+            assert len({param.data_ptr() for param in params}) == len(params)
+            _backward(model, group, dtype)
         for write in (nn.init.normal_, nn.init.ones_):
             with pytest.raises(StateError, match="GatheredParameters"):
                 write(params[0])
-        _backward(model, group, dtype)
-        assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
 
 
 # ---- Gradients ----
@@ -71,30 +68,30 @@ NORMS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_guard_refuses_every_use_of_values(group: Group, stage: int) -> None:
+def test_a_guard_refuses_every_use_of_values(group: Group) -> None:
     """A sharded gradient that reads as none would be a silent no-op."""
-    model, optimizer = _partition(group, stage)
-    _backward(model, group)
-    param = model[0].weight
-    for name, use in USES_OF_VALUES.items():
-        with pytest.raises(StateError, match=r"clip_grad_norm_|would write to parameter"):
-            use(param)
-            raise AssertionError(name)
-    guard = param.grad
-    assert (guard.shape, guard.dtype, guard.numel(), guard.dim()) == ((2, 3), torch.float32, 6, 2)
-    assert "sharded" in repr(guard)
+    for stage in (1, 2, 3):
+        model, optimizer = _partition(group, stage)
+        _backward(model, group)
+        param = model[0].weight
+        for name, use in USES_OF_VALUES.items():
+            with pytest.raises(StateError, match=r"clip_grad_norm_|would write to parameter"):
+                use(param)
+                raise AssertionError(name)
+        guard = param.grad
+        assert (guard.shape, guard.dtype, guard.numel(), guard.dim()) == ((2, 3), param.dtype, 6, 2)
+        assert "sharded" in repr(guard)
 
-    # What the optimizer has is this rank's part: an ordinary tensor, but for its norm.
-    part = optimizer.param_groups[0]["params"][0].grad
-    for name, norm in NORMS.items():
-        with pytest.raises(StateError, match=f"rank {group.rank} of 2"):
-            norm(part)
-            raise AssertionError(name)
-    before = part * 1
-    assert type(before) is Tensor
-    part.mul_(3)
-    assert torch.equal(part * 1, before * 3)
+        # What the optimizer has is this rank's part: an ordinary tensor, but for its norm.
+        part = optimizer.param_groups[0]["params"][0].grad
+        for name, norm in NORMS.items():
+            with pytest.raises(StateError, match=f"rank {group.rank} of 2"):
+                norm(part)
+                raise AssertionError(name)
+        before = part * 1
+        assert type(before) is Tensor
+        part.mul_(3)
+        assert torch.equal(part * 1, before * 3)
 
 
 def test_alone_a_shard_is_the_whole_gradient() -> None:
@@ -145,48 +142,33 @@ USES_OF_PARKED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.fixture
-def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """At stage 0, where parameters and momenta have their own shapes."""
+def test_a_parked_tensor_is_itself_and_raises_where_its_values_are_used() -> None:
+    """Without it, a read of memory that is gone ends the process, or goes on with NaN.
+
+    Optimizers, schedulers and reports ask for shapes, and look objects up by identity.
+    """
+    # At stage 0 parameters and momenta have their own shapes.
     model, optimizer = _partition(Group.solo(), 0)
     _backward(model, Group.solo())
     optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def test_a_parked_tensor_raises_where_its_values_are_used(stepped) -> None:
-    """Without it, a read of memory that is gone ends the process, or goes on with NaN."""
-    model, optimizer = stepped
-    offload_states(model, _Backup())
     weight = optimizer.param_groups[0]["params"][0]
-
-    for tensor in (weight, optimizer.state[weight]["momentum_buffer"]):
-        for name, use in USES_OF_PARKED.items():
-            with pytest.raises(StateError, match=r"reload_states\(model\)"):
-                use(tensor)
-                raise AssertionError(name)
-
-
-def test_a_parked_tensor_is_still_itself(stepped) -> None:
-    """Optimizers, schedulers and reports ask for shapes, and look objects up by identity."""
-    model, optimizer = stepped
-    weight = optimizer.param_groups[0]["params"][0]
-    momentum = optimizer.state[weight]["momentum_buffer"]
-    expected = [weight.detach().clone(), momentum.clone()]
-    kinds = [type(weight), type(momentum)]
-    known = {weight: "weight", momentum: "momentum"}
+    tensors = [weight, optimizer.state[weight]["momentum_buffer"]]
+    expected, kinds = [each.detach().clone() for each in tensors], [type(each) for each in tensors]
+    known = {tensor: index for index, tensor in enumerate(tensors)}
 
     offload_states(model, _Backup())
-
-    assert [known[tensor] for tensor in (weight, momentum)] == ["weight", "momentum"]
-    for tensor, kind in zip((weight, momentum), kinds, strict=True):
+    for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        assert known[tensor] == index
         assert isinstance(tensor, kind)
         facts = (tensor.shape, tensor.dtype, tensor.numel(), tensor.nbytes)
         assert facts == (torch.Size([2, 3]), torch.float32, 6, 24)
         assert tensor.untyped_storage().nbytes() == 4
         assert "parked" in repr(tensor)
+        for name, use in USES_OF_PARKED.items():
+            with pytest.raises(StateError, match=r"reload_states\(model\)"):
+                use(tensor)
+                raise AssertionError(name)
     reload_states(model)
-    assert [type(weight), type(momentum)] == kinds
-    assert torch.equal(weight, expected[0]) and torch.equal(momentum, expected[1])
+    assert [type(tensor) for tensor in tensors] == kinds
+    assert all(map(torch.equal, tensors, expected))
     assert weight.is_leaf

@@ -14,14 +14,13 @@ SHAPES = [(7, 3), (12,), (1,), (), (0, 4), (33,), (2, 3, 4), (1, 5)]
 
 def _keeps(shape: tuple[int, ...], cut: Cut, world_size: int) -> list[Span | None]:
     """By rank, as a flat buffer of this one parameter would be cut."""
-    numel = torch.Size(shape).numel()
+    numels, options = [torch.Size(shape).numel()], {"world_size": world_size, "align": 1}
     if cut == Cut.TENSOR:
-        layout = FlatLayout.plan_whole([numel], [world_size - 1], world_size=world_size, align=1)
+        layout = FlatLayout.plan_whole(numels, [world_size - 1], **options)
     elif cut == Cut.FLAT:
-        layout = FlatLayout.plan([numel], world_size=world_size, align=1)
+        layout = FlatLayout.plan(numels, **options)
     else:
-        grain = cut.grain(shape)
-        layout = FlatLayout.plan_cut([numel], [grain], world_size=world_size, align=1)
+        layout = FlatLayout.plan_cut(numels, [cut.grain(shape)], **options)
     pieces = [layout.pieces(rank) for rank in range(world_size)]
     return [of_rank[0].in_tensor if of_rank else None for of_rank in pieces]
 
@@ -45,12 +44,14 @@ def _entries(shape: tuple[int, ...], cut: Cut) -> dict[str, Tensor | float]:
 @pytest.mark.parametrize(
     "cut", [Cut.FLAT, Cut.ROW, Cut.TENSOR, Cut.block(4), Cut.block(32)], ids=str
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_parts_of_an_entry_are_found_to_be_its_whole(
-    shape: tuple[int, ...], cut: Cut, world_size: int
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_parts_of_an_entry_are_found_to_be_its_whole(cut: Cut, world_size: int) -> None:
     """Shard, ask, and lay end to end: a moment in the wrong place trains, and to nonsense."""
+    for shape in SHAPES:
+        _check_entries(shape, cut, world_size)
+
+
+def _check_entries(shape: tuple[int, ...], cut: Cut, world_size: int) -> None:
     plan = ParameterPlan(("weight",), torch.Size(shape), torch.float32, True, cut)
     kept = _keeps(shape, cut, world_size)
     numel = plan.shape.numel()
@@ -86,39 +87,33 @@ def _infos(*shapes: tuple[int, ...] | None) -> list[EntryInfo | None]:
     return [None if shape is None else EntryInfo("torch.float32", shape) for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    ("cut", "kept", "infos", "reason"),
-    [
-        (Cut.ROW, [(0, 12), (12, 24)], _infos((1, 3), (1, 3)), "neither one value"),
-        (Cut.ROW, [(0, 12), (12, 24)], _infos((4, 3), None), "rank 1 should have"),
-        (Cut.ROW, [(0, 12), (12, 24)], _infos((4, 2), (4, 5)), "neither one value"),
-        (Cut.FLAT, [(0, 12), (12, 24)], _infos((4, 3), (4, 3)), "neither one value"),
-        (Cut.block(16), [(0, 16), (16, 24)], _infos((1,), (2,)), "neither one value"),
-        (Cut.FLAT, [(0, 24), None], _infos((24,), None), "rank 1 should have"),
-        (Cut.TENSOR, [None, (0, 24)], [None, EntryInfo("list")], "a list cannot be sent"),
-        (
-            Cut.FLAT,
-            [(0, 12), (12, 24)],
-            [EntryInfo.of([torch.ones(12)]), EntryInfo.of([torch.ones(12)])],
-            "nobody knows how tensors in a list are cut",
-        ),
-        (
-            Cut.ROW,
-            [(0, 12), (12, 24)],
-            [EntryInfo("torch.float32", (4, 3)), EntryInfo("torch.int8", (4, 3))],
-            "rank 1 should have what the others have",
-        ),
-    ],
-)
-def test_what_no_cut_explains_is_refused_with_what_each_rank_has(
-    cut: Cut, kept: list[tuple[int, int] | None], infos: list[EntryInfo | None], reason: str
-) -> None:
-    """A guess would be a wrong checkpoint."""
-    plan = ParameterPlan(("weight",), torch.Size((8, 3)), torch.float32, True, cut)
-    spans = [None if span is None else Span(*span) for span in kept]
+LIST = EntryInfo.of([torch.ones(12)])
+HALVES = [Span(0, 12), Span(12, 24)]
+UNEXPLAINED: list[tuple[Cut, list[Span | None], list[EntryInfo | None], str]] = [
+    (Cut.ROW, HALVES, _infos((1, 3), (1, 3)), "neither one value"),
+    (Cut.ROW, HALVES, _infos((4, 3), None), "rank 1 should have"),
+    (Cut.ROW, HALVES, _infos((4, 2), (4, 5)), "neither one value"),
+    (Cut.FLAT, HALVES, _infos((4, 3), (4, 3)), "neither one value"),
+    (Cut.block(16), [Span(0, 16), Span(16, 24)], _infos((1,), (2,)), "neither one value"),
+    (Cut.FLAT, [Span(0, 24), None], _infos((24,), None), "rank 1 should have"),
+    (Cut.TENSOR, [None, Span(0, 24)], [None, EntryInfo("list")], "a list cannot be sent"),
+    (Cut.FLAT, HALVES, [LIST, LIST], "nobody knows how tensors in a list are cut"),
+    (
+        Cut.ROW,
+        HALVES,
+        [EntryInfo("torch.float32", (4, 3)), EntryInfo("torch.int8", (4, 3))],
+        "rank 1 should have what the others have",
+    ),
+]
 
-    with pytest.raises(StateError, match=rf"'weight'.*'mean' has no whole.*rank 0 has.*{reason}"):
-        plan_entry(plan, "mean", spans, infos)
+
+def test_what_no_cut_explains_is_refused_with_what_each_rank_has() -> None:
+    """A guess would be a wrong checkpoint."""
+    for cut, kept, infos, reason in UNEXPLAINED:
+        plan = ParameterPlan(("weight",), torch.Size((8, 3)), torch.float32, True, cut)
+        says = rf"'weight'.*'mean' has no whole.*rank 0 has.*{reason}"
+        with pytest.raises(StateError, match=says):
+            plan_entry(plan, "mean", kept, infos)
 
 
 def test_blocks_that_look_like_elements_are_told_apart_by_the_others() -> None:

@@ -4,6 +4,7 @@
 import copy
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,96 +15,78 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_partition import torch_private as _torch_compat
+from zero_partition import torch_private as compat
 
 
-def test_is_in_backward() -> None:
-    """torch._C._current_graph_task_id tells a running backward from none."""
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(_torch_compat.is_in_backward()))
-    y.sum().backward()
+def test_moments_of_a_backward() -> None:
+    """torch._C._current_graph_task_id tells it from none; queue_callback runs once, at its end.
 
-    assert seen == [True]
-    assert not _torch_compat.is_in_backward()
-
-
-def test_call_after_backward() -> None:
-    """The engine's queue_callback runs once, after the last gradient."""
-    events = []
+    Autograd runs ready nodes latest-created first: NOTE(backward order) rests on it.
+    """
+    events: list[Any] = []
     x = torch.ones(2, requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
-    y = x * 2
-    y.register_hook(lambda grad: _torch_compat.call_after_backward(lambda: events.append("end")))
-    y.sum().backward()
-
-    assert events == ["gradient", "end"]
-
-
-def test_hooks_of_later_calls_have_run_when_an_earlier_output_is_reached() -> None:
-    """Autograd runs ready nodes latest-created first: NOTE(backward order) rests on it."""
-    events = []
-    x = torch.ones(2, requires_grad=True)
     first = x * 2
     second, aside = first * 3, first * 5
     for name, tensor in (("first", first), ("second", second), ("aside", aside)):
         tensor.register_hook(lambda grad, name=name: events.append(name))
+    first.register_hook(lambda _: compat.call_after_backward(lambda: events.append("end")))
+    first.register_hook(lambda _: events.append(compat.is_in_backward()))
     (second.sum() + aside.sum()).backward()
 
-    assert events[-1] == "first"
+    assert sorted(events[:2]) == ["aside", "second"]
+    assert events[2:] == ["first", True, "gradient", "end"]
+    assert not compat.is_in_backward()
 
 
 def test_norm_base() -> None:
     """_NormBase is what batch norms and instance norms have in common, and others have not."""
     for norm in (torch.nn.BatchNorm2d(1), torch.nn.SyncBatchNorm(1), torch.nn.InstanceNorm1d(1)):
-        assert isinstance(norm, _torch_compat.NormBase)
+        assert isinstance(norm, compat.NormBase)
     assert torch.nn.InstanceNorm1d(1).running_mean is None
-    assert not isinstance(torch.nn.GroupNorm(1, 1), _torch_compat.NormBase)
+    assert not isinstance(torch.nn.GroupNorm(1, 1), compat.NormBase)
 
 
-def test_as_subclass_sharing_memory() -> None:
-    """Tensor._make_subclass makes no copy."""
-    memory = torch.zeros(3)
-    other = _torch_compat.as_subclass_sharing_memory(torch.nn.Buffer, memory)
+def test_subclasses_and_modes_are_left_out() -> None:
+    """Tensor._make_subclass makes no copy; DisableTorchFunctionSubclass and DisableTorchFunction.
 
-    assert other.data_ptr() == memory.data_ptr()
-
-
-def test_plain_call() -> None:
-    """DisableTorchFunctionSubclass keeps a subclass from seeing its own call again."""
+    The one keeps a subclass from seeing its own call again, the other turns off modes that choose
+    a device, too.
+    """
 
     class Loud(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             raise AssertionError("seen")
 
-    loud = _torch_compat.as_subclass_sharing_memory(Loud, torch.ones(2))
-    result = _torch_compat.plain_call(torch.add, (loud, 1), {})
+    memory = torch.ones(2)
+    loud = compat.as_subclass_sharing_memory(Loud, memory)
+    result = compat.plain_call(torch.add, (loud, 1), {})
 
-    assert type(result) in (torch.Tensor, Loud)
-
-
-def test_plainly() -> None:
-    """torch._C.DisableTorchFunction turns modes off, also those that choose a device."""
-    with torch.device("meta"), _torch_compat.plainly():
+    assert type(loud) is Loud and type(result) in (torch.Tensor, Loud)
+    with torch.device("meta"), compat.plainly():
+        assert loud.data_ptr() == memory.data_ptr()
         assert torch.empty(2).device.type == "cpu"
 
 
-def test_is_viewed() -> None:
+def test_who_shares_memory_is_counted() -> None:
     """torch._C._storage_Use_Count counts tensors, and arrays by the tensor that they keep."""
     param = torch.nn.Parameter(torch.zeros(2, 3))
-    assert not _torch_compat.is_viewed(param)
-
+    assert not compat.is_viewed(param)
     view = param.data[0]
-    assert _torch_compat.is_viewed(param)
-
+    assert compat.is_viewed(param)
     array = view.numpy()
     del view
-    assert _torch_compat.is_viewed(param)
-
+    assert compat.is_viewed(param)
     del array
-    assert not _torch_compat.is_viewed(param)
+    assert not compat.is_viewed(param)
+
+    whole = torch.ones(4)
+    part, storage = whole[1:], whole.untyped_storage()
+    whole.data = torch.zeros(4)
+    assert compat.has_views(storage)
+    part.data = torch.zeros(3)
+    assert not compat.has_views(storage)
 
 
 def test_swap_memory() -> None:
@@ -112,7 +95,7 @@ def test_swap_memory() -> None:
     tensor.mark = "mine"
     known = weakref.ref(tensor)
 
-    _torch_compat.swap_memory(tensor, torch.nn.Parameter(torch.ones(2)))
+    compat.swap_memory(tensor, torch.nn.Parameter(torch.ones(2)))
 
     assert known() is tensor
     assert tensor.mark == "mine"
@@ -123,36 +106,35 @@ def test_swap_memory() -> None:
 def test_a_replaced_call_is_what_a_module_calls() -> None:
     """nn.Module._compiled_call_impl stands before hooks and forward, and is not copied."""
     module = torch.nn.Linear(1, 1)
-    assert _torch_compat.call_of(module) is None
-    _torch_compat.set_call_of(module, lambda x: ("around", x))
+    assert compat.call_of(module) is None
+    compat.set_call_of(module, lambda x: ("around", x))
 
     assert module(3) == ("around", 3)
     assert copy.copy(module)(torch.ones(1)).shape == (1,)
     module.compile(backend="eager")
-    assert _torch_compat.call_of(module).__name__ != "<lambda>"
-    _torch_compat.set_call_of(module, None)
-    assert module(torch.ones(1)).shape == (1,)
+    assert compat.call_of(module).__name__ != "<lambda>"
+    compat.set_call_of(module, None)
+    assert compat.call_of(module) is None
 
 
 def test_modules_being_called() -> None:
     """Module._call_impl is on the stack of every call, with the module as its `self`."""
     seen = []
     inner = torch.nn.ReLU()
-    inner.register_forward_hook(lambda *_: seen.extend(_torch_compat.modules_being_called()))
+    inner.register_forward_hook(lambda *_: seen.extend(compat.modules_being_called()))
     outer = torch.nn.Sequential(inner)
     outer(torch.ones(1))
 
     assert [id(module) for module in seen] == [id(inner), id(outer)]
-    assert not list(_torch_compat.modules_being_called())
+    assert not list(compat.modules_being_called())
 
 
 def test_checkpoint_call() -> None:
     """_get_model_state_dict, _get_optim_state_dict and _load_optim_state_dict have these locals."""
-    seen: list[dict[str, Any]] = []
+    seen: list[Any] = []
 
     def look(*_: Any) -> None:
-        call = _torch_compat.checkpoint_call()
-        seen.append({} if call is None else dict(call))
+        seen.append(dict(compat.checkpoint_call() or {}))
 
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -161,23 +143,20 @@ def test_checkpoint_call() -> None:
     optimizer.register_load_state_dict_pre_hook(look)
     model.state_dict()
     get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    state = get_optimizer_state_dict(model, optimizer)
-    set_optimizer_state_dict(model, optimizer, state)
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
 
-    plain, of_model, of_optimizer, loading = seen
+    plain, of_model, of_optimizer, _ = seen
     assert plain == {}
     assert of_model["info"].full_state_dict and not of_optimizer["info"].full_state_dict
     assert of_optimizer["optim_state_dict"].keys() == {"state", "param_groups"}
-    assert {"optimizers", "state_dict"} <= loading.keys()
-    assert not {"optimizers", "state_dict"} <= of_optimizer.keys()
-    assert not {"optimizers", "state_dict"} <= of_model.keys()
+    has_both = [{"optimizers", "state_dict"} <= each.keys() for each in seen]
+    assert has_both == [False, False, False, True]
 
 
 def test_nodes_are_numbered_in_order() -> None:
     """torch._C._autograd._get_sequence_nr tells older nodes from those of a call."""
-    x = torch.ones(2, requires_grad=True)
-    before = x * 2
-    number = _torch_compat.next_sequence_number()
+    before = torch.ones(2, requires_grad=True) * 2
+    number = compat.next_sequence_number()
     after = before * 2
 
     assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
@@ -188,7 +167,7 @@ def test_will_accumulate() -> None:
     seen = []
     x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(_torch_compat.will_accumulate(x)))
+    y.register_hook(lambda grad: seen.append(compat.will_accumulate(x)))
     z = (y + other).sum()
     z.backward(retain_graph=True)
     torch.autograd.grad(z, y, retain_graph=True)
@@ -203,41 +182,35 @@ def test_functional_transforms_are_seen_and_left() -> None:
     made = []
 
     def func(x: torch.Tensor) -> torch.Tensor:
-        assert _torch_compat.is_in_functional_transform()
-        with _torch_compat.outside_functional_transforms():
+        assert compat.is_in_functional_transform()
+        with compat.outside_functional_transforms():
             made.append(torch.zeros(1))
         return x.sum()
 
     torch.func.grad(func)(torch.ones(2))
     made[0].data_ptr()  # raises for what belongs to a transform
-    assert not _torch_compat.is_in_functional_transform()
+    assert not compat.is_in_functional_transform()
 
 
 def test_dispatch_modes_are_hidden_from_and_come_back() -> None:
     """The three private functions of torch.utils._python_dispatch that push and pop modes."""
-    seen: list[str] = []
+    seen: list[TorchDispatchMode] = []
 
     class Mode(TorchDispatchMode):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(self.name)
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(self)
             return func(*args, **(kwargs or {}))
 
-    assert not _torch_compat.has_dispatch_modes()
-    with Mode("outer"), Mode("inner"):
-        assert _torch_compat.has_dispatch_modes()
-        with pytest.raises(KeyError), _torch_compat.unseen_by_dispatch_modes():
+    assert not compat.has_dispatch_modes()
+    with Mode() as outer, Mode() as inner:
+        assert compat.has_dispatch_modes()
+        with pytest.raises(KeyError), compat.unseen_by_dispatch_modes():
             torch.ones(1)
             raise KeyError
         assert not seen
         torch.ones(1)
-    assert seen == ["inner", "outer"]
-    assert not _torch_compat.has_dispatch_modes()
+    assert seen == [inner, outer]
+    assert not compat.has_dispatch_modes()
 
 
 def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
@@ -248,7 +221,7 @@ def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
         seen.append(torch.compiler.is_compiling())
         return x + 1
 
-    @_torch_compat.untraced
+    @compat.untraced
     def arrive(param: torch.Tensor) -> None:
         inner(param.detach())
 
@@ -257,38 +230,31 @@ def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
     torch.compile(lambda x: (param * x).sum().backward(), backend="eager")(torch.ones(1))
     assert seen == [False]
 
-    class Holder:
-        @_torch_compat.skip_frame
-        def skipped(self, x: torch.Tensor) -> torch.Tensor:
-            return inner(x)
-
-    holder = Holder()
-    compiled = torch.compile(lambda x: holder.skipped(x * 2) * 2, backend="eager")
+    skipped = compat.skip_frame(inner)
+    compiled = torch.compile(lambda x: skipped(x * 2) * 2, backend="eager")
     assert compiled(torch.ones(1)) == 6
 
 
-def test_is_in_ddp_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_in_ddp_forward() -> None:
     """`DistributedDataParallel._active_ddp_module`."""
-    assert not _torch_compat.is_in_ddp_forward()
     ddp = torch.nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(ddp, "_active_ddp_module", torch.nn.Linear(1, 1))
-    assert _torch_compat.is_in_ddp_forward()
+    assert not compat.is_in_ddp_forward()
+    with mock.patch.object(ddp, "_active_ddp_module", torch.nn.Linear(1, 1)):
+        assert compat.is_in_ddp_forward()
 
 
 def test_lists_of_tensors_are_worked_on_in_one_call() -> None:
     """torch._foreach_copy_, _foreach_add_, _foreach_mul_ and _foreach_norm, of any sizes."""
     mine, given = ([torch.full((n,), value) for n in (1, 9)] for value in (1.0, 2.0))
-
-    _torch_compat.foreach_copy_(mine, given)
-    _torch_compat.foreach_add_(mine, given)
-    _torch_compat.foreach_mul_(mine, torch.tensor(0.5))
+    compat.foreach_copy_(mine, given)
+    compat.foreach_add_(mine, given)
+    compat.foreach_mul_(mine, torch.tensor(0.5))
     assert [tensor.tolist() for tensor in mine] == [[2.0], [2.0] * 9]
 
     large = [tensor.half() * 2**14 for tensor in given]  # fp16 ends at 65504
-    norms = _torch_compat.foreach_norm(large, 2.0, dtype=torch.float32)
+    norms = compat.foreach_norm(large, 2.0, dtype=torch.float32)
     assert [norm.item() for norm in norms] == [2.0**15, 3 * 2.0**15]
-    (largest,) = _torch_compat.foreach_norm([torch.tensor([1.0, -3.0])], float("inf"))
-    assert largest.item() == 3.0
+    assert compat.foreach_norm([torch.tensor([1.0, -3.0])], float("inf"))[0].item() == 3.0
 
 
 def test_a_grad_scaler_unscales_by_the_call_that_gradient_shards_look_for() -> None:
@@ -298,7 +264,7 @@ def test_a_grad_scaler_unscales_by_the_call_that_gradient_shards_look_for() -> N
     class Watching(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func is _torch_compat.unscale_and_find_inf_:
+            if func is compat.unscale_and_find_inf_:
                 seen.append((len(args[0]), args[1].item()))
             return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -309,15 +275,3 @@ def test_a_grad_scaler_unscales_by_the_call_that_gradient_shards_look_for() -> N
     scaler.unscale_(torch.optim.SGD([param]))
 
     assert seen == [(1, 0.0)]
-    assert param.grad[0].item() == 1.0
-
-
-def test_has_views() -> None:
-    """torch._C._storage_Use_Count counts who would read memory that is given back."""
-    whole = torch.ones(4)
-    part, storage = whole[1:], whole.untyped_storage()
-    assert _torch_compat.has_views(storage)
-    whole.data = torch.zeros(4)
-    assert _torch_compat.has_views(storage)
-    part.data = torch.zeros(3)
-    assert not _torch_compat.has_views(storage)
