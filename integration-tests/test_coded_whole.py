@@ -299,27 +299,21 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
 
 # ---- What it costs ----
 
-CODEC_OF_CHAIN = parse_codec("int8")
-
-
-def _chain(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, config = parity.build(parity.Chain), ZeroConfig(2, wire=Wire(params="int8"))
-    return zero_engine.shard(model, parity.adamw(model), config, group=group)
-
 
 def test_a_quarter_of_the_bytes_travels_two_units_at_a_time(group: Group) -> None:
     """All at once would be a second model, in bytes, at the moment when memory is scarcest."""
     samples: list[int] = []
-    wait, wire_bytes = Handle.wait, CODEC_OF_CHAIN.wire_bytes(64 * 64 // 2)
+    wait, codec = Handle.wait, parse_codec("int8")
+    wire_bytes = codec.wire_bytes(64 * 64 // 2)
 
     def sample(handle: Handle[Any], **how: Any) -> Any:
         samples.append(parity.live_bytes(at_least=2048))
         return wait(handle, **how)
 
     parity.count_from_here()
-    model, optimizer = _chain(group)
-    parity.finish_step(model(torch.ones(1, 64)).square().sum(), optimizer)
-    model(torch.ones(1, 64)).square().sum().backward()
+    model, optimizer = parity.shard_chain(group, ZeroConfig(2, wire=Wire(params="int8")))
+    parity.step_chain(model, optimizer)
+    model(torch.ones(1, 64)).sum().backward()
     before = parity.live_bytes(at_least=2048)
     with (
         mock.patch.object(Handle, "wait", sample),
@@ -333,7 +327,7 @@ def test_a_quarter_of_the_bytes_travels_two_units_at_a_time(group: Group) -> Non
     assert sent.payload_bytes == 4 * 64 * 64 // 2  # a byte for each element of a rank's part
     assert sent.payload_bytes + sent.scale_bytes == 4 * wire_bytes
     assert not sent.padding_bytes
-    lost = CODEC_OF_CHAIN.relative_error(zero_engine.local_param(model.layers[3].weight)).item()
+    lost = codec.relative_error(zero_engine.local_param(model.layers[3].weight)).item()
     assert errors.params.relative()["layers.3"] == pytest.approx(lost, rel=1e-4)
 
 
@@ -379,8 +373,7 @@ def test_small_parameters_at_stage_3_travel_as_they_are(group: Group) -> None:
     small = [param for param in model.parameters() if param.requires_grad and param.numel() <= 13]
     assert small
     for param in small:
-        exact = zero_engine.full_param(param)
-        assert torch.equal(param.detach(), exact.to(param.dtype))
+        assert torch.equal(param.detach(), zero_engine.full_param(param).to(param.dtype))
 
 
 @pytest.mark.ranks(1)
@@ -390,5 +383,4 @@ def test_one_rank_rounds_nothing(group: Group) -> None:
     found, expected = (
         parity.train_sharded(group, recipe, ZeroConfig(2, wire=wire)) for wire in (CODED, Wire())
     )
-    assert found.losses == expected.losses
-    parity.assert_same_weights(found.weights, expected.weights, what="one rank")
+    parity.assert_same(found, expected, rank=0, what="one rank")

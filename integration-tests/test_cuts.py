@@ -18,18 +18,23 @@ from zero_comm import AgreementError, Group, record_traffic
 from zero_engine import ConfigError
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError, memory_report
 
+TRAININGS: dict[str, tuple[Any, str | None]] = {
+    **{name: (make, structured.CHOICES.get(name)) for name, make in structured.OPTIMIZERS.items()},
+    **{f"adamw by {cut}": ("adamw", cut) for cut in ("row", "tensor", "block(16)")},  # needs none
+}
 
-@pytest.mark.parametrize(("name", "stages"), parity.in_turn(structured.OPTIMIZERS))
+
+@pytest.mark.parametrize(("name", "stages"), parity.in_turn(TRAININGS))
 def test_two_ranks_train_as_ddp_does_bit_for_bit(
     group: Group, name: str, stages: tuple[int, ...]
 ) -> None:
     """The promise does not end where an optimizer looks at more than single elements."""
-    chosen = parity.Recipe(structured.OPTIMIZERS[name], num_micro_batches=2, scheduler="after")
+    make, cut = TRAININGS[name]
+    chosen = parity.Recipe(make, num_micro_batches=2, scheduler="after")
     expected = parity.train_ddp(group, chosen)
 
     for stage in stages:
-        config = ZeroConfig(stage, cut=structured.CHOICES.get(name))
-        curve = parity.train_sharded(group, chosen, config)
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage, cut=cut))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
 
@@ -51,15 +56,6 @@ def test_clipped_or_reduced_per_micro_batch_the_arithmetic_is_the_documented_one
     for stage in stages:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=cut))
         parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
-
-
-@pytest.mark.parametrize(("cut", "stage"), [("row", 1), ("tensor", 2), ("block(16)", 3)])
-def test_a_cut_that_nobody_needs_changes_no_number(group: Group, cut: str, stage: int) -> None:
-    """A user who asks for it tunes memory and messages, not the result."""
-    recipe = parity.Recipe(optimizer="adamw")
-    expected = parity.train_ddp(group, recipe)
-    curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=cut))
-    parity.assert_same(curve, expected, rank=group.rank, what=cut)
 
 
 # ---- What the optimizer sees ----
