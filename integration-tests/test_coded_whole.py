@@ -37,6 +37,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 CODED = Wire(params="int8:16")
 CODEC = parse_codec("int8:16")
 MASTERS = Precision(params=torch.bfloat16)
+Masters = Precision | None
 PRECISIONS = {"masters": MASTERS, "none": None}
 BOTH_PRECISIONS = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=[*PRECISIONS])
 
@@ -55,7 +56,7 @@ class Trained(OneDtype):
 def build(
     group: Group,
     stage: int,
-    precision: Precision | None,
+    precision: Masters,
     make: Callable[[], nn.Module] = Trained,
     **more: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -68,9 +69,7 @@ def build(
 
 
 @BOTH_PRECISIONS
-def test_where_state_rests_changes_no_bit(
-    group: Group, precision: Precision | None, tmp_path: Path
-) -> None:
+def test_where_state_rests_changes_no_bit(group: Group, precision: Masters, tmp_path: Path) -> None:
     """Who steps a shard elsewhere writes it back piece by piece; what is sent is all of it."""
     recipe = Recipe(make=OneDtype, optimizer="sgd")
     dtype = None if precision is None else precision.params
@@ -158,9 +157,7 @@ def test_a_closure_computes_with_what_its_weights_decode_to(group: Group) -> Non
 
 
 @BOTH_PRECISIONS
-def test_shards_that_are_not_stepped_are_rounded_once(
-    group: Group, precision: Precision | None
-) -> None:
+def test_shards_that_are_not_stepped_are_rounded_once(group: Group, precision: Masters) -> None:
     """An expert that is seldom used would walk away with each step of its neighbours in a block."""
     model, optimizer = build(group, 2, precision, OneDtype)
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
@@ -182,7 +179,7 @@ def test_shards_that_are_not_stepped_are_rounded_once(
 
 
 @BOTH_PRECISIONS
-def test_weights_by_request_are_exact(group: Group, precision: Precision | None) -> None:
+def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
     """An export must not be of what happened to travel, at no stage."""
     model, optimizer = build(group, 2, precision, state_dict="gather")
     at_rest, _ = build(group, 3, precision, state_dict="gather")  # the same, by an older way
@@ -241,9 +238,7 @@ BETWEEN: dict[str, Callable[[nn.Module], None]] = {
 
 
 @BOTH_PRECISIONS
-def test_what_happens_between_steps_counts_as_at_stage_3(
-    group: Group, precision: Precision | None
-) -> None:
+def test_what_happens_between_steps_counts_as_at_stage_3(group: Group, precision: Masters) -> None:
     """There are two sets of values now; code that edits weights is not to know the stage."""
     for what, disturb in BETWEEN.items():
         curves: dict[int, parity.Curve] = {}
@@ -257,9 +252,7 @@ def test_what_happens_between_steps_counts_as_at_stage_3(
 
 
 @BOTH_PRECISIONS
-def test_what_lies_beside_a_written_parameter_stays_exact(
-    group: Group, precision: Precision | None
-) -> None:
+def test_what_lies_beside_a_written_parameter_stays_exact(group: Group, precision: Masters) -> None:
     """Rounding it to what travelled would undo small updates, without a word."""
     model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -278,7 +271,7 @@ def test_what_lies_beside_a_written_parameter_stays_exact(
 
 @BOTH_PRECISIONS
 def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
-    group: Group, precision: Precision | None, tmp_path: Path
+    group: Group, precision: Masters, tmp_path: Path
 ) -> None:
     """What is saved is exact, and what is loaded is rounded before it is computed with."""
     model, optimizer = build(group, 2, precision)
@@ -333,9 +326,7 @@ def test_a_quarter_of_the_bytes_travels_two_units_at_a_time(group: Group) -> Non
 
 @pytest.mark.parametrize("place", ["device", "host", "disk", "delayed"])
 @pytest.mark.ranks(timeout_s=60)
-def test_a_plan_knows_the_shard_that_rests_beside_wherever_state_is(
-    group: Group, place: str, tmp_path: Path
-) -> None:
+def test_a_plan_knows_the_shard_that_rests_beside(group: Group, place: str, tmp_path: Path) -> None:
     """With masters on the device it is nothing, and else as large as a rank's part."""
     offload = {
         "host": Offload(optimizer="host", subgroup_bytes=1000),

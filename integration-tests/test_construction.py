@@ -151,9 +151,7 @@ def _fill(module: nn.Module) -> None:
 @needs_high_water
 @pytest.mark.parametrize("route", ["init", "materialise", "load"])
 @pytest.mark.ranks(timeout_s=90)
-def test_the_peak_of_construction_is_a_part_and_one_unit(
-    group: Group, route: str, tmp_path: Path
-) -> None:
+def test_the_peak_is_a_part_and_one_unit(group: Group, route: str, tmp_path: Path) -> None:
     """The reason for all of it: M/N plus the largest unit plus a tenth, shard() included.
 
     Measured by the kernel, which overlooks nothing that libraries and collectives hold.

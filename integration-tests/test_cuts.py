@@ -18,6 +18,7 @@ from zero_comm import AgreementError, Group, record_traffic
 from zero_engine import ConfigError
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError, memory_report
 
+Stages = tuple[int, ...]
 TRAININGS: dict[str, tuple[Any, str | None]] = {
     **{name: (make, structured.CHOICES.get(name)) for name, make in structured.OPTIMIZERS.items()},
     **{f"adamw by {cut}": ("adamw", cut) for cut in ("row", "tensor", "block(16)")},  # needs none
@@ -25,9 +26,7 @@ TRAININGS: dict[str, tuple[Any, str | None]] = {
 
 
 @pytest.mark.parametrize(("name", "stages"), parity.in_turn(TRAININGS))
-def test_two_ranks_train_as_ddp_does_bit_for_bit(
-    group: Group, name: str, stages: tuple[int, ...]
-) -> None:
+def test_two_ranks_train_as_ddp_does_bit_for_bit(group: Group, name: str, stages: Stages) -> None:
     """The promise does not end where an optimizer looks at more than single elements."""
     make, cut = TRAININGS[name]
     chosen = parity.Recipe(make, num_micro_batches=2, scheduler="after")
@@ -40,9 +39,7 @@ def test_two_ranks_train_as_ddp_does_bit_for_bit(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "stages"), parity.in_turn(structured.CUTS))
-def test_clipped_or_reduced_per_micro_batch_the_arithmetic_is_the_documented_one(
-    group: Group, name: str, stages: tuple[int, ...]
-) -> None:
+def test_clipping_is_the_documented_arithmetic(group: Group, name: str, stages: Stages) -> None:
     """Norms are added by rank, and which rank has what is another matter under each cut."""
     cut = structured.CUTS[name]
     recipe = parity.Recipe(
@@ -179,9 +176,7 @@ def test_a_step_that_fails_leaves_nothing_behind(group: Group) -> None:
 @pytest.mark.parametrize(
     ("name", "stages"), parity.in_turn(name for name in structured.OPTIMIZERS if name != "lamb")
 )
-def test_state_that_the_optimizer_has_is_cut_as_its_parameter(
-    group: Group, name: str, stages: tuple[int, ...]
-) -> None:
+def test_state_is_cut_as_its_parameter(group: Group, name: str, stages: Stages) -> None:
     """Factored, per row, per block or of any shape: a run that goes on from a checkpoint has it."""
     make = structured.OPTIMIZERS[name]
     never = parity.build()
