@@ -29,29 +29,26 @@ from zoo_of_constructors import CONSTRUCTORS, Mlp
 # ---- Values ----
 
 
+TRANSFORMERS = ("gpt2", "t5", "mixtral")  # `post_init()` initialises the children, and ties
+
+
 @pytest.mark.parametrize(
-    ("make", "batch_bytes"),
-    [(make, (600, 0, 2**20)[turn % 3]) for turn, make in enumerate(CONSTRUCTORS)],
+    ("name", "batch_bytes"),
+    [(name, (600, 0, 2**20)[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
 )
+@pytest.mark.ranks(timeout_s=90)
 def test_a_model_built_in_parts_has_the_plain_values(
-    group: Group, make: str, batch_bytes: int
+    group: Group, name: str, batch_bytes: int
 ) -> None:
     """A write that is lost, or a random number drawn elsewhere, is another model."""
-    _build_and_compare(group, CONSTRUCTORS[make], batch_bytes)
+    make = zoo.ZOO[name].make if name in TRANSFORMERS else CONSTRUCTORS[name]
+    _build_and_compare(group, make, batch_bytes)
 
 
 @pytest.mark.ranks(1, 3)
 def test_any_number_of_ranks_builds_the_same(group: Group) -> None:
     """Three divide nothing, and one is not a special case."""
     _build_and_compare(group, CONSTRUCTORS["Tiny"])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
-@pytest.mark.ranks(timeout_s=90)
-def test_models_of_transformers_are_built_in_parts(group: Group, name: str) -> None:
-    """`post_init()` initialises the children of a constructor that is about to end, and ties."""
-    pytest.importorskip("transformers")
-    _build_and_compare(group, zoo.ZOO[name].make)
 
 
 def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes: int = 0) -> None:

@@ -122,7 +122,7 @@ def test_steps_within_backward_are_those_after_it(group: Group, in_place: bool) 
         for step in range(4):
             for model, each, scheduler in sides:
                 with model.no_sync():  # accumulation
-                    model(torch.ones(4, 5)).backward()
+                    model(torch.ones(4, 5)).sum().backward()
                 train(model, each, group.rank, [step])
                 scheduler.step()
             assert_alike(oracle, optimizer)
