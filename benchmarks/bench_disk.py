@@ -115,31 +115,18 @@ def _ways(memory: Tensor, folder: Path, python: str, stack: ExitStack) -> Iterat
         write, read = (timed(lambda m=m, t=tensor: m("x", t).result()) for m in moves)
         yield name, (write, read)
 
-    def flushed(path: Path, write: Callable[[Any], Any]) -> None:
-        with path.open("wb") as file:
-            write(file)
+    def save() -> None:
+        with (folder / "torch").open("wb") as file:
+            torch.save(memory, file)
             file.flush()
             os.fsync(file.fileno())
 
-    def cold(path: Path, read: Callable[[Path], Any]) -> float:
-        with path.open("rb") as file:
+    def load() -> float:
+        with (folder / "torch").open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return timed(lambda: read(path))()
+        return timed(lambda: torch.load(folder / "torch"))()
 
-    yield (
-        "torch.save and load",
-        (
-            timed(lambda: flushed(folder / "torch", lambda file: torch.save(memory, file))),
-            lambda: cold(folder / "torch", torch.load),
-        ),
-    )
-    yield (
-        "numpy tofile and fromfile",
-        (
-            timed(lambda: flushed(folder / "numpy", memory.numpy().tofile)),
-            lambda: cold(folder / "numpy", lambda path: np.fromfile(path, dtype=np.uint8)),
-        ),
-    )
+    yield "torch.save and load", (timed(save), load)
     for mib, depth, is_locked in AIO if python else ():
         given = {"mib": mib, "depth": depth, "is_locked": is_locked, "nbytes": memory.nbytes}
         file = str(folder / "deepspeed")

@@ -20,7 +20,7 @@ from model import SHAPES, build_model
 from team import Team
 
 LIBRARIES: Final = {"torch": "torch.distributed.optim", "ours": "zero_partition"}
-STEP_SYSTEMS: Final = "ddp,torch_zro,zro,torch_zro_packed,zro_packed,zro_overlap,zro_hook"
+STEP_SYSTEMS: Final = "ddp,torch_zro,zro,zro_overlap,zro_hook"
 
 
 @suite(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
+from tabulate import tabulate
 
 HERE: Final = Path(__file__).parent
 MIB: Final = 2**20
@@ -192,19 +193,13 @@ def compiled(source: str, *flags: str) -> ctypes.CDLL:
 # ---- The table ----
 
 
-def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """Lines of even width. Texts stand at their left; what a row does not have is left empty."""
-    lines = [[column[0] for column in columns]]
-    lines += [[cell(row, *column[1:]) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+def table(columns: Sequence[Column], rows: Sequence[Row], form: str = "plain") -> str:
+    """Texts stand at their left; what a row does not have is left empty."""
+    titles = [column[0] for column in columns]
+    cells = [[cell(row, *column[1:]) for column in columns] for row in rows]
     is_text = [any(isinstance(row.get(column[1]), str) for row in rows) for column in columns]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, is_text, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    sides = ["left" if each else "right" for each in is_text]
+    return tabulate(cells, titles, tablefmt=form, colalign=sides, disable_numparse=True)
 
 
 def cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:

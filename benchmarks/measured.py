@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from harness import HERE, Row, Suite, cell
+from harness import HERE, Row, Suite, table
 from run import SUITES
 
 PAGE: Final = HERE.parent / "docs/measured.md"
@@ -44,19 +44,15 @@ def page(folder: Path = HERE / "results") -> str:
 def _table(suite: Suite, record: dict[str, Any]) -> list[str]:
     rows, machine, settings = record["rows"], record["machine"], record["settings"]
     columns = [column for column in suite.columns if _differs(rows, column[1])]
-    titles = [column[0] or "numbers" for column in columns]
-    torch = record["versions"]["torch"]
-    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
+    torch, memory = record["versions"]["torch"], round(machine["memory_bytes"] / 2**30)
     load = f", load before {settings['load_before']:.1f}" if "load_before" in settings else ""
     return [
         f"    {_command(suite, record['suite'], settings)}",
         "",
         f"{record['time'][:10]}, commit {record['commit'][:8]}, {machine['cpu']}, "
-        f"{machine['cores']} cores, {memory}, torch {torch}{load}.",
+        f"{machine['cores']} cores, {memory} GiB, torch {torch}{load}.",
         "",
-        f"| {' | '.join(titles)} |",
-        "|" + "---|" * len(titles),
-        *(f"| {' | '.join(cell(row, *column[1:]) for column in columns)} |" for row in rows),
+        table(columns, rows, "github"),
     ]
 
 

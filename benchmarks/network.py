@@ -34,10 +34,7 @@ class Node:
 
     def sent_bytes(self) -> int:
         """What it has put on the cable so far, as the kernel counts."""
-        return int(self._run("cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"))
-
-    def _run(self, *command: str) -> str:
-        return _run(*self.launcher, *command)
+        return int(_run(*self.launcher, "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"))
 
 
 def why_not() -> str:

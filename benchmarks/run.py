@@ -14,14 +14,12 @@ SUITES: Final = {  # and the module that has it
     "wire": "bench_step",  # a step on two nodes with a slow network between them
     "plan": "bench_step",  # a step against how long it was estimated to take
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
-    "autograd": "bench_hooks",  # what hooks cost, and the ways of collecting gradients
     "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
     "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none
     "adam": "bench_adam",  # the optimizer's step on the CPU, against the memory's limit
     "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
     "swap": "bench_disk",  # a pipelined step from disk, against the disk and the step alone
     "saving": "bench_saving",  # save and load, against torch.save, torch's checkpoints and the disk
-    "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
     "codecs": "bench_comm",  # encoding and decoding, against a copy of the same memory
     "collectives": "bench_comm",  # compositions of collectives against the built-in ones
 }
@@ -30,10 +28,8 @@ SUITES: Final = {  # and the module that has it
 def main(argv: list[str]) -> int:
     """Hand what follows the suite's name to that suite. Returns the exit status."""
     if not argv or argv[0] not in SUITES:
-        is_help = argv[:1] in (["-h"], ["--help"])
-        usage = f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them"
-        print(usage, file=sys.stdout if is_help else sys.stderr)
-        return 0 if is_help else 2
+        print(f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them")
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     name, *options = argv
     return run_suite(name, getattr(importlib.import_module(SUITES[name]), name), options)
 

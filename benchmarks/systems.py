@@ -71,7 +71,6 @@ def _zro(
     setting: Setting,
     *,
     library: str = "zero_partition",
-    in_place: bool = True,
     reduces: bool = False,
     overlaps: bool = False,
 ) -> Step:
@@ -86,7 +85,7 @@ def _zro(
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     arguments: dict[str, Any] = {"lr": setting.lr, "fused": True}
     if not overlaps:
-        arguments["parameters_as_bucket_view"] = in_place
+        arguments["parameters_as_bucket_view"] = True
     if reduces:
         from zero_comm import Group, ddp_hook
 
@@ -384,16 +383,12 @@ OURS: Final[dict[str, dict[str, Any]]] = {
         "wire": {"params": "int8", "secondary": True, "gradients": "int4"},
     },
 }
-_TORCH_ZRO: Final = "torch.distributed.optim"
 _ZRO: Final[dict[str, dict[str, Any]]] = {
-    "torch_zro": {"library": _TORCH_ZRO},
-    "torch_zro_packed": {"library": _TORCH_ZRO, "in_place": False},
+    "torch_zro": {"library": "torch.distributed.optim"},
     "zro": {},
-    "zro_packed": {"in_place": False},
     "zro_hook": {"reduces": True},
     "zro_overlap": {"overlaps": True},
 }
-_SMALL_BUCKETS: Final = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 _DEEPSPEED: Final[dict[str, dict[str, Any]]] = {
     **{f"deepspeed{stage}": {"stage": stage} for stage in (1, 2, 3)},
     "deepspeed2_host": {
@@ -403,10 +398,6 @@ _DEEPSPEED: Final[dict[str, dict[str, Any]]] = {
         "overlap_comm": True,
     },
     "deepspeed3_host": {"stage": 3, "own_adam": True, "offload_optimizer": {"device": "cpu"}},
-    "deepspeed3_1e7": {
-        "stage": 3,
-        **dict.fromkeys((*_SMALL_BUCKETS, "stage3_max_live_parameters"), 10**7),
-    },
 }
 _ALWAYS: Final = {"torch_zro", *(f"{k}{n}" for k in ("zero", "deepspeed") for n in range(4))}
 

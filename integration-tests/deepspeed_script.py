@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 from zero_engine.compat import deepspeed  # was: import deepspeed
 from zero_engine.compat.deepspeed.accelerator import get_accelerator
 
@@ -21,39 +22,19 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
-        self.pool = nn.MaxPool2d(2, 2)
         self.fc1 = nn.Linear(4 * 3 * 3, 16)
         self.fc2 = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        x = self.pool(F.relu(self.conv(x)))
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
         return self.fc2(F.relu(self.fc1(torch.flatten(x, 1))))
 
 
-class Images(torch.utils.data.Dataset):
+def images(num_samples: int = 24) -> TensorDataset:
     """Pictures of noise, each with a label."""
-
-    def __init__(self, num_samples: int = 24) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.images = torch.randn(num_samples, 3, 8, 8, generator=generator)
-        self.labels = torch.randint(10, (num_samples,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.images[index], self.labels[index]
-
-
-def add_argument() -> argparse.Namespace:
-    """The command line, DeepSpeed's part of it included."""
-    parser = argparse.ArgumentParser(description="CIFAR")
-    parser.add_argument("-e", "--epochs", default=2, type=int)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--log-interval", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser = deepspeed.add_config_arguments(parser)
-    return parser.parse_args()
+    generator = torch.Generator().manual_seed(7)
+    pictures = torch.randn(num_samples, 3, 8, 8, generator=generator)
+    return TensorDataset(pictures, torch.randint(10, (num_samples,), generator=generator))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -61,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     deepspeed.init_distributed()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
-    dataset = Images()
+    dataset = images()
     if torch.distributed.get_rank() == 0:
         torch.distributed.barrier()
     else:
@@ -74,20 +55,14 @@ def main(args: argparse.Namespace) -> None:
         args=args, model=net, model_parameters=parameters, training_data=dataset
     )
     local_device = get_accelerator().device_name(model_engine.local_rank)
-    target_dtype = None
-    if model_engine.bfloat16_enabled():
-        target_dtype = torch.bfloat16
-    elif model_engine.fp16_enabled():
-        target_dtype = torch.half
+    target_dtype = torch.bfloat16 if model_engine.bfloat16_enabled() else torch.float32
 
     criterion = nn.CrossEntropyLoss()
     losses, norms = [], []
-    for _ in range(args.epochs):
+    for _ in range(2):
         for data in trainloader:
             inputs, labels = data[0].to(local_device), data[1].to(local_device)
-            if target_dtype is not None:
-                inputs = inputs.to(target_dtype)
-            outputs = model_engine(inputs)
+            outputs = model_engine(inputs.to(target_dtype))
             loss = criterion(outputs, labels)
             model_engine.backward(loss)
             if model_engine.is_gradient_accumulation_boundary():
@@ -103,8 +78,8 @@ def main(args: argparse.Namespace) -> None:
     assert torch.equal(halved, weight * 0.5)
     model_engine.eval()
     with deepspeed.zero.unwrap_model_for_generation(model_engine) as model, torch.no_grad():
-        predictions = model(dataset.images).argmax(-1)
-    assert predictions.shape == dataset.labels.shape
+        predictions = model(dataset.tensors[0]).argmax(-1)
+    assert predictions.shape == dataset.tensors[1].shape
     model_engine.destroy()
 
     rank = deepspeed.comm.get_rank()
@@ -120,4 +95,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(add_argument())
+    parser = argparse.ArgumentParser(description="CIFAR")
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--out", type=Path, required=True)
+    main(deepspeed.add_config_arguments(parser).parse_args())

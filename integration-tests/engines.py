@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import parity
+import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -62,3 +64,31 @@ def assert_weights(engine: Engine, expected: dict[str, Tensor]) -> None:
     weights = weights_of(engine)
     if engine.group.rank == 0:
         parity.assert_same_weights(weights, expected, what="engine")
+
+
+def train_ddp(group: Group, counts: Sequence[int], *, divisor: int | None = None) -> nn.Module:
+    """What DDP makes of the oracle's model in a step for each count of micro-batches.
+
+    Losses are divided by the count, or by `divisor`.
+    """
+    plain, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    scheduler, ddp = parity.scheduler_for(optimizer), parity.as_ddp(plain, group)
+    for step, count in enumerate(counts):
+        for micro in range(count):
+            with ddp.no_sync() if micro + 1 < count else nullcontext():
+                loss = parity.loss_of(ddp, parity.batch(step, micro, group.rank))
+                (loss / (divisor or count)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return plain
+
+
+def assert_near(engine: Engine, plain: nn.Module) -> None:
+    """On rank 0: the weights of a plain model, which has added its gradients up in another order.
+
+    Collective.
+    """
+    weights = weights_of(engine)
+    if engine.group.rank == 0:
+        torch.testing.assert_close(weights, plain.state_dict(), rtol=1e-5, atol=1e-6)

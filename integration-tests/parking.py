@@ -11,7 +11,6 @@ import zero_engine
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import StateKind
 from zero_partition.seams import offload_states, reload_states
 
@@ -50,6 +49,7 @@ class PoisonedBackup:
 
 
 Disturb = Callable[[nn.Module], None]
+Training = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def offload_and_reload(*kinds: StateKind) -> Disturb:
@@ -62,13 +62,6 @@ def offload_and_reload(*kinds: StateKind) -> Disturb:
         assert backup.is_closed and not backup.kept
 
     return disturb
-
-
-def build(
-    group: Group, config: ZeroConfig, make: Callable[[], nn.Module], name: str = "adamw-fused"
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer, sharded; the sharded model is kept by its module."""
-    return parity.build_sharded(group, config, name, make)
 
 
 def train(
@@ -99,3 +92,12 @@ def train(
         optimizer.zero_grad()
         disturb(model)
     return losses, zero_engine.full_state_dict(model)
+
+
+def assert_same_bits(group: Group, build: Callable[[], Training], *disturbs: Disturb) -> None:
+    """Each of these changes nothing of a training, whenever it comes. Collective."""
+    expected_losses, expected = train(*build(), group)
+    for number, disturb in enumerate(disturbs):
+        losses, weights = train(*build(), group, disturb)
+        assert losses == expected_losses, f"{number}"
+        parity.assert_same_weights(weights, expected, what=f"{number}")

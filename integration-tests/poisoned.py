@@ -64,13 +64,11 @@ class PoisonedHome:
     _shards: dict[int, Tensor] = field(factory=dict)
     _closed: list[Tensor] = field(factory=list)  # memory that is nobody's
 
-    def allocate(self, shards: Mapping[int, Tensor]) -> None:
-        """See `TensorHome.allocate`."""
+    def allocate(self, shards: Mapping[int, Tensor]) -> None:  # noqa: D102
         assert not self._shards, "room is taken once"
         self._shards = dict(shards)
 
-    def read(self, index: int, into: Tensor) -> _Read:
-        """See `TensorHome.read`."""
+    def read(self, index: int, into: Tensor) -> _Read:  # noqa: D102
         shard = self._shards[index]
         assert index not in self.opened, f"shard {index} is read while it is open"
         assert index in self.kept, f"shard {index} is read, and was never written"
@@ -81,13 +79,11 @@ class PoisonedHome:
         self.reads[index].append(_Read(self, index, into))
         return self.reads[index][-1]
 
-    def expect(self, indices: Sequence[int]) -> None:
-        """See `TensorHome.expect`."""
+    def expect(self, indices: Sequence[int]) -> None:  # noqa: D102
         assert not set(indices) - self.kept.keys(), "what is expected was never written"
         self.expected.append(tuple(indices))
 
-    def open(self, index: int, *, reads: bool) -> Tensor:
-        """See `TensorHome.open`."""
+    def open(self, index: int, *, reads: bool) -> Tensor:  # noqa: D102
         assert index not in self.opened, f"shard {index} is opened twice"
         assert not self.reads[index], f"shard {index} is opened while it is read"
         self.opened[index] = torch.zeros_like(self._shards[index], device="cpu")
@@ -98,36 +94,30 @@ class PoisonedHome:
             self.opened[index].copy_(self.kept[index])
         return self.opened[index]
 
-    def close(self, index: int) -> None:
-        """See `TensorHome.close`."""
+    def close(self, index: int) -> None:  # noqa: D102
         memory = self.opened.pop(index)
         assert not memory.isnan().any(), "padding shows what the memory held before"
         self.kept[index] = memory.clone()
         poison(memory)
         self._closed.append(memory)
 
-    def settle(self) -> None:
-        """See `TensorHome.settle`."""
+    def settle(self) -> None:  # noqa: D102
         assert not self.opened, f"shards {list(self.opened)} are open still"
         assert all(map(is_poison, self._closed)), "a shard was written to after it was closed"
         self._closed.clear()
 
     @property
-    def host_bytes(self) -> int:
-        """See `TensorHome.host_bytes`."""
+    def host_bytes(self) -> int:  # noqa: D102
         return sum(shard.nbytes for shard in self._shards.values())
 
     @property
-    def disk_bytes(self) -> int:
-        """See `TensorHome.disk_bytes`."""
+    def disk_bytes(self) -> int:  # noqa: D102
         return 0
 
-    def another(self) -> PoisonedHome:
-        """See `TensorHome.another`."""
+    def another(self) -> PoisonedHome:  # noqa: D102
         return PoisonedHome()
 
-    def end(self) -> None:
-        """See `TensorHome.end`."""
+    def end(self) -> None:  # noqa: D102
         self.settle()
         assert not any(self.reads.values()), "a read was never waited for"
         self.kept, self._shards, self.is_ended = {}, {}, True
@@ -141,23 +131,18 @@ class _Late(Future):
         self._queue, self._act = queue, act
         queue.append(self)
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Do it, once."""
-        self._arrive()
-        return super().result(timeout)
-
     def exception(self, timeout: float | None = None) -> Any:
-        """Do it, once."""
-        self._arrive()
-        return super().exception(timeout)
-
-    def _arrive(self) -> None:
         while not self.done():
             first = self._queue.popleft()
             try:
                 first.set_result(first._act())
             except Exception as error:
                 first.set_exception(error)
+        return super().exception(timeout)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.exception()
+        return super().result(timeout)
 
 
 @final
@@ -173,13 +158,11 @@ class PoisonedStore(AbstractStore):
     is_closed: bool = False
     _queues: defaultdict[str, deque[_Late]] = field(factory=lambda: defaultdict(deque))
 
-    def allocate(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractStore.allocate`."""
+    def allocate(self, sizes: Mapping[str, int]) -> None:  # noqa: D102
         assert not sizes.keys() & self.rooms.keys(), "room is taken once"
         self.rooms |= sizes
 
-    def write(self, key: str, source: Tensor) -> Future[None]:
-        """See `AbstractStore.write`."""
+    def write(self, key: str, source: Tensor) -> Future[None]:  # noqa: D102
         assert source.nbytes == self.rooms[key], f"{key}: {source.nbytes} of {self.rooms[key]}"
         lent = source.clone()
 
@@ -191,8 +174,7 @@ class PoisonedStore(AbstractStore):
 
         return _Late(self._queues[key], act)
 
-    def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """See `AbstractStore.read`."""
+    def read(self, key: str, into: Tensor) -> Future[Tensor]:  # noqa: D102
         poison(into)
 
         def act() -> Tensor:
@@ -203,19 +185,16 @@ class PoisonedStore(AbstractStore):
 
         return _Late(self._queues[key], act)
 
-    def delete(self, key: str) -> None:
-        """See `AbstractStore.delete`."""
+    def delete(self, key: str) -> None:  # noqa: D102
         while self._queues[key]:
             self._queues[key][-1].exception()
         del self.rooms[key]
         self.values.pop(key, None)
 
-    def sizes(self) -> dict[str, int]:
-        """See `AbstractStore.sizes`."""
+    def sizes(self) -> dict[str, int]:  # noqa: D102
         return dict(self.rooms)
 
-    def close(self) -> None:
-        """See `AbstractStore.close`."""
+    def close(self) -> None:  # noqa: D102
         late = [key for key, queue in self._queues.items() if queue]
         assert not late, f"{late}: nobody waited for these"
         self.rooms, self.values, self.is_closed = {}, {}, True
@@ -228,20 +207,17 @@ class PoisonedGradients:
 
     _deliveries: list[tuple[Tensor, Tensor, bool]] = field(factory=list)
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `GradientHome.allocate`."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
         return torch.zeros(numel, dtype=dtype)
 
-    def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """See `GradientHome.deliver`."""
+    def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:  # noqa: D102
         on_their_way = [memory.data_ptr() for _, memory, _ in self._deliveries]
         if not adds and into.numel():
             assert into.data_ptr() not in on_their_way, "what came before was never settled"
             poison(into)
         self._deliveries.append((received, into, adds))
 
-    def settle(self) -> None:
-        """See `GradientHome.settle`."""
+    def settle(self) -> None:  # noqa: D102
         for received, into, adds in self._deliveries:
             assert adds or is_poison(into), "a gradient was written to while it was on its way"
             into.add_(received) if adds else into.copy_(received)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import parity
 import poisoned
@@ -17,7 +19,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Offload, testing
-from zero_offload import CPUAdam
+from zero_offload import CPUAdam, DiskStore, StoreError
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 NUM_STEPS: Final = 3
@@ -31,11 +33,6 @@ def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     """Stepped as it is, parameter by parameter."""
     return torch.optim.SGD(parity.param_groups(model), lr=0.05, momentum=0.9, nesterov=True)
-
-
-def adamax(model: nn.Module) -> torch.optim.Optimizer:
-    """With a state of two names."""
-    return torch.optim.Adamax(parity.param_groups(model), lr=1e-2)
 
 
 class Blocks(nn.Module):
@@ -176,3 +173,21 @@ def _is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(_is_same, found, expected))
     return found == expected
+
+
+@contextlib.contextmanager
+def failing_disk(verb: str, part: str = "", *, after: int = 0) -> Iterator[None]:
+    """Inside, disk stores "read" or "write" so many values whose key has `part`, and then fail."""
+    granted, left = getattr(DiskStore, verb), after
+
+    def failing(store: DiskStore, key: str, tensor: Tensor) -> Future[Any]:
+        nonlocal left
+        left -= part in key
+        if part not in key or left >= 0:
+            return granted(store, key, tensor)
+        failed: Future[Any] = Future()
+        failed.set_exception(StoreError("no such disk", key=key))
+        return failed
+
+    with mock.patch.object(DiskStore, verb, failing):
+        yield

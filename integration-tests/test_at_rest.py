@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import pickle
-from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import parity
+import parking
 import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
-from training import assert_weights_of, scaled_step
+from training import assert_weights_of
 from zero_comm import Group
 from zero_partition import AtRestError, StateError
 
-SHARDED_STAGES = (1, 2, 3)
+
+def _with_gradients(group: Group, stage: int, **options: Any) -> tuple[Any, Any, list[Tensor]]:
+    """A model after a backward, its optimizer, and what that one steps."""
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage), **options)
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    return model, optimizer, [p for entry in optimizer.param_groups for p in entry["params"]]
 
 
-# ---- Parameters ----
+# ---- Parameters and gradients ----
 
 
 def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(group: Group) -> None:
@@ -33,12 +38,9 @@ def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(group: Group) ->
 
     faces = dict(plain.named_parameters())
     for name, param in model.named_parameters():
-        assert param.shape == faces[name].shape, name
-        assert param.dtype == faces[name].dtype, name
-        assert param.device == faces[name].device, name
-        assert param.numel() == faces[name].numel(), name
-        assert param.requires_grad == faces[name].requires_grad, name
-        assert isinstance(param, nn.Parameter), name
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            assert getattr(param, what) == getattr(faces[name], what), (name, what)
+        assert param.numel() == faces[name].numel() and isinstance(param, nn.Parameter), name
         assert param.untyped_storage().nbytes() == param.element_size(), name
         with torch.no_grad(), pytest.raises(AtRestError, match=rf"isnan\(\).*'{name}'.*full_param"):
             torch.isnan(param)
@@ -50,67 +52,44 @@ def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(group: Group) ->
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_p_grad_is_what_the_table_says(group: Group, stage: int) -> None:
-    """A gradient at stage 0; at the others a guard that refuses, never a silent None."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-
+def test_a_gradient_is_whole_or_refuses_every_use(group: Group, stage: int) -> None:
+    """A gradient at stage 0; at the others a guard, never a silent None, nor one rank's part."""
+    model, optimizer, shards = _with_gradients(group, stage)
     assert model.unused.grad is None
     assert model.frozen.grad is None
     weight = model.blocks[0].up.weight
+    assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
     if stage == 0:
-        assert weight.grad.shape == weight.shape
         assert not torch.isnan(weight.grad).any()
         return
-    assert weight.grad.shape == weight.shape
-    assert weight.grad.dtype == weight.dtype
-    for use in (lambda g: g + 1, lambda g: g.norm(), lambda g: g.zero_(), lambda g: g.tolist()):
-        with pytest.raises(StateError, match=r"gradient is sharded.*optimizer\.param_groups"):
-            use(weight.grad)
-    shards = [param for entry in optimizer.param_groups for param in entry["params"]]
-    assert all(shard.dim() == 1 for shard in shards)
     given = [shard for shard in shards if shard.grad is not None]
-    assert all(shard.grad.shape == shard.shape for shard in given)
+    assert all(shard.grad.shape == shard.shape and shard.dim() == 1 for shard in given)
     assert len(given) == sum(p.requires_grad for p in model.parameters()) - 1  # all but `unused`
+    sharded, clip = r"gradient is sharded.*optimizer\.param_groups", r"zero_engine\.clip_grad_norm_"
+    for use, words in (
+        (lambda: weight.grad + 1, sharded),
+        (weight.grad.norm, sharded),
+        (weight.grad.zero_, sharded),
+        (weight.grad.tolist, sharded),
+        (lambda: model.zero_grad(set_to_none=False), r"optimizer\.zero_grad\(\)"),
+        (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), clip),
+        (lambda: nn.utils.clip_grad_norm_(shards, 1.0), clip),
+        (lambda: nn.utils.get_total_norm([shard.grad for shard in given]), clip),
+        (lambda: nn.utils.clip_grad_value_(model.parameters(), 0.1), r"or clip_grad_value_\(model"),
+    ):
+        with pytest.raises(StateError, match=words):
+            use()
+    nn.utils.clip_grad_value_(shards, 0.1)  # elementwise: right on shards
+    assert all(s.grad.abs().max() <= 0.1 for s in given if s.numel())
+    optimizer.step()
     optimizer.zero_grad()
     assert all(param.grad is None for param in (*model.parameters(), *shards))
-
-
-@pytest.mark.parametrize("stage", SHARDED_STAGES)
-def test_model_zero_grad_to_zero_names_the_optimizers(group: Group, stage: int) -> None:
-    """There is nothing whole to set to zero, and doing nothing would keep the gradient."""
-    model, _ = parity.build_sharded(group, ZeroConfig(stage))
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-
-    with pytest.raises(StateError, match=r"optimizer\.zero_grad\(\)"):
-        model.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("stage", SHARDED_STAGES)
-def test_torchs_clip_refuses_what_it_could_only_get_wrong(group: Group, stage: int) -> None:
-    """It would find no gradients, or the norm of one rank's part, and say nothing."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-    shards = [param for entry in optimizer.param_groups for param in entry["params"]]
-
-    for params in (model.parameters(), shards):
-        with pytest.raises(StateError, match=r"zero_engine\.clip_grad_norm_"):
-            nn.utils.clip_grad_norm_(params, 1.0)
-    with pytest.raises(StateError, match=r"zero_engine\.clip_grad_norm_"):
-        nn.utils.get_total_norm([shard.grad for shard in shards if shard.grad is not None])
-    with pytest.raises(StateError, match=r"or clip_grad_value_\(model, value\)"):
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-    nn.utils.clip_grad_value_(shards, 0.1)  # elementwise: right on shards
-    assert all(s.grad.abs().max() <= 0.1 for s in shards if s.grad is not None and s.numel())
-    optimizer.step()
 
 
 @pytest.mark.ranks(1)
 def test_torchs_clip_works_where_the_shard_is_everything(group: Group) -> None:
     """One rank is not a special case that has to be refused."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(2), make=parity.tiny_float32)
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-    shards = [param for entry in optimizer.param_groups for param in entry["params"]]
+    model, _, shards = _with_gradients(group, 2, make=parity.tiny_float32)
 
     theirs = nn.utils.clip_grad_norm_(shards, 1e9)
 
@@ -121,16 +100,27 @@ def test_torchs_clip_works_where_the_shard_is_everything(group: Group) -> None:
 def test_either_object_finds_the_gradients_to_clip(group: Group) -> None:
     """A trainer often has the optimizer and not the model."""
     for stage in parity.STAGES:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-        parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-        by_model = zero_engine.clip_grad_norm_(model, 1e9)
-        by_optimizer = zero_engine.clip_grad_norm_(optimizer, 1e9)
-        largest = zero_engine.clip_grad_norm_(optimizer, 1e9, norm_type=float("inf"))
-
-        assert torch.equal(by_model, by_optimizer)
-        assert 0 < largest <= by_model
+        model, optimizer, _ = _with_gradients(group, stage)
+        whole = [zero_engine.full_grad(param) for param in model.parameters()]
+        given = [grad.double() for grad in whole if grad is not None]
+        for norm_type in (2.0, math.inf):
+            expected = nn.utils.get_total_norm(given, norm_type)
+            for either in (model, optimizer):
+                norm = zero_engine.clip_grad_norm_(either, 1e9, norm_type=norm_type)
+                torch.testing.assert_close(norm.double(), expected)
         with pytest.raises(StateError, match="expected norm_type 2 or inf, got 1"):
             zero_engine.clip_grad_norm_(model, 1.0, norm_type=1.0)
+
+
+def test_an_optimizer_built_after_shard_is_told_apart(group: Group) -> None:
+    """Adagrad allocates state in its constructor; a step would write it to nowhere."""
+    model = parity.build()
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    late = torch.optim.Adagrad(p for p in model.parameters() if p.requires_grad)
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+
+    with pytest.raises(StateError, match=r"gradient is sharded"):
+        late.step()
 
 
 # ---- Weights in and out ----
@@ -146,50 +136,43 @@ def test_state_dict_names_what_to_call_instead(group: Group) -> None:
         model.blocks.state_dict(prefix="blocks.")
 
 
-def test_state_dict_gathers_where_configured(group: Group) -> None:
-    """Every rank gets everything, in memory of its own."""
-    expected = parity.build().state_dict()
-    for stage in parity.STAGES:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage, state_dict="gather"))
-
-        state = model.state_dict()
-
-        parity.assert_same_weights(state, expected, what=f"stage {stage}")
-        if stage == 3:
-            parity.run_steps(model, optimizer, range(1), rank=group.rank)
-            parity.assert_same_weights(state, expected, what="after a step")
-
-
-def test_the_full_state_dict_is_the_models_own(group: Group) -> None:
-    """Keys, order, ties, buffers: what is saved loads into the plain model."""
-    plain, plain_optimizer = parity.build_with_optimizer()
-    parity.run_steps(parity.as_ddp(plain, group), plain_optimizer, range(2), rank=group.rank)
+def test_weights_come_out_as_the_models_own(group: Group) -> None:
+    """Keys, order, ties, buffers: what is saved loads into the plain model, and stays as it was."""
+    plain, its = parity.build_with_optimizer()
+    parity.run_steps(parity.as_ddp(plain, group), its, range(2), rank=group.rank)
+    expected = plain.state_dict()
 
     for stage in parity.STAGES:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        config = ZeroConfig(stage, state_dict="gather")
+        model, optimizer = parity.build_sharded(group, config)
         parity.run_steps(model, optimizer, range(2), rank=group.rank)
-        state = zero_engine.full_state_dict(model)
+        gathered, full = model.state_dict(), zero_engine.full_state_dict(model)
+        if stage == 3:  # in memory of its own
+            parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
+        parity.assert_same_weights(gathered, expected, what=f"stage {stage}, everywhere")
         if group.rank:
-            assert state == {}
+            assert full == {}
             continue
-        parity.assert_same_weights(state, plain.state_dict(), what=f"stage {stage}")
-        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-        assert parity.Tiny().load_state_dict(state).missing_keys == []
+        parity.assert_same_weights(full, expected, what=f"stage {stage}, on rank 0")
+        assert full["head.weight"].data_ptr() == full["embed.weight"].data_ptr()
+        assert parity.Tiny().load_state_dict(full).missing_keys == []
 
 
-def test_loaded_weights_train_on_as_under_ddp(group: Group) -> None:
-    """Resuming at another stage, or for the first time, is loading a plain state dict."""
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_train_on_as_under_ddp(group: Group, assign: bool) -> None:
+    """Resuming at another stage is loading a plain state dict, whose memory no shard can be."""
     state = parity.build(seed=7).state_dict()
     plain, plain_optimizer = parity.build_with_optimizer()
     plain.load_state_dict(state)
     wrapped = parity.as_ddp(plain, group)
     expected = parity.run_steps(wrapped, plain_optimizer, range(3), rank=group.rank)
 
-    for stage in parity.STAGES:
+    for stage in (3,) if assign else parity.STAGES:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
         model(parity.batch(0, 0, group.rank)[0])  # slots hold the old values
-        assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+        answer = model.load_state_dict(state, assign=assign)
+        assert str(answer) == "<All keys matched successfully>"
         assert parity.run_steps(model, optimizer, range(3), rank=group.rank) == expected
         assert_weights_of(model, plain, group=group, what=f"stage {stage}")
 
@@ -201,45 +184,16 @@ def test_load_state_dict_is_as_strict_as_torchs(group: Group, stage: int) -> Non
     good = parity.build(seed=7).state_dict()
     without = {key: value for key, value in good.items() if key != "blocks.1.up.bias"}
     with_more = good | {"blocks.1.extra": torch.zeros(1)}
-    wrong_shape = good | {"blocks.1.up.bias": torch.zeros(14)}
 
-    with pytest.raises(RuntimeError, match=r'Missing key.*"blocks\.1\.up\.bias"'):
-        model.load_state_dict(without)
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"blocks\.1\.extra"'):
-        model.load_state_dict(with_more)
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.bias"):
-        model.load_state_dict(wrong_shape)
+    for state, words in (
+        (without, r'Missing key.*"blocks\.1\.up\.bias"'),
+        (with_more, r'Unexpected key.*"blocks\.1\.extra"'),
+        (good | {"blocks.1.up.bias": torch.zeros(14)}, r"blocks\.1\.up\.bias"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            model.load_state_dict(state)
     assert model.load_state_dict(without, strict=False).missing_keys == ["blocks.1.up.bias"]
     assert model.load_state_dict(with_more, strict=False).unexpected_keys == ["blocks.1.extra"]
-    model.load_state_dict(good)
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, good, what=f"stage {stage}")
-
-
-@pytest.mark.ranks(timeout_s=90.0)
-def test_transformers_saves_the_full_state_dict(group: Group, tmp_path: Path) -> None:
-    """save_pretrained() takes it, and from_pretrained() gives the trained model back."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    shape = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=13, n_positions=8)
-    model = parity.build(lambda: GPT2LMHeadModel(shape))
-    optimizer = parity.adamw(model)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    tokens = torch.arange(8)[None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-    state = zero_engine.full_state_dict(model)
-    model.eval()
-    with torch.no_grad():
-        expected = model(input_ids=tokens).logits
-    if group.rank == 0:
-        model.save_pretrained(tmp_path, state_dict=state)
-        loaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-        with torch.no_grad():
-            assert torch.equal(loaded(input_ids=tokens).logits, expected)
 
 
 # ---- What cannot follow a sharded model ----
@@ -303,160 +257,34 @@ def test_a_change_of_a_parameter_at_rest_raises_at_once(group: Group) -> None:
     ):
         with pytest.raises(AtRestError, match=r"write to parameter 'blocks\.0\.up\.weight'.*lost"):
             change()
-    for convert in (model.half, model.double, lambda: model.to(torch.bfloat16)):
-        with pytest.raises(AtRestError, match=r"(?s)half|to\(\)|double.*before shard\(\)"):
-            convert()
-    model.to("cpu").requires_grad_(True)  # as it is already
+    model.requires_grad_(True)  # as it is already
     model.frozen.requires_grad_(False)
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_a_conversion_that_changes_nothing_passes_at_any_moment(group: Group, stage: int) -> None:
-    """Trainers move a model to its device before each phase; so may a loop between backwards."""
-    recipe = parity.Recipe(num_steps=2, num_micro_batches=2, make=parity.tiny_float32)
-    expected = parity.train_ddp(group, recipe)
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=parity.tiny_float32)
-    scheduler = parity.scheduler_for(optimizer)
+    """Trainers move a model to its device before each phase; a loop may between backwards."""
 
-    def convert() -> None:
+    def convert(model: Any) -> None:
         for module in (model, model.blocks[1].up, model.blocks):
             assert module.to(group.device) is module.cpu() is module.to("cpu:0") is module.float()
             module.to("cpu", torch.float32, non_blocking=True).type(torch.float32).train()
             module.to(memory_format=torch.contiguous_format)
-
-    losses = []
-    for step in range(2):
-        for micro in range(2):
-            with zero_engine.no_sync(model) if micro == 0 else nullcontext():
-                convert()
-                loss = parity.loss_of(model, parity.batch(step, micro, group.rank))
-                convert()
-                loss.backward()
-            losses.append(loss.item())
-        convert()
-        for change in (model.half, model.blocks.double, lambda: model.to("meta")):
+        for change in (
+            model.half,
+            model.blocks.double,
+            lambda: model.to(torch.bfloat16),
+            lambda: model.to("meta"),
+        ):
             with pytest.raises(StateError, match=r"half\(\) or the like.*before shard\(\)"):
                 change()
-        optimizer.step()
-        convert()
-        optimizer.zero_grad()
-        scheduler.step()
 
-    assert losses == expected.losses
-    assert_weights_of(model, _model_with(expected.weights), group=group, what=f"stage {stage}")
+    build = partial(parity.build_sharded, group, ZeroConfig(stage), make=parity.tiny_float32)
+    parking.assert_same_bits(group, build, convert)
+    model, optimizer = build()
+    loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
+    convert(model)
+    parity.finish_step(loss, optimizer)
     zero_engine.unshard(model, optimizer)
     assert model.half().embed.weight.dtype == torch.float16  # as any model
-
-
-def _model_with(weights: dict[str, Tensor]) -> nn.Module:
-    model = parity.tiny_float32()
-    model.load_state_dict(weights)
-    return model
-
-
-def test_loading_with_assign_still_fills_the_shards(group: Group) -> None:
-    """`assign=True` asks for the state dict's own memory, which a shard cannot be."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
-    state = parity.build(seed=7).state_dict()
-
-    model.load_state_dict(state, assign=True)
-
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, state, what="assigned")
-    parity.loss_of(model, parity.batch(0, 0, group.rank))
-
-
-def test_an_optimizer_built_after_shard_is_told_apart(group: Group) -> None:
-    """Adagrad allocates state in its constructor; a step would write it to nowhere."""
-    model = parity.build()
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    late = torch.optim.Adagrad(p for p in model.parameters() if p.requires_grad)
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-
-    with pytest.raises(StateError, match=r"gradient is sharded"):
-        late.step()
-
-
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_adagrads_state_is_sharded_as_it_was_built(group: Group, stage: int) -> None:
-    """The initial accumulator is not zero, and the unused parameter has one as well."""
-    model = parity.build()
-    optimizer = torch.optim.Adagrad(parity.param_groups(model), initial_accumulator_value=0.5)
-    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-
-    params = [param for entry in optimizer.param_groups for param in entry["params"]]
-    assert set(optimizer.state) == set(params)
-    for param in params:
-        assert optimizer.state[param]["sum"].shape == param.shape
-        assert (optimizer.state[param]["sum"] == 0.5).all()
-
-
-# ---- Loss scaling ----
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "where"),
-    [*itertools.product(["adamw-fused"], ["loss", "shard", "nowhere"]), ("sgd", "loss")],
-)
-def test_grad_scaler_skips_a_step_on_every_rank_or_on_none(
-    ranks, optimizer: str, where: str
-) -> None:
-    """An inf that one rank sees and another does not would let the ranks drift apart."""
-    for stage in parity.STAGES:
-        if where == "shard" and stage == 0:
-            continue  # no shards
-        results = ranks(2).run(_scale, stage=stage, optimizer=optimizer, where=where)
-
-        scales = [scale for scale, _ in results]
-        assert scales == [2.0**15 if where == "nowhere" else 2.0**14] * 2, f"stage {stage}"
-        assert results[0][1] == (where == "nowhere"), f"stage {stage}: weights changed or not"
-
-
-def _scale(group: Group, stage: int, optimizer: str, where: str) -> tuple[float, bool]:
-    model, chosen = parity.build_sharded(
-        group, ZeroConfig(stage), optimizer, make=parity.tiny_float32
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=100)
-    before = zero_engine.full_state_dict(model)
-    loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
-    if where == "loss" and group.rank == 1:
-        loss = loss * float("inf")
-    scaler.scale(loss).backward()
-    if where == "shard" and group.rank == 1:
-        _first_shard_with_elements(chosen).grad[0] = float("inf")
-
-    scaler.step(chosen)
-    scaler.update()
-
-    after = zero_engine.full_state_dict(model)
-    changed = any(not torch.equal(after[key], value) for key, value in before.items())
-    return scaler.get_scale(), changed
-
-
-def _first_shard_with_elements(optimizer: torch.optim.Optimizer) -> Tensor:
-    return next(
-        param
-        for entry in optimizer.param_groups
-        for param in entry["params"]
-        if param.numel() and param.grad is not None
-    )
-
-
-def test_unscaling_then_clipping_then_stepping(group: Group) -> None:
-    """The usual loop of mixed precision: scaled gradients must give the unscaled curve."""
-
-    def train(scaler: Any, stage: int) -> list[float]:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "adamw")
-        losses = []
-        for step in range(3):
-            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
-            scaled_step(scaler, model, optimizer, loss, max_norm=0.5)
-            losses.append(loss.item())
-        return losses
-
-    for stage in parity.STAGES:
-        scaled = train(torch.amp.GradScaler("cpu", init_scale=2.0**8), stage)
-        plain = train(torch.amp.GradScaler("cpu", enabled=False), stage)
-        assert scaled == plain, f"stage {stage}"  # a power of two changes no bit

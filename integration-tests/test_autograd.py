@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import parity
@@ -12,12 +12,11 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.func import functional_call
-from training import assert_weights_of, train
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
 
-NUM_STEPS = 3
 WIDTH = 16
 
 
@@ -48,18 +47,12 @@ def _penalise(model: nn.Module, step: int) -> Tensor:
     return model(x).square().mean() + (grad.norm(dim=1) - 1).square().mean() + other.mean()
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
 @pytest.mark.parametrize("activation", [torch.tanh, torch.clone], ids=["tanh", "linear"])
-def test_a_gradient_penalty_trains_as_in_plain_torch(
-    group: Group, stage: int, activation: Any
-) -> None:
+def test_a_gradient_penalty_trains_as_in_plain_torch(group: Group, activation: Any) -> None:
     """Backward of a backward reads parameters at moments that no forward announced."""
-    _assert_as_plain(
-        group,
-        lambda: _Chain(activation=activation),
-        _penalise,
-        ZeroConfig(stage, window=4),
-    )
+    run = partial(train, loss_of=_penalise, num_steps=3)
+    configs = [ZeroConfig(stage, window=4) for stage in parity.STAGES]
+    assert_trains_as_plain(group, lambda: _Chain(activation=activation), run, *configs)
 
 
 def test_a_gradient_penalty_that_would_read_other_units_is_refused(group: Group) -> None:
@@ -169,37 +162,9 @@ def test_transforms_of_torch_func_give_plain_torchs_numbers_or_say_no(
 
 def _assert_trains_on(model: nn.Module, optimizer: torch.optim.Optimizer, plain: nn.Module) -> None:
     """Nothing of what came before is left in the gradients."""
-    assert _train(model, optimizer, _mean_square) == _train(
-        plain, parity.adamw(plain), _mean_square
-    )
+    run = partial(train, loss_of=_mean_square, num_steps=3)
+    assert run(model, optimizer) == run(plain, parity.adamw(plain))
 
 
 def _mean_square(model: nn.Module, step: int) -> Tensor:
     return model(_x(step)).square().mean()
-
-
-# ---- What is compared ----
-
-
-def _assert_as_plain(
-    group: Group,
-    make: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, int], Tensor],
-    config: ZeroConfig,
-) -> None:
-    """All ranks see one batch, so that the mean of two gradients is either, bit for bit."""
-    plain = parity.build(make)
-    expected = _train(plain, parity.adamw(plain), loss_of)
-    model = parity.build(make)
-    optimizer = parity.adamw(model)
-    zero_engine.shard(model, optimizer, config, group=group)
-    assert _train(model, optimizer, loss_of) == expected
-    assert_weights_of(model, plain, group=group, what=f"{config}")
-
-
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[nn.Module, int], Tensor],
-) -> list[float]:
-    return train(model, optimizer, loss_of, num_steps=NUM_STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,37 +86,43 @@ def test_the_average_is_torchs(group: Group, tmp_path: Path, kind: str) -> None:
         average.update()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stage": 1, "wire": Wire(params="int8")},
-        {"stage": 3},
-        {"stage": 3, "offload": ("disk", "disk")},
-    ],
-    ids=["sent in 8 bits", "parameters too", "on disk"],
-)
-def test_masters_are_averaged_where_there_are_some(
-    group: Group, tmp_path: Path, options: dict[str, Any]
-) -> None:
+_BF16 = Precision(params=torch.bfloat16)
+_MASTERS: dict[str, dict[str, Any]] = {
+    "sent in 8 bits": {"stage": 1, "wire": Wire(params="int8"), "precision": _BF16},
+    "parameters too": {"stage": 3, "precision": _BF16},
+    "on disk": {"stage": 3, "offload": ("disk", "disk"), "precision": _BF16},
+    "the optimizer's own": {"stage": 2},
+    "the optimizer's own, on disk": {"stage": 2, "offload": ("disk", "device")},
+}
+
+
+@pytest.mark.parametrize("kind", _MASTERS)
+def test_masters_are_averaged_where_there_are_some(group: Group, tmp_path: Path, kind: str) -> None:
     """An average of rounded weights would stand still: each step moves it by less than a bit."""
-    config = config_of(tmp_path, precision=Precision(params=torch.bfloat16), **options)
+    config = config_of(tmp_path, **_MASTERS[kind])
     runs = []
     for swaps in (False, True):
-        model, optimizer = _build(group, config, Blocks)
+        if config.precision is None:
+            model = parity.build(Blocks).bfloat16()
+            optimizer: Any = CPUAdam(model.parameters(), lr=1e-4)
+            zero_engine.shard(model, optimizer, config, group=group)
+        else:
+            model, optimizer = _build(group, config, Blocks)
         average = ShardedAverage(model, decay=DECAY)
-        by_hand: dict[str, Tensor] = {}
+        by_hand: dict[str, Any] = {}
         for step in range(3):
             _step(model, optimizer, step)
             average.update()
             for name, param in model.named_parameters():
-                value = zero_engine.full_param(param)
-                assert value is not None
+                if config.precision is None and param.requires_grad:
+                    value = zero_engine.full_optimizer_state(param, "master")
+                else:
+                    value = zero_engine.full_param(param)
                 by_hand[name] = by_hand.get(name, value).lerp(value, 1 - DECAY)
-            if swaps:
-                with average.swap():
-                    _loss(model)
-                    for name, param in model.named_parameters():
-                        assert torch.equal(zero_engine.full_param(param), by_hand[name]), name
+            with average.swap() if swaps else nullcontext():
+                _loss(model)
+                for name, param in model.named_parameters() if swaps and config.precision else ():
+                    assert torch.equal(zero_engine.full_param(param), by_hand[name]), name
         found = average.full_state_dict()
         for name, value in found.items():
             assert torch.equal(value, by_hand[name]) and value.dtype == by_hand[name].dtype, name
@@ -123,28 +130,6 @@ def test_masters_are_averaged_where_there_are_some(
         runs.append([zero_engine.full_param(param) for param in model.parameters()])
         zero_engine.unshard(model, optimizer)
     assert all(map(torch.equal, *runs))
-
-
-@pytest.mark.parametrize("place", [None, "host", "disk"])
-def test_masters_of_the_optimizers_own_are_averaged(
-    group: Group, tmp_path: Path, place: str | None
-) -> None:
-    """Wherever they rest: no `Precision` asked for them, and they are what is trained."""
-    model = parity.build(Blocks).bfloat16()
-    optimizer = CPUAdam(model.parameters(), lr=1e-4)
-    config = config_of(tmp_path, stage=2, offload=None if place is None else (place, "device"))
-    zero_engine.shard(model, optimizer, config, group=group)
-    average = ShardedAverage(model, decay=DECAY)
-    by_hand: dict[str, Tensor] = {}
-    for step in range(3):
-        _step(model, optimizer, step)
-        average.update()
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                master = zero_engine.full_optimizer_state(param, "master")
-                by_hand[name] = by_hand.get(name, master).lerp(master, 1 - DECAY)
-    found = average.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in by_hand.items() if found)
 
 
 @pytest.mark.parametrize("kind", _KINDS)

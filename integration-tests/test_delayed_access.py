@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import parity
 import pytest
@@ -32,21 +30,21 @@ from delayed import (
     trainable,
     used,
 )
+from residences import failing_disk
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_offload import DiskStore, StoreError, TornStepError
+from zero_offload import StoreError, TornStepError
 from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_looking_changes_nothing_and_sees_every_update(ranks, tmp_path: Path, stage: int) -> None:
+def test_looking_changes_nothing_and_sees_every_update(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """Who logs a norm or a moment must not train another model than who does not."""
-    ranks(2).run(_look, case=Case(on_disk(tmp_path), stage, is_bf16=stage == 3))
-
-
-def _look(group: Group, case: Case) -> None:
+    case = Case(on_disk(tmp_path), stage, is_bf16=stage == 3)
     values, moments = [], []
 
     def remember(_: int, late: Late) -> None:
@@ -68,26 +66,22 @@ def _look(group: Group, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_finishing_takes_the_delay_out_once(ranks, tmp_path: Path, stage: int) -> None:
+def test_finishing_takes_the_delay_out_once(group: Group, tmp_path: Path, stage: int) -> None:
     """Before an evaluation the model has all of what was learnt; then it trains on, delayed."""
-    for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
-        ranks(2).run(_finish, case=Case(offload, stage, is_bf16=True))
-
-
-def _finish(group: Group, case: Case) -> None:
-    rank, world_size = group.rank, group.world_size
-    expected = train_alone(
-        case, rank=rank, world_size=world_size, finishes_after=(1, NUM_STEPS - 1)
-    )
+    ranks = {"rank": group.rank, "world_size": group.world_size}
+    at = (1, NUM_STEPS - 1)
 
     def finish(step: int, model: nn.Module) -> None:
-        if step in (1, NUM_STEPS - 1):
+        if step in at:
             zero_engine.finish_update(model)
             zero_engine.finish_update(model)  # again: nothing is left to finish
             now = [value.to(BF16).float() for value in read(model)]
             assert all(map(torch.equal, used(model), now))
 
-    assert_same(train_sharded(case, group, after=finish), expected)
+    for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
+        case = Case(offload, stage, is_bf16=True)
+        expected = train_alone(case, **ranks, finishes_after=at)
+        assert_same(train_sharded(case, group, after=finish), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -197,7 +191,7 @@ def test_an_update_that_could_not_begin_says_so_in_the_next_step_and_begins_agai
         if step == 1:
             _let_it_end(model)
             _forget_what_was_read_ahead(model)
-        with _failing_reads(after=0) if step == 1 else nullcontext():
+        with failing_disk("read") if step == 1 else nullcontext():
             optimizer.step()
             _let_it_end(model)
         scheduler.step()
@@ -216,7 +210,7 @@ def test_an_update_that_ended_midway_is_an_error_until_state_is_loaded(
     weights = [zero_engine.full_state_dict(model)]
     torch.distributed.broadcast_object_list(weights, src=0, group=group.process_group)
     state = zero_engine.full_optimizer_state_dict(model)
-    with _failing_reads(after=2):
+    with failing_disk("read", after=2):
         train_one(model, optimizer, group.rank, 1)
         _let_it_end(model)
     uses: dict[str, Callable[[], Any]] = {
@@ -257,21 +251,3 @@ def _forget_what_was_read_ahead(model: nn.Module) -> None:
     sharded = find_sharded(model)
     assert sharded is not None
     sharded.residence.offload.inner._window.forget()
-
-
-@contextmanager
-def _failing_reads(*, after: int) -> Iterator[None]:
-    """A disk store whose reads fail, after so many."""
-    read, left = DiskStore.read, after
-
-    def failing(store: DiskStore, key: str, into: Tensor) -> Future[Tensor]:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            return read(store, key, into)
-        failed: Future[Tensor] = Future()
-        failed.set_exception(StoreError("no such disk", key=key))
-        return failed
-
-    with mock.patch.object(DiskStore, "read", failing):
-        yield

@@ -18,6 +18,7 @@ from delayed import (
     NUM_STEPS,
     Case,
     Late,
+    adam,
     assert_same,
     build,
     copy_of,
@@ -39,69 +40,44 @@ from zero_offload import BudgetError
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def _compare(group: Group, case: Case) -> None:
-    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
-
-    found = train_sharded(case, group)
-
-    assert_same(found, expected)
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.ranks(timeout_s=60)
 def test_gradients_are_of_parameters_that_lack_the_last_update_alone(
-    ranks, tmp_path: Path, stage: int
+    group: Group, tmp_path: Path, stage: int
 ) -> None:
     """One step late and not two, nor by chance: every bit is that of two copies in plain torch."""
-    for turn, offload in enumerate(
-        (
-            on_host(),
-            on_host(fraction=0.4),
-            on_disk(tmp_path),
-            *([on_disk(tmp_path, optimizer="host", params="disk")] if stage == 3 else ()),
-            *([on_disk(tmp_path, params="disk")] if stage == 3 else ()),
-        )
-    ):
-        ranks(2).run(_compare, case=Case(offload, stage, is_bf16=(stage + turn) % 2 == 1))
+    offloads = [(on_host(), adam), (on_host(fraction=0.4), adam), (on_disk(tmp_path), adam)]
+    if stage == 3:
+        both = on_disk(tmp_path, params="disk")
+        offloads += [(evolve(both, optimizer="host"), adam), (both, adam)]
+        offloads += [(on_host(), sgd), (on_disk(tmp_path), sgd)]  # without a native kernel
+    for turn, (offload, make) in enumerate(offloads):
+        case = Case(offload, stage, is_bf16=(stage + turn) % 2 == 1, make=make)
+        expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+        assert_same(train_sharded(case, group), expected)
 
 
-def test_an_optimizer_without_a_native_kernel_is_delayed_alike(ranks, tmp_path: Path) -> None:
-    """It is the residence that delays, whatever the optimizer."""
-    for offload, is_bf16 in ((on_host(), False), (on_disk(tmp_path), True)):
-        ranks(2).run(_compare, case=Case(offload, 3, is_bf16, make=sgd))
-
-
-def test_nothing_is_delayed_unless_asked_for(ranks, tmp_path: Path) -> None:
+def test_nothing_is_delayed_unless_asked_for(group: Group, tmp_path: Path) -> None:
     """The numbers change, so it must be the user's choice."""
+    ranks = {"rank": group.rank, "world_size": group.world_size}
     for offload in (
         Offload(optimizer="host"),
         Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000),
     ):
-        ranks(2).run(_compare_at_once, case=Case(offload))
-
-
-def _compare_at_once(group: Group, case: Case) -> None:
-    rank, world_size = group.rank, group.world_size
-    expected = train_alone(case, rank=rank, world_size=world_size, finishes_after=range(NUM_STEPS))
-    delayed = train_alone(case, rank=rank, world_size=world_size)
-
-    found = train_sharded(case, group)
-
-    assert_same(found, expected)
-    assert expected.losses != delayed.losses, "the oracle must tell the two apart"
+        case = Case(offload)
+        expected = train_alone(case, **ranks, finishes_after=range(NUM_STEPS))
+        assert_same(train_sharded(case, group), expected)
+        assert expected.losses != train_alone(case, **ranks).losses, "the oracle tells them apart"
 
 
 # ---- Beside forward and backward ----
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_update_goes_on_beside_forward_and_backward(ranks, tmp_path: Path, stage: int) -> None:
+def test_the_update_goes_on_beside_forward_and_backward(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """Each update is held until the next backward has ended: it shares nothing with that."""
-    for offload in (on_host(), on_disk(tmp_path)):
-        ranks(2).run(_hold_updates, case=Case(offload, stage, is_bf16=True))
-
-
-def _hold_updates(group: Group, case: Case) -> None:
-    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
     may_go_on, threads = threading.Semaphore(0), set[threading.Thread]()
     step_at_once = zero_offload.OffloadedState.step
 
@@ -110,17 +86,19 @@ def _hold_updates(group: Group, case: Case) -> None:
         assert may_go_on.acquire(timeout=60), "nobody waits for the step in step()"
         step_at_once(*args, **kwargs)
 
-    with mock.patch.object(zero_offload.OffloadedState, "step", held):
-        found = train_sharded(
-            case,
-            group,
-            before_step=lambda step: may_go_on.release() if step else None,
-            after=lambda step, _: may_go_on.release() if step == NUM_STEPS - 1 else None,
-        )
-
-    assert_same(found, expected)
-    assert len(threads) == 1
-    assert not threads.pop().is_alive(), "unshard() joins it"
+    for offload in (on_host(), on_disk(tmp_path)):
+        case = Case(offload, stage, is_bf16=True)
+        expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+        with mock.patch.object(zero_offload.OffloadedState, "step", held):
+            found = train_sharded(
+                case,
+                group,
+                before_step=lambda step: may_go_on.release() if step else None,
+                after=lambda step, _: may_go_on.release() if step == NUM_STEPS - 1 else None,
+            )
+        assert_same(found, expected)
+        assert len(threads) == 1
+        assert not threads.pop().is_alive(), "unshard() joins it"
 
 
 def test_a_step_that_is_skipped_takes_over_the_one_before(group: Group) -> None:
@@ -161,32 +139,19 @@ def test_a_closure_is_stepped_as_late(group: Group) -> None:
     zero_engine.unshard(model, optimizer)
 
 
-def test_it_takes_the_new_values_and_the_gradients_once_more(ranks, tmp_path: Path) -> None:
+def test_it_takes_the_new_values_and_the_gradients_once_more(group: Group) -> None:
     """What it costs is known beforehand, reported, and kept to the budget."""
     for is_bf16 in (False, True):
-        ranks(2).run(_count, case=Case(on_host(), is_bf16=is_bf16))
-    ranks(2).run(_exceed, case=Case(on_host(budget_bytes=4000)))
-
-
-def _count(group: Group, case: Case) -> None:
-    (delayed, numel), (at_once, _) = (
-        _held(group, evolve(case, offload=evolve(case.offload, delayed_update=is_delayed)))
-        for is_delayed in (True, False)
-    )
-    values_bytes, master_bytes = (2, 0) if case.is_bf16 else (4, 4)
-    needed = numel * (values_bytes + 4 + master_bytes)  # fp32 masters are not needed otherwise
-    assert needed <= delayed - at_once <= needed + 5000, (delayed, at_once, needed)
-
-
-def _held(group: Group, case: Case) -> tuple[int, int]:
-    """Bytes of host memory, and elements that this rank trains."""
-    model, optimizer = build(case, group)
-    report = zero_partition.memory_report(model)
-    zero_engine.unshard(model, optimizer)
-    itemsize = 2 if case.is_bf16 else 4
-    return report.host_bytes, report.trained_bytes_per_rank[group.rank] // itemsize
-
-
-def _exceed(group: Group, case: Case) -> None:
+        held = []
+        for is_delayed in (True, False):
+            case = Case(evolve(on_host(), delayed_update=is_delayed), is_bf16=is_bf16)
+            model, optimizer = build(case, group)
+            report = zero_partition.memory_report(model)
+            held.append(report.host_bytes)
+            zero_engine.unshard(model, optimizer)
+        numel = report.trained_bytes_per_rank[group.rank] // (2 if is_bf16 else 4)
+        # New values and gradients; and fp32 masters, which are not needed otherwise.
+        needed = numel * (2 + 4 if is_bf16 else 4 + 4 + 4)
+        assert needed <= held[0] - held[1] <= needed + 5000, (held, needed)
     with pytest.raises(BudgetError, match="budget"):
-        build(case, group)
+        build(Case(on_host(budget_bytes=4000)), group)

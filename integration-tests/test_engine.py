@@ -11,9 +11,18 @@ import parity
 import pytest
 import torch
 import zero_engine
-from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
+from engines import (
+    assert_near,
+    assert_weights,
+    build_engine,
+    engine_config,
+    run_micro_batch,
+    train_ddp,
+    weights_of,
+)
 from parity import Curve, Recipe, ZeroConfig
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from zero_comm import Group, record_traffic
 from zero_engine import ConfigError
 from zero_engine.deepspeed import DynamicLossScale, StaticLossScale
@@ -31,11 +40,7 @@ def _share_of_loss(model: nn.Module, data: Any, num_micro_batches: int) -> Tenso
 
 @pytest.mark.parametrize(
     ("stage", "num_micro_batches", "max_norm"),
-    [
-        (stage, micro, (stage + micro) % 2 / 2 or None)
-        for stage in parity.STAGES
-        for micro in (1, 2)
-    ],
+    [(0, 2, 0.5), (1, 1, 0.5), (1, 2, None), (2, 2, 0.5), (3, 1, None), (3, 2, 0.5)],
 )
 def test_the_engine_trains_as_the_plain_loop_does(
     group: Group, stage: int, num_micro_batches: int, max_norm: float | None
@@ -61,17 +66,12 @@ def test_the_engine_trains_as_the_plain_loop_does(
 
     ours = parity.train_sharded(group, recipe, ZeroConfig(stage))
     parity.assert_same(curve, ours, rank=group.rank, what="shard()")
-    if recipe.max_norm is None and (recipe.reduces_once or num_micro_batches == 1):
-        ddp = parity.train_ddp(group, recipe)
-        parity.assert_same(curve, ddp, rank=group.rank, what="DDP")
-    alone = parity.train_alone_by_stage(group, recipe)
-    parity.assert_same(curve, alone[stage], rank=group.rank, what="one process")
 
 
 # ---- The boundary ----
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_step_does_nothing_off_a_boundary(group: Group, stage: int) -> None:
     """Scripts call it after every micro-batch, whatever the configuration says."""
     engine = build_engine(group, engine_config(group, stage, accumulation_steps=3))
@@ -95,8 +95,10 @@ def test_step_does_nothing_off_a_boundary(group: Group, stage: int) -> None:
     assert engine.global_samples == engine.train_batch_size()
 
 
-@pytest.mark.parametrize("calls", ["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(
+    ("stage", "calls"),
+    [*enumerate(["engine.backward", "loss.backward"] * 2), (1, "engine.backward")],
+)
 def test_gradients_travel_when_the_stage_says(group: Group, stage: int, calls: str) -> None:
     """Once per step where they rest whole; in every micro-batch where there is no room for that."""
     engine = build_engine(group, engine_config(group, stage, accumulation_steps=2))
@@ -120,63 +122,109 @@ def test_gradients_travel_when_the_stage_says(group: Group, stage: int, calls: s
 def test_a_boundary_chosen_by_hand_holds_until_it_is_given_back(group: Group) -> None:
     """Unequal accumulation, at the end of an epoch for one, is the user's to steer."""
     engine = build_engine(group, engine_config(group, 1, accumulation_steps=2))
-    plain, plain_optimizer = parity.build_sharded(group, ZeroConfig(1), make=parity.tiny_float32)
-    scheduler = parity.scheduler_for(plain_optimizer)
-    for step, is_boundary in enumerate([False, False, True]):
+    for micro, is_boundary in enumerate([False, False, True]):
         engine.set_gradient_accumulation_boundary(is_boundary)
-        run_micro_batch(engine, step)
-        with nullcontext() if is_boundary else zero_engine.no_sync(plain):
-            (parity.loss_of(plain, parity.batch(step, 0, group.rank)) / 2).backward()
+        run_micro_batch(engine, 0, micro)
     engine.set_gradient_accumulation_boundary(None)
-    plain_optimizer.step()
-    plain_optimizer.zero_grad()
-    scheduler.step()
 
     assert engine.global_steps == 1
     assert not engine.is_gradient_accumulation_boundary()
-    assert_weights(engine, zero_engine.full_state_dict(plain))
+    assert_near(engine, train_ddp(group, [3], divisor=2))
 
 
-def test_no_sync_is_for_whole_micro_batches(group: Group) -> None:
-    """A step inside would update with what one rank has seen, and ranks would part."""
-    engine = build_engine(group, engine_config(group, 2))
-    loss = parity.loss_of(engine, parity.batch(0, 0, group.rank))
-    with engine.no_sync():
-        engine.backward(loss)
-        with pytest.raises(StateError, match=r"step\(\) inside no_sync\(\)"):
-            engine.step()
-
-    engine.step()
-
-    assert engine.was_step_applied()
+# ---- The number of micro-batches ----
 
 
-def test_the_batch_size_changes_between_steps(group: Group) -> None:
-    """A schedule of batch sizes is a number of micro-batches that changes."""
-    engine = build_engine(group, engine_config(group, 1))
-    assert engine.train_batch_size() == 2 * engine.train_micro_batch_size_per_gpu()
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_changed_number_of_micro_batches_divides_from_then_on(group: Group, stage: int) -> None:
+    """Of a schedule of batch sizes, every step must be the mean over its own batch."""
+    engine = build_engine(group, engine_config(group, stage))
+    for step, count in enumerate([1, 4, 2]):
+        if step == 1:
+            engine.set_train_batch_size(2 * count * group.world_size)
+        else:
+            engine.set_gradient_accumulation_steps(count)
+        assert engine.gradient_accumulation_steps() == count
+        assert engine.train_batch_size() == 2 * count * group.world_size
+        for micro in range(count):
+            run_micro_batch(engine, step, micro)
 
-    engine.set_train_batch_size(2 * engine.train_batch_size())
-    run_micro_batch(engine, 0)
+    assert engine.managed_gradient_accumulation()
+    assert (engine.global_steps, engine.global_samples) == (3, 2 * (1 + 4 + 2) * group.world_size)
+    assert_near(engine, train_ddp(group, [1, 4, 2]))
 
-    assert engine.gradient_accumulation_steps() == 2
-    assert engine.global_steps == 0
-    with pytest.raises(StateError, match="1 micro-batches have been accumulated"):
-        engine.set_train_batch_size(engine.train_batch_size())
-    with pytest.raises(zero_engine.ConfigError, match="a multiple of 4"):
-        engine.set_train_batch_size(3)
-    with pytest.raises(zero_engine.ConfigError, match="expected an integer"):
-        engine.set_train_batch_size("8")
-    with pytest.raises(zero_engine.ConfigError, match="expected true or false, got 'no'"):
-        engine.set_gradient_accumulation_boundary("no")
-    run_micro_batch(engine, 0, 1)
-    assert engine.global_steps == 1
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_management_every_step_is_a_boundary(group: Group, stage: int) -> None:
+    """Loops that accumulate by themselves call `step` when they have enough, however many.
+
+    DeepSpeed divides by the number in the file all the same.
+    """
+    settings = engine_config(group, stage, accumulation_steps=2, manages_accumulation=False)
+    engine = build_engine(group, settings)
+    for step, count in enumerate([3, 1, 3]):
+        for micro in range(count):
+            assert engine.is_gradient_accumulation_boundary()
+            waits = step == 2 and micro + 1 < count
+            with engine.no_sync() if waits else nullcontext():
+                engine.backward(parity.loss_of(engine, parity.batch(step, micro, group.rank)))
+        engine.step()
+        assert engine.was_step_applied()
+
+    assert not engine.managed_gradient_accumulation()
+    # Of the batches that there were, and not of those that the file says.
+    assert (engine.global_steps, engine.global_samples) == (3, 2 * (3 + 1 + 3) * group.world_size)
+    assert_near(engine, train_ddp(group, [3, 1, 3], divisor=2))
+    with pytest.raises(ConfigError, match=r"every step\(\) is a boundary; leave out"):
+        engine.set_gradient_accumulation_boundary(None)
+
+
+def test_a_changed_micro_batch_counts_other_samples(group: Group) -> None:
+    """Sequences grow while a model trains, and batches shrink: throughput is read off the count.
+
+    The loader keeps its own, as DeepSpeed's does: workers may have loaded ahead.
+    """
+    model = nn.Linear(1, 1)
+    engine, _, loader, _ = zero_engine.initialize(
+        model=model,
+        optimizer=parity.adamw(model),
+        training_data=TensorDataset(torch.arange(24.0).view(24, 1)),
+        config=engine_config(group, 1, accumulation_steps=2),
+        group=group,
+    )
+    engine.set_train_micro_batch_size(3)
+
+    assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (3, 2)
+    assert engine.train_batch_size() == 3 * 2 * group.world_size
+    engine.set_train_batch_size(3 * 3 * group.world_size)
+    for micro in range(3):
+        engine.backward(engine(torch.ones(3, 1)).sum())
+        engine.step()
+        if micro < 2:
+            said = rf"{micro + 1} micro-batches have been accumulated.*rank {group.rank}"
+            with pytest.raises(StateError, match=said):
+                engine.set_gradient_accumulation_steps(1)
+            with pytest.raises(StateError, match="micro-batches have been accumulated"):
+                engine.set_train_batch_size(3 * group.world_size)
+            with pytest.raises(StateError, match=r"set_train_micro_batch_size\(\): .*right af"):
+                engine.set_train_micro_batch_size(1)
+    assert engine.global_samples == 3 * 3 * group.world_size
+    assert [len(batch) for (batch,) in loader] == [2] * (24 // 2 // group.world_size)
+    for change, wrong, said in (
+        (engine.set_train_micro_batch_size, "4", "size.*: expected an integer"),
+        (engine.set_train_batch_size, True, "size.*: expected an integer"),
+        (engine.set_train_batch_size, 3 * group.world_size + 1, "a multiple of 6"),
+        (engine.set_gradient_accumulation_steps, 0, "steps.*: expected an integer"),
+        (engine.set_gradient_accumulation_boundary, "no", "expected true or false, got 'no'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            change(wrong)
 
 
 # ---- The end ----
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(
     group: Group, stage: int
 ) -> None:
@@ -191,6 +239,8 @@ def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(
 
     with pytest.raises(StateError, match=r"step\(\) after destroy\(\)"):
         engine.step()
+    with pytest.raises(StateError, match=r"after destroy\(\)"):
+        engine.set_gradient_accumulation_steps(1)
     with pytest.raises(StateError, match=r"forward after destroy\(\)"):
         engine(parity.batch(0, 0, 0)[0])
     model, optimizer = zero_engine.unshard(engine.module, engine.optimizer)
@@ -203,17 +253,6 @@ def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(
     for micro in range(2):
         run_micro_batch(again, 0, micro)
     assert again.was_step_applied()
-
-
-@pytest.mark.ranks(1)
-def test_an_engine_passes_on_what_it_does_not_know(group: Group) -> None:
-    """Scripts ask it for the model's own attributes."""
-    engine = build_engine(group, engine_config(group, 1))
-
-    assert engine.gates is engine.module.gates
-    assert next(engine.named_parameters())[0] == "module.frozen"
-    assert not hasattr(engine, "no_such_thing")
-    assert engine.eval() is engine and not engine.module.training
 
 
 # ---- The rest ----
@@ -243,32 +282,21 @@ def test_autocast_is_the_configurations(group: Group) -> None:
         assert (x @ x.T).dtype == torch.float16
 
 
-def test_progress_is_printed_as_often_as_asked(ranks, capsys) -> None:
-    """It is all that a script without a logger shows for hours."""
-    group = Group.solo()
-    engine = build_engine(group, attrs.evolve(engine_config(group, 1), steps_per_print=2))
-    for step in range(4):
-        run_micro_batch(engine, step)
-
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
-
-
-def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
+def test_an_engine_answers_what_scripts_ask(monkeypatch, capsys) -> None:
     """Logging, schedules and launch code of DeepSpeed scripts hang on these names."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     group = Group.solo()
-    engine = build_engine(group, engine_config(group, 2, max_norm=0.5, accumulation_steps=3))
+    engine = build_engine(group, engine_config(group, 2, max_norm=0.5))
 
-    sizes = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu())
-    assert (*sizes, engine.gradient_accumulation_steps()) == (6, 2, 3)
     assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (3, 0, 1)
-    assert engine.device == torch.device("cpu")
-    assert engine.gradient_clipping() == 0.5
-    assert engine.get_mom() == [(0.9, 0.999)] * 2
-    assert engine.get_type() == [0.0, 0.0]
+    assert (engine.device, engine.gradient_clipping()) == (torch.device("cpu"), 0.5)
+    assert (engine.get_mom(), engine.get_type()) == ([(0.9, 0.999)] * 2, [0.0, 0.0])
     assert engine.get_global_grad_norm() is None
+    assert engine.gates is engine.module.gates  # what it does not know is the model's
+    assert next(engine.named_parameters())[0] == "module.frozen"
+    assert not hasattr(engine, "no_such_thing")
+    assert engine.eval() is engine and not engine.module.training
     for chosen, said, current in (
         (None, 1.0, 1.0),
         (StaticLossScale(8.0), 8.0, 8.0),
@@ -276,6 +304,11 @@ def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
     ):
         scaled = build_engine(group, engine_config(group, 2, loss_scale=chosen))
         assert (scaled.loss_scale(), scaled.cur_scale) == (said, current)
+    talks = build_engine(group, attrs.evolve(engine_config(group, 1), steps_per_print=2))
+    for step in range(4):
+        run_micro_batch(talks, step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
 
 
 @pytest.mark.ranks(1)

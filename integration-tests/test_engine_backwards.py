@@ -9,7 +9,14 @@ import parity
 import pytest
 import torch
 import zero_engine
-from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
+from engines import (
+    assert_near,
+    assert_weights,
+    build_engine,
+    engine_config,
+    run_micro_batch,
+    weights_of,
+)
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError
@@ -19,26 +26,37 @@ from zero_partition import StateError
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize(("stage", "how"), [*enumerate(["first.backward", "loss.backward"] * 2)])
-def test_losses_of_two_engines_go_through_one_backward(group: Group, stage: int, how: str) -> None:
-    """A student and a critic, say: each engine finds its own gradients."""
-    together = [build_engine(group, engine_config(group, stage, max_norm=0.5)) for _ in range(2)]
-    apart = [build_engine(group, engine_config(group, stage, max_norm=0.5)) for _ in range(2)]
-    for step in range(2):
-        data = [parity.batch(step, index, group.rank) for index in range(2)]
-        loss = sum(parity.loss_of(engine, of) for engine, of in zip(together, data, strict=True))
-        if how == "first.backward":
-            together[0].backward(loss)
-        else:
-            loss.backward()
-        for engine in together:
-            engine.step()
-        for engine, of in zip(apart, data, strict=True):
-            engine.backward(parity.loss_of(engine, of))
-            engine.step()
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_of_two_engines_go_through_one_backward(group: Group, stage: int) -> None:
+    """A student and a critic, say: each engine finds its own gradients, divided once.
 
-    for engine, expected in zip(together, apart, strict=True):
-        assert_weights(engine, weights_of(expected))
+    By whichever engine runs the backward, and by all of them where none does.
+    """
+    settings = engine_config(group, stage, accumulation_steps=2, max_norm=0.5)
+    found = []
+    for how in ("apart", "first.backward", "loss.backward"):
+        engines = [build_engine(group, settings) for _ in range(2)]
+        for step, micro in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            data = [parity.batch(step, 10 * micro + index, group.rank) for index in range(2)]
+            losses = [parity.loss_of(engine, of) for engine, of in zip(engines, data, strict=True)]
+            if how == "apart":
+                for engine, loss in zip(engines, losses, strict=True):
+                    engine.backward(loss)
+            elif how == "first.backward":
+                engines[0].backward(sum(losses))
+            else:
+                sum(losses).backward()
+            for engine in engines:
+                engine.step()
+        norms = [engine.get_global_grad_norm() for engine in engines]
+        found.append((norms, [weights_of(engine) for engine in engines]))
+
+    (norms, weights), *others = found
+    for its_norms, its_weights in others:
+        assert its_norms == norms
+        for ours, expected in zip(its_weights, weights, strict=True):
+            if group.rank == 0:
+                parity.assert_same_weights(ours, expected, what="one backward")
 
 
 class _Several(nn.Module):
@@ -54,19 +72,13 @@ class _Several(nn.Module):
         return {"loss": logits.logsumexp(-1).mean(), "heads": [logits, (value, logits)]}
 
 
-def _one(outputs: dict[str, Any]) -> Tensor:
-    return outputs["loss"]
-
-
-def _all(outputs: dict[str, Any]) -> Tensor:
+def _loss_of(outputs: dict[str, Any], kind: str) -> Tensor:
     logits, (value, _) = outputs["heads"]
-    return outputs["loss"] + value.square().mean() + logits.mul(2).square().mean()
+    others = value.square().mean() + logits.mul(2).square().mean()
+    return outputs["loss"] + others if kind == "all-outputs" else outputs["loss"]
 
 
-_LOSSES = {"loss": _one, "all-outputs": _all}
-
-
-@pytest.mark.parametrize(("stage", "kind"), [*enumerate(["all-outputs", "loss"] * 2)])
+@pytest.mark.parametrize(("stage", "kind"), [(0, "loss"), (1, "all-outputs"), (3, "all-outputs")])
 def test_a_direct_backward_is_divided_by_the_micro_batches(
     group: Group, stage: int, kind: str
 ) -> None:
@@ -74,7 +86,7 @@ def test_a_direct_backward_is_divided_by_the_micro_batches(
 
     Each gradient once, though an output may be computed from another one.
     """
-    count, loss_of = 3, _LOSSES[kind]
+    count = 3
     model, plain = parity.build(_Several), parity.build(_Several)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -93,46 +105,21 @@ def test_a_direct_backward_is_divided_by_the_micro_batches(
         for micro in range(count):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + group.rank)
             x = torch.randn(2, 3, generator=generator)
-            loss = loss_of(engine(x))
+            loss = _loss_of(engine(x), kind)
             if micro == 1:  # the two may take turns
                 engine.backward(loss)
             else:
                 loss.backward()
             engine.step()
             with ddp.no_sync() if micro + 1 < count else nullcontext():
-                (loss_of(ddp(x)) / count).backward()
+                (_loss_of(ddp(x), kind) / count).backward()
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in plain.parameters() if p.grad is not None]
         )
         assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
-    weights = weights_of(engine)
-    if group.rank == 0:
-        torch.testing.assert_close(weights, plain.state_dict(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_sum_of_losses_is_divided_once(group: Group, stage: int) -> None:
-    """By whichever engine runs the backward, and by all of them where none does."""
-    settings = engine_config(group, stage, accumulation_steps=2)
-    norms = []
-    for how in ("apart", "first.backward", "loss.backward"):
-        engines = [build_engine(group, settings) for _ in range(2)]
-        for micro in range(2):
-            data = [parity.batch(0, 10 * micro + index, group.rank) for index in range(2)]
-            losses = [parity.loss_of(engine, of) for engine, of in zip(engines, data, strict=True)]
-            if how == "apart":
-                for engine, loss in zip(engines, losses, strict=True):
-                    engine.backward(loss)
-            elif how == "first.backward":
-                engines[0].backward(sum(losses))
-            else:
-                sum(losses).backward()
-            for engine in engines:
-                engine.step()
-        norms.append([engine.get_global_grad_norm() for engine in engines])
-    assert norms[0] == norms[1] == norms[2]
+    assert_near(engine, plain)
 
 
 @pytest.mark.parametrize("how", ["engine.backward", "outputs.backward"])
@@ -157,19 +144,29 @@ def test_a_gradient_by_hand_counts_as_the_loss_it_comes_from(group: Group, how: 
     assert_weights(engine, weights_of(expected))
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(("stage", "shares"), [(1, True), (3, True), (3, False)])
 def test_backwards_before_one_step_are_the_micro_batches_of_a_step(
-    group: Group, stage: int
+    group: Group, stage: int, shares: bool
 ) -> None:
-    """Who does not know how many there will be runs them all, and steps once."""
+    """Who does not know how many there will be runs them all, and steps once.
+
+    Pieces of a contrastive loss need not travel each by itself: they share a reduction.
+    """
     counted = build_engine(group, engine_config(group, stage, accumulation_steps=3))
     by_hand = build_engine(group, engine_config(group, stage))
     for step in range(2):
-        with nullcontext() if stage >= 2 else by_hand.coalesce_grad_reduction():
+        with by_hand.coalesce_grad_reduction() if shares else nullcontext():
             for micro in range(3):
-                run_micro_batch(counted, step, micro)
-                loss = parity.loss_of(by_hand, parity.batch(step, micro, group.rank))
-                by_hand.backward(loss / 3)
+                with counted.no_sync() if shares and micro < 2 else nullcontext():
+                    loss = parity.loss_of(counted, parity.batch(step, micro, group.rank))
+                    counted.backward(loss)
+                if micro < 2:
+                    counted.step()
+                by_hand.backward(parity.loss_of(by_hand, parity.batch(step, micro, group.rank)) / 3)
+            if shares:
+                with pytest.raises(StateError, match=r"coalesce_grad_reduction\(\)"):
+                    by_hand.step()
+        counted.step()
         by_hand.step()
 
     assert by_hand.global_steps == counted.global_steps == 2
@@ -189,27 +186,3 @@ def test_a_loss_that_has_no_backward_is_named(group: Group) -> None:
         engine.backward(1.0)
     with pytest.raises(StateError, match=r"depends on no trainable parameter .* no_grad"):
         engine.backward(outputs.detach().sum())
-
-
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_backwards_of_one_micro_batch_can_share_a_reduction(group: Group, stage: int) -> None:
-    """Contrastive losses run backward in pieces; each piece need not travel by itself."""
-    engine, expected = (
-        build_engine(group, engine_config(group, stage, accumulation_steps=2)) for _ in range(2)
-    )
-    for step in range(2):
-        losses = [parity.loss_of(engine, parity.batch(step, part, group.rank)) for part in range(2)]
-        with engine.coalesce_grad_reduction():
-            for loss in losses:
-                engine.backward(loss)
-            with pytest.raises(StateError, match=r"coalesce_grad_reduction\(\)"):
-                engine.step()
-        engine.step()
-        for part in range(2):
-            loss = parity.loss_of(expected, parity.batch(step, part, group.rank))
-            with nullcontext() if part else expected.no_sync():
-                expected.backward(loss)
-        expected.step()
-
-    assert engine.global_steps == 1
-    assert_weights(engine, weights_of(expected))

@@ -10,7 +10,6 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-import zero_comm
 import zero_engine
 import zero_partition
 from parity import ZeroConfig
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from zero_comm import Group, record_traffic
 from zero_engine import GatheredParameters, Offload, full_param, unsharded
 from zero_partition import LostEditError, OverlapError, StateError, memory_report
+from zero_partition.seams import find_sharded
 
 STAGES = parity.STAGES
 
@@ -146,90 +146,111 @@ def test_the_modifiers_values_are_everyones(group: Group, stage: int, modifier: 
     assert losses == plain_losses
 
 
-@pytest.mark.parametrize("editor", [0, 1])
-@pytest.mark.parametrize("way", ["in-place", "new-memory", "data"])
+# ---- What is not written: between Init and shard(), and after it ----
+
+either = pytest.mark.parametrize("is_sharded", [False, True], ids=["Init", "shard"])
+
+
+def _build(group: Group, is_sharded: bool) -> nn.Module:
+    """A model of which each rank keeps a part."""
+    if is_sharded:
+        return parity.build_sharded(group, ZeroConfig(3), make=parity.tiny_float32)[0]
+    with zero_engine.Init(group=group):
+        return parity.build(parity.tiny_float32)
+
+
+def _assert_is(plain: nn.Module, model: nn.Module, group: Group) -> None:
+    if find_sharded(model) is None:
+        zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(weights, plain.state_dict(), what="afterwards")
+
+
+def _assert_unchanged(model: nn.Module, group: Group) -> None:
+    _assert_is(parity.build(parity.tiny_float32), model, group)
+
+
+@either
+@pytest.mark.parametrize("way", ["in place", "new memory", "data"])
 def test_a_change_by_nobody_in_particular_raises_on_all_ranks(
-    group: Group, editor: int, way: str
+    group: Group, way: str, is_sharded: bool
 ) -> None:
     """An error on the editing rank alone would leave the others waiting for it."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
-    expected = _values(model)
+    model = _build(group, is_sharded)
     weight = model.blocks[1].up.weight
     with (
-        pytest.raises(
-            LostEditError, match=rf"rank {editor} changed parameter 'blocks\.1\.up\.weight'"
-        ),
+        pytest.raises(LostEditError, match=r"rank 1 changed parameter '.*weight'"),
         GatheredParameters(model.blocks, sanity_checks=way == "data"),
+        torch.no_grad(),
     ):
-        if group.rank == editor:
-            match way:
-                case "in-place":
-                    with torch.no_grad():
-                        weight.zero_()
-                case "new-memory":
-                    weight.data = torch.zeros_like(weight)
-                case _:
-                    weight.data.view(-1)[0] += 1
-
-    _assert_equal(_values(model), expected)
-    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        if group.rank == 1 and way == "in place":
+            weight.zero_()
+        elif group.rank == 1 and way == "new memory":
+            weight.data = torch.zeros_like(weight)
+        elif group.rank == 1:
+            weight.data.view(-1)[0] += 1
+    _assert_unchanged(model, group)
 
 
 def test_a_change_that_is_not_looked_for_is_dropped(group: Group) -> None:
     """Writes through `data` bump no counter; what they wrote must not outlive the context."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
-    expected = _values(model)
+    model = _build(group, is_sharded=True)
     with GatheredParameters(model):
         for param in model.parameters():
             param.data.zero_()
-    _assert_equal(_values(model), expected)
+    _assert_unchanged(model, group)
 
 
-def test_a_modifier_that_changes_the_shape_is_named_on_all_ranks(group: Group) -> None:
-    """Shards have no room for more."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
+@either
+def test_what_cannot_be_gathered_or_written_leaves_no_mark(group: Group, is_sharded: bool) -> None:
+    """No such modifier, a new shape, for which shards have no room, two with the last word."""
+    model = _build(group, is_sharded)
+    up = model.blocks[0].up
+    with pytest.raises(StateError, match=r"expected modifier_rank in 0\.\.1.*got 2"):
+        GatheredParameters(model, modifier_rank=2).__enter__()
     with (
-        pytest.raises(StateError, match=r"rank 1 left parameter 'scale' with another shape"),
-        GatheredParameters(model.scale, modifier_rank=1),
+        pytest.raises(StateError, match=r"rank 1 left parameter .* with another shape"),
+        GatheredParameters(up.weight, modifier_rank=1),
     ):
         if group.rank == 1:
-            model.scale.data = torch.ones(2)
-    assert full_param(model.scale).tolist() == [1.0]
-
-
-def test_a_modifier_that_does_not_exist_is_refused(group: Group) -> None:
-    """Before anything is sent."""
-    model, _ = parity.build_sharded(group, ZeroConfig(2))
-    with (
-        pytest.raises(StateError, match=r"expected modifier_rank in 0\.\.1.*got 2"),
-        GatheredParameters(model, modifier_rank=2),
-    ):
-        pass
-
-
-# ---- Order ----
-
-
-@pytest.mark.parametrize("modifier", [None, 0])
-def test_overlapping_gathers_are_refused_and_disjoint_ones_nest(
-    group: Group, modifier: int | None
-) -> None:
-    """Two could not both have the last word; the refusal must leave no mark behind."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
-    expected = _values(model)
-    for _ in range(2):
-        with GatheredParameters([model.blocks[0].up.weight, model.scale], modifier):
+            up.weight.data = torch.ones(2)
+    for modifier in (None, 0):
+        with GatheredParameters([up.weight, model.scale], modifier):
             with (
-                pytest.raises(OverlapError, match=r"'blocks\.0\.up\.weight' is gathered already"),
+                pytest.raises(OverlapError, match=r"'.*weight' is gathered already"),
                 GatheredParameters(model.blocks, modifier),
             ):
                 pass
-            with GatheredParameters(model.blocks[0].up.bias, modifier):
-                assert torch.equal(model.blocks[0].up.bias.data, expected["blocks.0.up.bias"])
-            assert torch.equal(model.blocks[0].up.weight.data, expected["blocks.0.up.weight"])
-        with GatheredParameters(model.blocks, modifier):
-            pass
-    _assert_equal(_values(model), expected)
+            with GatheredParameters(up.bias, modifier):
+                assert up.bias.shape == (13,)
+            assert up.weight.shape == (13, parity.WIDTH)
+    if not is_sharded:
+        with zero_engine.Init(group=group), GatheredParameters(model.scale):  # gathers by itself
+            assert model.scale.tolist() == [1.0]
+    _assert_unchanged(model, group)
+
+
+@either
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_an_exception_inside_drops_changes_and_reaches_the_others(
+    group: Group, who: str, is_sharded: bool
+) -> None:
+    """A rank that waits for one that raised learns why."""
+    model = _build(group, is_sharded)
+    has_raised = who == "all" or group.rank == 1
+    for _ in range(2):
+        with (
+            pytest.raises(
+                KeyError if has_raised else StateError,
+                match="mine" if has_raised else "rank 1 left the context with an exception",
+            ),
+            GatheredParameters(model.blocks, modifier_rank=0),
+        ):
+            model.blocks[0].up.weight.data.zero_()
+            if has_raised:
+                raise KeyError("mine")
+    _assert_unchanged(model, group)
 
 
 @contextmanager
@@ -260,38 +281,21 @@ def test_what_would_free_or_replace_whole_parameters_is_refused_inside(
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_an_exception_inside_drops_changes_and_reaches_the_others(group: Group, who: str) -> None:
-    """A rank that waits for one that raised learns why; afterwards everything works again."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
-    expected = _values(model)
-    for _ in range(2):
-        with (
-            pytest.raises((KeyError, StateError)) as caught,
-            GatheredParameters(model.blocks, modifier_rank=0),
-        ):
-            model.blocks[0].up.weight.data.zero_()
-            if who == "all" or group.rank == 1:
-                raise KeyError("mine")
-        if group.rank == 0 and who == "one":
-            assert "rank 1 left the context with an exception" in str(caught.value)
-        else:
-            assert caught.type is KeyError
-        _assert_equal(_values(model), expected)
-    parity.run_steps(model, optimizer, range(2), rank=group.rank)
-
-
 # ---- unsharded() ----
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_may_generate_unevenly_and_train_on(group: Group, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "params"), [*((s, "device") for s in STAGES), (3, "disk")])
+def test_ranks_may_generate_unevenly_and_train_on(
+    group: Group, tmp_path: Path, stage: int, params: str
+) -> None:
     """A rank that has said enough must not wait for one that goes on; nor may training change."""
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    offload = Offload(params="disk", path=tmp_path) if params == "disk" else None
+    config = ZeroConfig(stage, offload=offload)
+    model, optimizer = parity.build_sharded(group, config)
     expected = parity.run_steps(model, optimizer, range(4), rank=group.rank)
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    model, optimizer = parity.build_sharded(group, config)
     losses = parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    tokens, _ = parity.batch(0, 0, 0)
+    weights, (tokens, _) = _values(model), parity.batch(0, 0, 0)
     with torch.no_grad():
         reference = model(tokens)
 
@@ -299,6 +303,8 @@ def test_ranks_may_generate_unevenly_and_train_on(group: Group, stage: int) -> N
         with record_traffic(group) as traffic, torch.no_grad():
             for _ in range(3 + 4 * group.rank):
                 assert torch.equal(model(tokens), reference)
+            for name, param in model.named_parameters():
+                assert torch.equal(param.detach() + 0, weights[name])  # outside a forward, too
         assert not traffic.operations
         with pytest.raises(StateError, match=r"optimizer\.step\(\) inside unsharded\(\)"):
             optimizer.step()
@@ -306,6 +312,27 @@ def test_ranks_may_generate_unevenly_and_train_on(group: Group, stage: int) -> N
 
     losses += parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
     assert losses == expected
+
+
+def test_the_device_holds_no_more_than_in_training(group: Group, tmp_path: Path) -> None:
+    """Who offloads parameters has no room for all of them: only the disk may have whole copies."""
+    model = parity.Chain(6, 32)
+    offload = Offload(params="disk", path=tmp_path)
+    config = ZeroConfig(3, min_unit_bytes=0, window=2, offload=offload)
+    zero_engine.shard(model, None, config, group=group)
+    x, shards = torch.ones(4, 32), 6 * 32 * 32 * 4 // 2
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        before = memory_report(model)
+        with unsharded(model):
+            for _ in range(2):
+                model(x)
+            inside = memory_report(model)
+
+    assert before.disk_bytes == memory_report(model).disk_bytes == shards
+    assert inside.disk_bytes == shards + 2 * shards
+    assert inside.total_bytes == before.total_bytes
 
 
 def test_some_modules_may_be_unsharded_alone(group: Group) -> None:
@@ -355,25 +382,10 @@ def test_what_was_whole_is_given_back(group: Group) -> None:
 # ---- Between Init and shard() ----
 
 
-def _build(group: Group) -> tuple[nn.Module, nn.Module]:
-    """A model of which each rank keeps a part, and the same in plain torch."""
-    plain = parity.build(parity.tiny_float32)
-    with zero_engine.Init(group=group):
-        model = parity.build(parity.tiny_float32)
-    return model, plain
-
-
-def _assert_trains_from(model: nn.Module, plain: nn.Module, group: Group) -> None:
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, plain.state_dict(), what="after Init")
-
-
 @pytest.mark.ranks(1, 3)
 def test_values_are_read_between_init_and_shard(group: Group) -> None:
     """DeepSpeed has its example of GatheredParameters there; stand-ins would be read as NaN."""
-    model, plain = _build(group)
+    model, plain = _build(group, is_sharded=False), parity.build(parity.tiny_float32)
     backwards = list(model.parameters())
     if group.rank:
         backwards.reverse()
@@ -389,14 +401,14 @@ def test_values_are_read_between_init_and_shard(group: Group) -> None:
         assert param.untyped_storage().nbytes() == param.element_size()
     with pytest.raises(StateError, match="was sharded by Init"):
         model(parity.batch(0, 0, group.rank)[0])
-    _assert_trains_from(model, plain, group)
+    _assert_is(plain, model, group)
 
 
 @pytest.mark.parametrize("modifier", [0, 1])
 @pytest.mark.ranks(2, 3)
 def test_one_rank_writes_for_all_between_init_and_shard(group: Group, modifier: int) -> None:
     """So transformers initialises a model of stage 3, and scripts load old weights into one."""
-    model, plain = _build(group)
+    model, plain = _build(group, is_sharded=False), parity.build(parity.tiny_float32)
     generator = torch.Generator().manual_seed(5)
     for param in plain.parameters():
         nn.init.normal_(param, generator=generator)
@@ -411,145 +423,5 @@ def test_one_rank_writes_for_all_between_init_and_shard(group: Group, modifier: 
                 nn.init.normal_(param, generator=generator)
 
     copied = copy.deepcopy(model)
-    _assert_trains_from(model, plain, group)
-    _assert_trains_from(copied, plain, group)
-
-
-@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
-def test_a_write_that_would_be_lost_raises_on_every_rank(group: Group, way: str) -> None:
-    """A model that kept its random weights trains, only worse."""
-    model, plain = _build(group)
-    weight = model.blocks[0].up.weight
-    with (
-        pytest.raises(LostEditError, match=r"rank 1 changed parameter .*weight.*seen on rank"),
-        GatheredParameters(weight, sanity_checks=way == "data"),
-        torch.no_grad(),
-    ):
-        if group.rank == 1 and way == "in place":
-            weight.add_(1)
-        elif group.rank == 1 and way == "data":
-            weight.data.add_(1)
-        elif group.rank == 1:
-            weight.data = torch.zeros_like(weight)
-    _assert_trains_from(model, plain, group)
-
-
-def test_an_exception_on_one_rank_ends_the_context_on_all(group: Group) -> None:
-    """Or the others would wait for it, and half of the model were of another file."""
-    model, plain = _build(group)
-    expected = ValueError if group.rank == 1 else StateError
-    with (
-        pytest.raises(expected, match=r"my own|rank 1 left the context with an exception"),
-        GatheredParameters(model, modifier_rank=0),
-        torch.no_grad(),
-    ):
-        model.scale.fill_(7)
-        if group.rank == 1:
-            raise ValueError("my own")
-    _assert_trains_from(model, plain, group)
-
-
-def test_what_cannot_be_gathered_early_is_refused(group: Group) -> None:
-    """By the same names as for a model that is sharded."""
-    model, plain = _build(group)
-    weight = model.blocks[0].up.weight
-    with pytest.raises(StateError, match=r"modifier_rank in 0\.\.1, .*got 2"):
-        GatheredParameters(weight, modifier_rank=2).__enter__()
-    with (
-        GatheredParameters(weight),
-        pytest.raises(OverlapError, match="gathered already"),
-        GatheredParameters(model),
-    ):
-        pass
-    with (
-        pytest.raises(StateError, match=r"rank 0 left parameter .* with another shape"),
-        GatheredParameters(weight, modifier_rank=0),
-    ):
-        weight.data = torch.zeros(3)
-    with zero_engine.Init(group=group), GatheredParameters(weight):  # which gathers by itself
-        assert torch.equal(weight, plain.blocks[0].up.weight)
-    _assert_trains_from(model, plain, group)
-
-
-# ---- Generation with parameters outside the device ----
-
-
-WIDTH, DEPTH = 32, 6
-
-
-def _sharded(group: Group, folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
-    model = nn.Sequential(*blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    offload = Offload(params="disk", path=folder)
-    config = zero_engine.ZeroConfig(3, min_unit_bytes=0, window=2, offload=offload)
-    zero_engine.shard(model, optimizer, config, group=group)
-    return model, optimizer
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    loss = model(torch.ones(4, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@torch.no_grad()
-def _forward(model: nn.Module) -> Tensor:
-    return model(torch.ones(4, WIDTH))
-
-
-def test_each_rank_runs_the_model_as_often_as_it_likes(group: Group, tmp_path: Path) -> None:
-    """Prompts end at different lengths: a rank that waits for another would wait for ever."""
-    model, optimizer = _sharded(group, tmp_path)
-    for _ in range(2):
-        _step(model, optimizer)
-    expected = _forward(model)
-    weights = [zero_engine.full_param(param) for param in model.parameters()]
-
-    with zero_engine.unsharded(model):
-        with zero_comm.record_traffic(group) as traffic:
-            for _ in range(1 + 4 * group.rank):
-                assert torch.equal(_forward(model), expected)
-            for param, weight in zip(model.parameters(), weights, strict=True):
-                assert torch.equal(param.detach() + 0, weight)  # outside a forward, too
-        assert not traffic.operations
-
-    assert torch.isfinite(_step(model, optimizer))  # all is as it was, and ranks agree
-
-
-def test_the_device_holds_no_more_than_in_training(group: Group, tmp_path: Path) -> None:
-    """Who offloads parameters has no room for all of them: only the disk may have whole copies."""
-    model, optimizer = _sharded(group, tmp_path)
-    for _ in range(2):
-        _step(model, optimizer)
-    before = memory_report(model)
-    shards = sum(p.numel() for p in model.parameters()) * 4 // 2
-    assert before.disk_bytes == shards
-
-    with zero_engine.unsharded(model):
-        for _ in range(2):
-            _forward(model)
-        inside = memory_report(model)
-
-    assert inside.total_bytes == before.total_bytes
-    assert inside.disk_bytes == shards + 2 * shards
-    assert memory_report(model).disk_bytes == shards
-
-
-def test_the_context_ends_whatever_happens_inside(group: Group, tmp_path: Path) -> None:
-    """An exception of one rank must leave no file, and nothing that reads a copy out of date."""
-    model, optimizer = _sharded(group, tmp_path)
-    losses = [_step(model, optimizer)]
-    with pytest.raises(ZeroDivisionError), zero_engine.unsharded(model):
-        _forward(model)
-        _ = 1 // 0
-    refusal = pytest.raises(StateError, match=r"optimizer\.step\(\) inside unsharded")
-    with refusal, zero_engine.unsharded(model):
-        optimizer.step()
-    losses += [_step(model, optimizer) for _ in range(2)]
-
-    fresh, other = _sharded(group, tmp_path)
-    assert [_step(fresh, other) for _ in range(3)] == losses
+    _assert_is(plain, model, group)
+    _assert_is(plain, copied, group)

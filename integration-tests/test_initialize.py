@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -17,7 +17,6 @@ import torch.distributed as dist
 import zero_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import TensorDataset
 from zero_comm import Group
 from zero_engine import ConfigError, Engine, ZeroConfig
 from zero_engine.deepspeed import EngineConfig, WarmupLR
@@ -57,119 +56,84 @@ def _of_another(_: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(_adamw([torch.zeros(1)]), lambda k: k)
 
 
-def _by_objects(model: nn.Module, **_: Any) -> Any:
-    optimizer = _adamw(model.parameters())
-    scheduler = _warmup(optimizer)
-    return {"optimizer": optimizer, "lr_scheduler": scheduler, "config": SETTINGS}
-
-
-def _by_functions(model: nn.Module, **_: Any) -> Any:
-    return {"optimizer": _adamw, "lr_scheduler": _warmup, "config": SETTINGS}
-
-
-def _by_names(model: nn.Module, **_: Any) -> Any:
+def _ways(model: nn.Module, folder: Path) -> dict[str, dict[str, Any]]:
+    """What a script passes beside the model."""
+    made = _adamw(model.parameters())
+    (path := folder / "ds.json").write_text(json.dumps(SETTINGS | NAMED))
+    functions = {"optimizer": _adamw, "lr_scheduler": _warmup}
     trained = (param for param in model.parameters() if param.requires_grad)
-    return {"model_parameters": trained, "config": SETTINGS | NAMED}
+    return {
+        "objects": {"optimizer": made, "lr_scheduler": _warmup(made), "config": SETTINGS},
+        "functions": functions | {"config": SETTINGS},
+        "names": {"model_parameters": trained, "config": SETTINGS | NAMED},
+        "args": {"args": Namespace(deepspeed_config=str(path))},
+        "our values": functions | {"config": ZeroConfig(0)},
+    }
 
 
-def _by_args(model: nn.Module, folder: Path) -> Any:
-    path = folder / "ds.json"
-    path.write_text(json.dumps(SETTINGS | NAMED))
-    return {"args": Namespace(deepspeed_config=str(path))}
-
-
-def _by_our_values(model: nn.Module, **_: Any) -> Any:
-    return {"optimizer": _adamw, "lr_scheduler": _warmup, "config": ZeroConfig(0)}
-
-
-@pytest.mark.parametrize("way", [_by_objects, _by_functions, _by_names, _by_args, _by_our_values])
-def test_every_way_to_say_it_trains_alike(tmp_path: Path, way: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", ["objects", "functions", "names", "args", "our values"])
+def test_every_way_to_say_it_trains_alike(tmp_path: Path, way: str) -> None:
     """Scripts pass objects, functions, names in a dict or a file; none may be second-rate."""
-    model = parity.build(parity.tiny_float32)
-    expected = parity.build(parity.tiny_float32)
+    model, expected = parity.build(parity.tiny_float32), parity.build(parity.tiny_float32)
     optimizer = _adamw(expected.parameters())
     scheduler = _warmup(optimizer)
     for step in range(3):
-        parity.loss_of(expected, parity.batch(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        parity.finish_step(parity.loss_of(expected, parity.batch(step, 0, 0)), optimizer)
         scheduler.step()
 
     engine, same, loader, _ = zero_engine.initialize(
-        model=model, group=Group.solo(), **way(model=model, folder=tmp_path)
+        model=model, group=Group.solo(), **_ways(model, tmp_path)[way]
     )
     weights = _train(engine)
 
     assert engine.module is model and engine.optimizer is same and loader is None
-    parity.assert_same_weights(weights, expected.state_dict(), what=way.__name__)
+    parity.assert_same_weights(weights, expected.state_dict(), what=way)
     assert engine.get_lr() == [optimizer.param_groups[0]["lr"]]
     assert engine.get_mom() == [optimizer.param_groups[0]["betas"]]
 
 
-def test_training_data_is_divided_among_the_ranks(ranks) -> None:
-    """Each sample once per epoch, in micro-batches of the size that the configuration says."""
-    seen = ranks(2).run(_load)
-
-    assert sorted(index for of_rank in seen for index in of_rank) == list(range(8))
-
-
-def _load(group: Group) -> list[int]:
-    data = TensorDataset(torch.arange(8.0)[:, None])
-    _, _, loader, _ = zero_engine.initialize(
-        model=nn.Linear(1, 1),
-        training_data=data,
-        collate_fn=lambda samples: torch.stack([sample for (sample,) in samples]),
-        config=SETTINGS,
+def test_a_scheduler_may_be_given_as_its_class() -> None:
+    """A class has `step`, too, but nothing to step."""
+    kind, model = torch.optim.lr_scheduler.ConstantLR, nn.Linear(1, 1)
+    engine, _, _, scheduler = zero_engine.initialize(
+        model=model, optimizer=_adamw, lr_scheduler=kind, config=SETTINGS
     )
-    batches = list(loader)
-    assert [len(batch) for batch in batches] == [2, 2]
-    return [int(value) for batch in batches for value in batch.flatten()]
+
+    assert isinstance(scheduler, kind) and scheduler is engine.lr_scheduler
 
 
-def test_the_ranks_are_those_of_mpu(ranks) -> None:
+@pytest.mark.parametrize("is_mesh", [False, True], ids=["mpu", "mesh"])
+def test_the_ranks_are_those_of_the_mpu(ranks, is_mesh: bool) -> None:
     """With tensor parallelism, replicas are a part of the job, and a norm is of the whole of it."""
-    ranks(4).run(_train_in_a_grid, is_mesh=False)
+    ranks(4).run(_train_in_a_grid, is_mesh=is_mesh)
 
 
-def test_the_ranks_are_those_of_a_mesh(ranks) -> None:
-    """The same, as torch says it."""
-    ranks(4).run(_train_in_a_grid, is_mesh=True)
+def _mpu(data: Any, model: Any) -> Any:
+    """As Megatron's: what its getters return, of a model that is split over two ranks."""
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_model_parallel_group=lambda: model,
+        get_model_parallel_world_size=lambda: 2,
+    )
 
 
-class _Grid:
+def _grid(rank: int) -> Any:
     """Two replicas of a model that is split over two ranks."""
-
-    def __init__(self, rank: int) -> None:
-        data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-        model = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        self._data, self._model = data[rank % 2], model[rank // 2]
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_model_parallel_group(self) -> Any:
-        return self._model
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
+    data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    model = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return _mpu(data[rank % 2], model[rank // 2])
 
 
 def _mesh(*shape: int, names: tuple[str, ...] | None) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-class _SplitWithoutGroup:
-    """Half of what Megatron's has."""
-
-    def get_data_parallel_group(self) -> Any:
-        return None
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
+_HALF = _mpu(None, None)  # of what Megatron's has
+del _HALF.get_model_parallel_group
 
 
 def _train_in_a_grid(group: Group, is_mesh: bool) -> None:
-    mpu = _mesh(2, 2, names=("dp", "tp")) if is_mesh else _Grid(group.rank)
+    mpu = _mesh(2, 2, names=("dp", "tp")) if is_mesh else _grid(group.rank)
     parts = [torch.full((4,), value) for value in (1.0, 2.0)]
     model = nn.Linear(4, 1, bias=False)
     model.weight.data[0] = parts[group.rank % 2]
@@ -199,8 +163,9 @@ def _train_in_a_grid(group: Group, is_mesh: bool) -> None:
         ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
         ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
         ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is a device"),
-        ({"mpu": _SplitWithoutGroup()}, r"expected mpu to have get_model_parallel_group\(\), got"),
+        ({"mpu": _HALF}, r"expected mpu to have get_model_parallel_group\(\), got"),
         ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
+        ({"training_data": iter([])}, r"__getitem__"),
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
         (
@@ -218,81 +183,39 @@ def _train_in_a_grid(group: Group, is_mesh: bool) -> None:
     ],
 )
 def test_a_wrong_argument_is_named(wrong: dict[str, Any], message: str) -> None:
-    """Ten optional arguments: what is wrong with which must not be guessed."""
+    """Ten optional arguments: what is wrong must not be guessed, and the model is as it was."""
     given = {"model": nn.Linear(1, 1), "config": SETTINGS, "group": Group.solo()} | wrong
 
     with pytest.raises(ConfigError, match=message):
         zero_engine.initialize(**given)
 
+    if "model" not in wrong:  # in a notebook the call is corrected, and run again
+        engine, *_ = zero_engine.initialize(model=given["model"], optimizer=_adamw, config=SETTINGS)
+        assert engine.module is given["model"]
 
-@pytest.mark.parametrize("wrong", [{"lr_scheduler": 3}, {"training_data": iter([])}])
-def test_what_is_refused_leaves_the_model_as_it_was(wrong: dict[str, Any]) -> None:
-    """In a notebook the call is corrected and run again, with the same model."""
+
+def test_what_is_wrong_in_a_job_is_named_and_warned_of_once(group: Group) -> None:
+    """What getters return is seen there only. A warning on each rank buries those that differ."""
     model = nn.Linear(1, 1)
-    given = {"model": model, "optimizer": _adamw, "config": SETTINGS, "group": Group.solo()}
-    with pytest.raises(ConfigError):
-        zero_engine.initialize(**given | wrong)
-
-    engine, *_ = zero_engine.initialize(**given)
-
-    assert engine.module is model
-
-
-def test_an_mpu_of_no_groups_leaves_the_model_as_it_was(group: Group) -> None:
-    """As above; what its getters return is seen in a job only."""
-    model = nn.Linear(1, 1)
+    given = {"model": model, "optimizer": _adamw, "config": SETTINGS}
     for getter, mpu in (
-        ("get_data_parallel_group", _Getters(data=3, model=group.process_group)),
-        ("get_model_parallel_group", _Getters(data=group.process_group, model=3)),
+        ("get_data_parallel_group", _mpu(3, group.process_group)),
+        ("get_model_parallel_group", _mpu(group.process_group, 3)),
     ):
         with pytest.raises(ConfigError, match=rf"{getter}\(\): expected a process group .*got 3"):
-            zero_engine.initialize(model=model, optimizer=_adamw, mpu=mpu, config=SETTINGS)
+            zero_engine.initialize(**given, mpu=mpu)
+    for names in (None, ("tp", "pp"), ("dp", "data")):  # which axis has the data?
+        with pytest.raises(ConfigError, match="of two with one named 'dp' or 'data' or 'data_par"):
+            zero_engine.initialize(**given, mpu=_mesh(1, 2, names=names))
 
-    engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=SETTINGS)
-
-    assert engine.module is model
-
-
-@pytest.mark.parametrize("names", [None, ("tp", "pp"), ("dp", "data")])
-def test_a_mesh_must_say_which_axis_has_the_data(group: Group, names: Any) -> None:
-    """Sharding along the other one would mix parts of different parameters."""
-    mesh = _mesh(1, 2, names=names)
-    with pytest.raises(ConfigError, match="of two with one named 'dp' or 'data' or 'data_par"):
-        zero_engine.initialize(model=nn.Linear(1, 1), optimizer=_adamw, mpu=mesh, config=SETTINGS)
-
-
-def test_one_rank_warns_of_what_changes_nothing(ranks) -> None:
-    """On a thousand ranks the same warning a thousand times buries the ones that differ."""
-    assert ranks(2).run(_count_warnings) == [1, 0]
-
-
-def _count_warnings(group: Group) -> int:
-    settings = SETTINGS | {"zero_allow_untested_optimizer": True}
+    given["config"] = SETTINGS | {"zero_allow_untested_optimizer": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        zero_engine.initialize(model=nn.Linear(1, 1), config=settings)
-    return len([each for each in caught if "change nothing here" in str(each.message)])
+        engine, *_ = zero_engine.initialize(**given)
 
-
-class _Getters:
-    def __init__(self, *, data: Any, model: Any) -> None:
-        self.get_data_parallel_group = lambda: data
-        self.get_model_parallel_group = lambda: model
-        self.get_model_parallel_world_size = lambda: 2
-
-
-def test_a_scheduler_may_be_given_as_its_class() -> None:
-    """A class has `step`, too, but nothing to step."""
-    engine, _, _, scheduler = zero_engine.initialize(
-        model=nn.Linear(1, 1),
-        optimizer=_adamw,
-        lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
-        config=SETTINGS,
-        group=Group.solo(),
-    )
-
-    assert scheduler is engine.lr_scheduler
-    assert engine.get_lr() == [pytest.approx(0.02 / 3)]
+    assert engine.module is model
+    said = ["change nothing here" in str(each.message) for each in caught]
+    assert sum(said) == (group.rank == 0)
 
 
 def test_a_job_that_may_not_be_joined_is_missed(monkeypatch) -> None:

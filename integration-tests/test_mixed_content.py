@@ -17,7 +17,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from training import assert_weights_of, train
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import memory_report
 from zero_partition.seams import find_sharded
@@ -118,26 +118,16 @@ def _adamw(groups: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_unit_of_anything_trains_as_plain_torch(group: Group, name: str) -> None:
     """Each kind gets a buffer of its own; a flat buffer of the first one's dtype would cast."""
-    plain = parity.build(MODELS[name])
-    expected = _train(plain, _adamw(plain.parameters()))
-    faces = [(param.shape, param.dtype, param.requires_grad) for param in plain.parameters()]
-
-    for stage in parity.STAGES:
-        model = parity.build(MODELS[name])
-        optimizer = _adamw(model.parameters())
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-        what = f"{name}, stage {stage}"
-        assert _train(model, optimizer) == expected, what
-        assert [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()] == faces, what
-        _assert_at_rest(model, stage, what)
-        assert_weights_of(model, plain, group=group, what=what)
-
-
-def _assert_at_rest(model: nn.Module, stage: int, what: str) -> None:
-    for unit in find_sharded(model).units:
-        assert unit.depth == 0, f"{what}: {unit.name}"
-        # One that comes first in the next step may be on its way already.
-        assert (unit.state.name == "UNSHARDED") == (stage < 3), f"{what}: {unit.name}"
+    faces = [(p.shape, p.dtype, p.requires_grad) for p in parity.build(MODELS[name]).parameters()]
+    configs = map(ZeroConfig, parity.STAGES)
+    for stage, (model, _) in enumerate(
+        assert_trains_as_plain(group, MODELS[name], _train, *configs)
+    ):
+        assert [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()] == faces, stage
+        for unit in find_sharded(model).units:
+            assert unit.depth == 0, f"stage {stage}: {unit.name}"
+            # One that comes first in the next step may be on its way already.
+            assert (unit.state.name == "UNSHARDED") == (stage < 3), f"stage {stage}: {unit.name}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -206,21 +196,15 @@ def test_param_groups_keep_their_place(group: Group, groups: str) -> None:
     def make() -> nn.Module:
         return _freeze(_plain_blocks(), 1)
 
-    plain = parity.build(make)
-    its_optimizer = _adamw(GROUPS[groups](plain))
-    rates = [entry["lr"] for entry in its_optimizer.param_groups]
-    sizes = [len(entry["params"]) for entry in its_optimizer.param_groups]
-    expected = _train(plain, its_optimizer)
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        groups = [(entry["lr"], len(entry["params"])) for entry in optimizer.param_groups]
+        return [*_train(model, optimizer), groups]
 
-    for stage in parity.STAGES:
-        model = parity.build(make)
-        optimizer = _adamw(GROUPS[groups](model))
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-        assert [entry["lr"] for entry in optimizer.param_groups] == rates
-        assert [len(entry["params"]) for entry in optimizer.param_groups] == sizes
-        assert _train(model, optimizer) == expected, f"stage {stage}"
+    configs = map(ZeroConfig, parity.STAGES)
+    for model, _ in assert_trains_as_plain(
+        group, make, run, *configs, make_optimizer=lambda model: _adamw(GROUPS[groups](model))
+    ):
         zero_engine.clip_grad_norm_(model, 1.0)  # of nothing: there are no gradients now
-        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
 
 
 # ---- Models with nothing to train, or nothing at all ----

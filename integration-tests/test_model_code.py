@@ -6,8 +6,8 @@ and plain torch in the same process is the oracle.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import PartitionError, StateError
 
-STAGES = [0, 1, 2, 3]
+STAGES = (0, 1, 2, 3)
 
 
 class _Biased(nn.Module):
@@ -74,53 +75,24 @@ def _spectral() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _train(model: nn.Module, *, group: Group | None, stage: int = 0) -> tuple[list[float], dict]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if group is not None:
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-    losses = []
-    for step in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    if group is None:
-        return losses, model.state_dict()
-    return losses, zero_engine.full_state_dict(model)
+def _loss(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
 
 
-def _trains_as_plain(group: Group, make: str, stage: int) -> None:
-    torch.manual_seed(0)
-    plain = {"shared": _SharedBias, "prompted": _Prompted, "spectral": _spectral}[make]()
-    sharded = copy.deepcopy(plain)
-    losses, weights = _train(plain, group=None)
-
-    ours, full = _train(sharded, group=group, stage=stage)
-
-    assert ours == losses
-    if group.rank == 0:
-        assert full.keys() == weights.keys()
-        assert all(torch.equal(full[key], value) for key, value in weights.items())
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "blocks hand on a tensor": (_SharedBias, STAGES),  # with the hook of each that returned it
+    "units return their parameter": (_Prompted, (0, 1, 2)),  # where a hook would stay
+    "hooks of the user read a weight": (_spectral, STAGES),  # and keep what they made of it
+}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_tensor_that_blocks_hand_on_keeps_their_order(ranks, stage: int) -> None:
-    """It carries the hook of every block that returned it; all fire when the first is reached."""
-    ranks(2).run(_trains_as_plain, make="shared", stage=stage)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_unit_that_returns_its_parameter_trains_on(ranks, stage: int) -> None:
-    """A hook on a leaf would stay and speak up in every later step."""
-    ranks(2).run(_trains_as_plain, make="prompted", stage=stage)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_hook_of_the_users_finds_whole_parameters(ranks, stage: int) -> None:
-    """spectral_norm reads the weight in a pre-hook, and keeps what it computed from it."""
-    ranks(2).run(_trains_as_plain, make="spectral", stage=stage)
+@pytest.mark.parametrize("what", MODELS)
+def test_besides_calling_layers_it_trains_as_in_plain_torch(group: Group, what: str) -> None:
+    """No model is rewritten for us."""
+    make, stages = MODELS[what]
+    run = partial(train, loss_of=_loss, num_steps=3)
+    assert_trains_as_plain(group, make, run, *map(ZeroConfig, stages))
 
 
 def test_a_gradient_penalty_at_stage_3_is_refused(group: Group) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import types
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, Final, NamedTuple
 
 import attrs
-import parity
 import pytest
 import torch
-import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils import _pytree
-from training import assert_weights_of, train
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 
-NUM_STEPS = 3
 _DEPTH: Final = 6
 
 
@@ -97,7 +94,7 @@ def _deep(wrap: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
 
 
 def _undo(get: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
-    return lambda value: functools.reduce(lambda inner, _: get(inner), range(_DEPTH), value)
+    return lambda value: reduce(lambda inner, _: get(inner), range(_DEPTH), value)
 
 
 def _circular(hidden: Tensor, aside: Tensor) -> list[Any]:
@@ -163,10 +160,9 @@ def test_tensors_are_found_in_every_container(group: Group, container: str) -> N
     """One that is missed lets backward read whatever lies in the unit's slot by then."""
     wrap, unwrap = CONTAINERS[container]
 
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        return unwrap(model(x)).square().mean()
-
-    _assert_as_plain(group, lambda: _Unwrapping(wrap, unwrap), loss_of)
+    run = partial(train, loss_of=lambda m, step: unwrap(m(_x(step))).square().mean(), num_steps=3)
+    configs = [ZeroConfig(stage, window=2) for stage in (2, 3)]
+    assert_trains_as_plain(group, lambda: _Unwrapping(wrap, unwrap), run, *configs)
 
 
 # ---- What else callers do with outputs ----
@@ -232,39 +228,10 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 @pytest.mark.parametrize(("use", "window"), [*zip(USES, itertools.cycle((1, 3)))])
 def test_callers_may_use_an_output_as_any_tensor(group: Group, use: str, window: int) -> None:
     """Writing to a view gives it another autograd node; the input may come out again."""
-    _assert_as_plain(group, lambda: _Caller(*USES[use]), _mean_square, window=window)
+    run = partial(train, loss_of=lambda m, step: m(_x(step)).square().mean(), num_steps=3)
+    configs = [ZeroConfig(stage, window=window) for stage in (2, 3)]
+    assert_trains_as_plain(group, lambda: _Caller(*USES[use]), run, *configs)
 
 
-def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def _assert_as_plain(
-    group: Group,
-    make: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, Tensor], Tensor],
-    *,
-    stages: tuple[int, ...] = (2, 3),
-    window: int = 2,
-) -> None:
-    """All ranks see one batch, so that the mean of two gradients is either, bit for bit."""
-    plain = parity.build(make)
-    expected = _train(plain, parity.adamw(plain), loss_of)
-    for stage in stages:
-        model = parity.build(make)
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage, window=window), group=group)
-        assert _train(model, optimizer, loss_of) == expected, f"stage {stage}"
-        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
-
-
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[nn.Module, Tensor], Tensor],
-) -> list[float]:
-    def loss_of_step(model: nn.Module, step: int) -> Tensor:
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        return loss_of(model, x)
-
-    return train(model, optimizer, loss_of_step, num_steps=NUM_STEPS)
+def _x(step: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from residual import Blocks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from training import train
+from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_partition import AtRestError, StateError
 from zero_partition.seams import find_sharded
@@ -148,67 +149,33 @@ LOSSES = {
 }
 
 
-def _train(
-    model: nn.Module, loss_of: Callable, *, group: Group | None, config: ZeroConfig | None = None
-) -> tuple[list[float], dict[str, Tensor]]:
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-    if group is not None:
-        zero_engine.shard(model, optimizer, config, group=group)
-    losses = []
-    for step in range(3):
-        x = _x(step)
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+def _trains_as_plain(group: Group, make: str, *configs: ZeroConfig, loss: str = "plain") -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
         with torch.no_grad():
-            losses.append(_plain_loss(model, x).item())
-    if group is None:
-        return losses, model.state_dict()
-    return losses, zero_engine.full_state_dict(model)
+            evaluated = _plain_loss(model, _x(step))
+        return LOSSES[loss](model, _x(step)) + evaluated
 
-
-def _trains_as_plain(
-    group: Group, make: str, loss: str = "plain", stage: int = 3, window: int = 3
-) -> None:
-    torch.manual_seed(0)
-    plain = MAKERS[make]()
-    model = copy.deepcopy(plain)
-    losses, weights = _train(plain, LOSSES[loss], group=None)
-
-    ours, full = _train(model, LOSSES[loss], group=group, config=ZeroConfig(stage, window=window))
-
-    assert ours == losses
-    if group.rank == 0:
-        different = [key for key, value in weights.items() if not torch.equal(full[key], value)]
-        assert not different, different
-    sharded = find_sharded(model)
-    assert not sharded.outside.num_bytes
+    run = partial(train, loss_of=loss_of, num_steps=3)
+    assert_trains_as_plain(group, MAKERS[make], run, *configs)
 
 
 @pytest.mark.parametrize("make", [key for key in MAKERS if key != "blocks"])
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_use_outside_the_unit_has_the_numbers_of_plain_torch(
-    ranks, make: str, window: int
-) -> None:
+def test_a_use_outside_the_unit_has_the_numbers_of_plain_torch(group: Group, make: str) -> None:
     """Reading a child's weight is ordinary torch; at rest it is NaN."""
-    ranks(2).run(_trains_as_plain, make=make, window=window)
+    _trains_as_plain(group, make, *(ZeroConfig(3, window=window) for window in (1, 3)))
 
 
 @pytest.mark.parametrize("make", ["earlier", "returned as a view"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_does_so_at_every_stage_and_world_size(ranks, make: str, stage: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_it_does_so_at_every_stage_and_world_size(group: Group, make: str) -> None:
     """A model must not have to know how it is trained."""
-    for world_size in (1, 2):
-        ranks(world_size).run(_trains_as_plain, make=make, stage=stage)
+    _trains_as_plain(group, make, *map(ZeroConfig, STAGES))
 
 
 @pytest.mark.parametrize("loss", ["tied", "decayed", "regulariser"])
-def test_the_loss_may_use_weights_after_the_forward(ranks, loss: str) -> None:
+def test_the_loss_may_use_weights_after_the_forward(group: Group, loss: str) -> None:
     """Tied projections and regularisers are written outside the model."""
-    ranks(2).run(_trains_as_plain, make="blocks", loss=loss)
+    _trains_as_plain(group, "blocks", ZeroConfig(3), loss=loss)
 
 
 def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group) -> None:
@@ -369,7 +336,8 @@ def test_what_is_registered_is_used_and_leaves_no_hook(group: Group) -> None:
     torch.manual_seed(0)
     plain = _ReadsEarlier()
     model = copy.deepcopy(plain)
-    losses, _ = _train(plain, _plain_loss, group=None)
+    its = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses = train(plain, its, _plain_loss_of_step, num_steps=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     hooks = len(model._forward_pre_hooks)
@@ -378,7 +346,7 @@ def test_what_is_registered_is_used_and_leaves_no_hook(group: Group) -> None:
         zero_partition.register_external_parameter(model, param)
     with pytest.raises(StateError, match="expected a Parameter of a sharded model"):
         zero_partition.register_external_parameter(model, torch.ones(3))
-    assert train(model, optimizer, _plain_loss_of_step, num_steps=3) == losses[::2]
+    assert train(model, optimizer, _plain_loss_of_step, num_steps=3) == losses
     for param in params:
         zero_partition.unregister_external_parameter(model, param)
     assert len(model._forward_pre_hooks) == hooks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,7 +65,69 @@ def _plan(make: Callable[[], nn.Module], name: str, config: ZeroConfig, **how: A
     return zero_engine.plan(model, config, optimizer=optimizer, device="cpu", **how)
 
 
-# ---- Device residence ----
+class Nested(nn.Module):
+    """Blocks too large for a unit, with units inside them; the first trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.first = nn.ModuleList(parity.Block() for _ in range(2))
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+        for module in (self.embed, self.first):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in (*self.first, *self.blocks):
+            x = part(x)
+        return self.head(x)
+
+
+class NestedBlock(nn.Module):
+    """Two units, and parameters around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(parity.WIDTH)
+        self.inner = nn.ModuleList(parity.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        y = self.norm(x)
+        for part in self.inner:
+            y = part(y)
+        return x + y
+
+
+class Deep(nn.Module):
+    """What encloses a unit is enclosed itself, in parameters of as many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.ModuleList(Wrap(Wrap(parity.Block())) for _ in range(2))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in self.blocks:
+            x = part(x)
+        return self.head(x)
+
+
+class Wrap(nn.Module):
+    """More parameters than what is inside."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.lift = nn.Linear(parity.WIDTH, 500)
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + self.inside(x + self.lift(x).mean())
+
+
+# ---- What rests on the device ----
 
 
 @pytest.mark.ranks(1, 3, timeout_s=60)
@@ -85,31 +147,49 @@ def test_any_optimizers_state_is_planned(group: Group, name: str) -> None:
         _compare(group, ZeroConfig(stage), name=name)
 
 
-def test_masters_and_other_dtypes_are_planned(group: Group) -> None:
-    """Masters are most of the memory of a model in bf16."""
-    bf16, reduced, no_masters = {}, {"reduce": torch.float32}, {"masters": None}
-    for stage, settings in (
-        *((1, bf16), (1, no_masters), (2, reduced)),
-        *((3, bf16), (3, reduced), (3, no_masters)),
-    ):
-        precision = Precision(params=torch.bfloat16, **settings)
-        _compare(group, ZeroConfig(stage, precision=precision))
-
-
-def test_small_parameters_limits_and_cuts_are_planned(group: Group) -> None:
-    """Every setting that moves a byte moves it in the plan."""
-    over = itertools.cycle((group, parity.by_messages()))
-    for settings in (
+BF16: Final = Precision(params=torch.bfloat16)
+WRAPS: Final = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside")]
+SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
+    "masters": [{"stage": 1, "precision": BF16}, {"precision": BF16}],
+    "other dtypes": [
+        {"stage": 1, "precision": attrs.evolve(BF16, masters=None)},
+        {"precision": attrs.evolve(BF16, masters=None)},
+        {"stage": 2, "precision": attrs.evolve(BF16, reduce=torch.float32)},
+        {"precision": attrs.evolve(BF16, reduce=torch.float32)},
+    ],
+    "small parameters": [
         {"small_param_numel": 13},
         {"small_param_numel": 40, "max_small_numel": 60},
+    ],
+    "limits": [
         {"max_live_numel": 400},
         {"max_live_numel": 4000, "prefetch_numel": 100, "max_reuse_numel": 1000},
-        {"cut": "row"},
-        {"cut": "tensor"},
-        {"units": ["blocks.1", "blocks.0"]},
-        {"units": []},
-    ):
-        _compare(next(over), ZeroConfig(3, **settings))
+    ],
+    "cuts": [{"cut": "row"}, {"cut": "tensor"}],
+    "units": [{"units": ["blocks.1", "blocks.0"]}, {"units": []}],
+    # What encloses others is whole as long as they are; frozen first layers see no backward.
+    "nested": [
+        {"make": Nested, "max_unit_bytes": 1000},
+        {"make": Nested, "max_unit_bytes": 1000, "window": 1},
+        {"make": Nested, "max_unit_bytes": 1000, "window": 2, "prefetch_numel": 200},
+        {"make": Nested, "max_unit_bytes": 1000, "stage": 2},
+    ],
+    # Two that enclose each other follow each other in backward: each needs memory of its own.
+    "of one size": [
+        {"make": Deep, "stage": stage, "units": [*WRAPS, *(f"{w}.inside" for w in WRAPS[1::2])]}
+        for stage in (2, 3)
+    ],
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_every_setting_that_moves_a_byte_moves_it_in_the_plan(group: Group, what: str) -> None:
+    """Where ranks read each other's memory, and where they send messages."""
+    for on in (group, parity.by_messages()):
+        for settings in SETTINGS[what]:
+            options = {"stage": 3, **settings}
+            make = options.pop("make", Mixed)
+            _compare(on, ZeroConfig(**options), make=make)
 
 
 WIRES: Final = {
@@ -155,111 +235,37 @@ def test_nodes_must_be_known_to_be_planned() -> None:
             _plan(Mixed, "adamw", config, world_size=16, **how)
 
 
-class Nested(nn.Module):
-    """Blocks too large for a unit, with units inside them; the first trains nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.first = nn.ModuleList(parity.Block() for _ in range(2))
-        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-        for module in (self.embed, self.first):
-            module.requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        x = self.embed(tokens)
-        for part in (*self.first, *self.blocks):
-            x = part(x)
-        return self.head(x)
-
-
-class NestedBlock(nn.Module):
-    """Two units, and parameters around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(parity.WIDTH)
-        self.inner = nn.ModuleList(parity.Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        y = self.norm(x)
-        for part in self.inner:
-            y = part(y)
-        return x + y
-
-
-def test_units_inside_units_and_frozen_ones_are_planned(group: Group) -> None:
-    """What encloses others is whole as long as they are; frozen first layers see no backward."""
-    for on in (group, parity.by_messages()):
-        for settings in ({}, {"window": 1}, {"window": 2, "prefetch_numel": 200}):
-            config = ZeroConfig(3, max_unit_bytes=1000, **settings)
-            _compare(on, config, make=Nested)
-    _compare(group, ZeroConfig(2, max_unit_bytes=1000), make=Nested)
-
-
-class Deep(nn.Module):
-    """What encloses a unit is enclosed itself, in parameters of as many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(Wrap(Wrap(parity.Block())) for _ in range(2))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        x = self.embed(tokens)
-        for part in self.blocks:
-            x = part(x)
-        return self.head(x)
-
-
-class Wrap(nn.Module):
-    """More parameters than what is inside."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.lift = nn.Linear(parity.WIDTH, 500)
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x + self.inside(x + self.lift(x).mean())
-
-
-def test_gradients_of_one_unit_travel_while_the_next_of_its_size_are_collected(
-    group: Group,
-) -> None:
-    """Two that enclose each other follow each other in backward: each needs memory of its own."""
-    wraps = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside")]
-    units = [*wraps, *(f"{wrap}.inside" for wrap in wraps[1::2])]
-    for stage in (2, 3):
-        _compare(group, ZeroConfig(stage, units=units), make=Deep)
-
-
 def _compare(
     group: Group,
     config: ZeroConfig,
     *,
     name: str = "adamw",
     make: Callable[[], nn.Module] = Mixed,
+    cell: Cell | None = None,
 ) -> None:
     """Train a real one for some steps, and compare with the plan at each moment."""
-    plan = _plan(
-        make,
-        name,
-        config,
-        world_size=group.world_size,
-        rank=group.rank,
-        reads_peers=group.peers is not None,
-    )
-    what = f"{config}, {name}, rank {group.rank}"
-    parity.count_from_here()
-    model = parity.build(make)
-    optimizer = _groups(model, name)
-    zero_engine.shard(model, optimizer, config, group=group)
+    what = f"{config}, {name}, {cell}, rank {group.rank}"
+    reads_peers = group.peers is not None
+    with nullcontext() if cell is None else resting_as(cell):
+        how = {"world_size": group.world_size, "rank": group.rank, "reads_peers": reads_peers}
+        plan = _plan(make, name, config, **how)
+        parity.count_from_here()
+        model = parity.build(make)
+        optimizer = _groups(model, name)
+        zero_engine.shard(model, optimizer, config, group=group)
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
-    _assert_equal(memory_report(model), plan.at_rest, what)
+    is_saved = find_sharded(model).routes.is_first_replica
+    assert (_given_bytes(model) if is_saved else 0) == plan.save.num_bytes, what
+    report = memory_report(model)
+    if cell is not None:
+        passing = report.host_bytes - plan.at_rest.host_bytes if cell.params == "disk" else 0
+        assert 0 <= passing <= plan.passing_bytes, what
+        report = attrs.evolve(report, host_bytes=report.host_bytes - passing)
+        _assert_equal(report, plan.at_rest, what)
+        zero_engine.unshard(model, optimizer)
+        return
+    _assert_equal(report, plan.at_rest, what)
     buffers = sum(buffer.nbytes for buffer in model.buffers())  # which are counted apart
     alive = parity.live_bytes(at_most=plan.at_rest.total_bytes + buffers) - buffers
     assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
@@ -272,8 +278,6 @@ def _compare(
     sent, planned = _sent(traffic), _planned(plan)
     assert sent == planned, f"{what}: sent {sent}, planned {planned}"
     assert _stepped_bytes(optimizer, config) == plan.step.num_bytes, what
-    is_saved = find_sharded(model).routes.is_first_replica
-    assert (_given_bytes(model) if is_saved else 0) == plan.save.num_bytes, what
     del model, optimizer
 
 
@@ -302,31 +306,22 @@ def _given_bytes(model: nn.Module) -> int:
 
 
 def _sent(traffic: Any) -> dict[str, tuple[int, ...]]:
-    return {
-        name: (
-            of.calls,
-            of.payload_numel,
-            of.payload_bytes,
-            of.padding_bytes,
-            of.scale_bytes,
-            of.across.num_bytes,
-        )
-        for name, of in traffic.operations.items()
-        if name != "agree"
-    }
+    found = {name: (of.calls, of, of.across) for name, of in traffic.operations.items()}
+    return {name: _numbers(*row) for name, row in found.items() if name != "agree"}
 
 
 def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
-    sums: dict[str, list[int]] = {}
+    sums: dict[str, tuple[int, ...]] = {}
     for each in plan.traffic:
-        total = sums.setdefault(each.name, [0] * 6)
-        total[0] += each.calls
-        total[1] += each.sent.payload_numel
-        total[2] += each.sent.payload_bytes
-        total[3] += each.sent.padding_bytes
-        total[4] += each.sent.scale_bytes
-        total[5] += each.across.num_bytes
-    return {name: tuple(total) for name, total in sums.items()}
+        numbers = _numbers(each.calls, each.sent, each.across)
+        total = sums.get(each.name, (0,) * len(numbers))
+        sums[each.name] = tuple(map(sum, zip(total, numbers, strict=True)))
+    return sums
+
+
+def _numbers(calls: int, sent: Any, across: Any) -> tuple[int, ...]:
+    payload = (sent.payload_numel, sent.payload_bytes, sent.padding_bytes, sent.scale_bytes)
+    return (calls, *payload, across.num_bytes)
 
 
 # ---- Peaks ----
@@ -404,50 +399,23 @@ def test_what_rests_elsewhere_is_planned(group: Group, tmp_path: Path, stage: in
     """Which memory is short decides what goes where: host and disk count as the device does."""
     chosen = [cell for cell in cells(stage) if cell.residence == "engine"][stage % 2 :: 2]
     for number, cell in enumerate(chosen):
-        precision = Precision(params=torch.bfloat16) if number % 2 else None
-        config = ZeroConfig(stage, offload=cell.offload(tmp_path), precision=precision)
-        _compare_elsewhere(group, cell, config)
+        offload, precision = cell.offload(tmp_path), BF16 if number % 2 else None
+        config = ZeroConfig(stage, offload=offload, precision=precision)
+        _compare(group, config, name="cpu-adam", cell=cell)
 
 
-@pytest.mark.ranks(4, timeout_s=60)
-def test_four_ranks_keep_a_quarter_each_elsewhere(group: Group, tmp_path: Path) -> None:
-    """Shards of four ranks are uneven where those of two are not."""
-    for cell in (Cell(2, "disk"), Cell(3, "host", "host", 0.3), Cell(3, "disk", "disk")):
-        config = ZeroConfig(cell.stage, offload=cell.offload(tmp_path))
-        _compare_elsewhere(group, cell, config)
-
-
-@pytest.mark.ranks(timeout_s=60)
+@pytest.mark.ranks(2, 4, timeout_s=60)
 def test_settings_of_offload_are_planned(group: Group, tmp_path: Path) -> None:
-    """A delayed update takes memory twice over; a bound on the host moves shards there."""
+    """A delayed update takes memory twice over; a bound on the host moves shards there.
+
+    Shards of four ranks are uneven where those of two are not.
+    """
     for cell, changes in (
         (Cell(3, "disk", "disk"), {"max_host_numel": 100}),
         (Cell(2, "host"), {"delayed_update": True}),
         (Cell(3, "disk", "host"), {"delayed_update": True, "subgroup_bytes": 4096}),
+        (Cell(3, "host", "host", 0.3), {}),
     ):
         offload = attrs.evolve(cell.offload(tmp_path), **changes)
-        _compare_elsewhere(group, cell, ZeroConfig(cell.stage, offload=offload))
-
-
-def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
-    with resting_as(cell):
-        plan = _plan(
-            Mixed,
-            "cpu-adam",
-            config,
-            world_size=group.world_size,
-            rank=group.rank,
-            reads_peers=group.peers is not None,
-        )
-        model = parity.build(Mixed)
-        optimizer = _groups(model, "cpu-adam")
-        zero_engine.shard(model, optimizer, config, group=group)
-    parity.run_steps(model, optimizer, range(3), rank=group.rank)
-
-    what = f"{cell}, {config.precision}, rank {group.rank}"
-    report = memory_report(model)
-    assert _given_bytes(model) == plan.save.num_bytes, what
-    passing = report.host_bytes - plan.at_rest.host_bytes if cell.params == "disk" else 0
-    assert 0 <= passing <= plan.passing_bytes, what
-    _assert_equal(attrs.evolve(report, host_bytes=report.host_bytes - passing), plan.at_rest, what)
-    zero_engine.unshard(model, optimizer)
+        config = ZeroConfig(cell.stage, offload=offload)
+        _compare(group, config, name="cpu-adam", cell=cell)

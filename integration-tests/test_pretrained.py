@@ -18,7 +18,7 @@ from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from zero_comm import AgreementError, Group
+from zero_comm import AgreementError, Group, all_gather_json
 from zero_engine import FileError
 from zero_partition import LoadError
 
@@ -48,6 +48,10 @@ def _weights(seed: int = 1) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in state.items()}
 
 
+def _written(group: Group, folder: Path, weights: dict[str, Tensor], form: str = "file") -> str:
+    return parity.by_rank_0(group, lambda: _write(folder, weights, form))
+
+
 def _write(folder: Path, weights: dict[str, Tensor], form: str) -> str:
     if form == "file":
         save_file(weights, folder / "weights.safetensors")
@@ -62,6 +66,9 @@ def _write(folder: Path, weights: dict[str, Tensor], form: str) -> str:
     index = {name: file for file, chosen in files.items() for name in chosen}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return str(folder)
+
+
+HOW = ("init", "plain", "0", "1", "2", "3")
 
 
 def _on_meta() -> nn.Module:
@@ -82,33 +89,18 @@ def _prepare(how: str, group: Group) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("form", ["file", "folder", "index"])
-def test_files_fill_a_model_on_meta(ranks, tmp_path: Path, form: str) -> None:
-    """One file, a folder, or Hugging Face's many files with an index."""
-    source = _write(tmp_path, _weights(), form)
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [*(("meta", form) for form in ("file", "folder", "index")), *((how, "file") for how in HOW)],
+)
+def test_files_fill_every_kind_of_model(group: Group, tmp_path: Path, how: str, form: str) -> None:
+    """One file, a folder, or Hugging Face's many with an index; one that is sharded, or not yet."""
+    source, model = _written(group, tmp_path, _weights(), form), _prepare(how, group)
 
-    ranks(2).run(_load, how="meta", source=source)
-
-
-@pytest.mark.parametrize("how", ["init", "plain", "0", "1", "2", "3"])
-def test_files_fill_every_kind_of_model(ranks, tmp_path: Path, how: str) -> None:
-    """Also one that is sharded already, at any stage."""
-    source = _write(tmp_path, _weights(), "file")
-
-    ranks(2).run(_load, how=how, source=source)
-
-
-def _load(group: Group, how: str, source: str) -> None:
-    model = _prepare(how, group)
     report = zero_engine.load_pretrained(model, source, group=group)
 
     assert (report.missing, report.unexpected) == ((), ())
     _assert_loaded(model, _weights(), group, is_sharded=how in "0123")
-
-
-def test_three_ranks_read_what_does_not_divide(ranks, tmp_path: Path) -> None:
-    """The last part of each tensor is shorter, or empty."""
-    ranks(3).run(_load, how="meta", source=_write(tmp_path, _weights(), "file"))
 
 
 def _assert_loaded(
@@ -123,15 +115,15 @@ def _assert_loaded(
         assert full.keys() == tied.keys()
 
 
-def test_a_rank_reads_its_ranges_only(ranks, tmp_path: Path) -> None:
+def test_a_rank_reads_its_ranges_only(group: Group, tmp_path: Path) -> None:
     """The point of it: N ranks read the parameters once, not N times."""
-    source = _write(tmp_path, _weights(), "file")
     weights = _weights()
+    source = _written(group, tmp_path, weights)
     params = {name for name, _ in _Model().named_parameters()}
     buffers = sum(value.nbytes for name, value in weights.items() if name not in params)
     whole = sum(value.nbytes for name, value in weights.items() if name in params)
 
-    read = ranks(2).run(_count_reads, source=source)
+    read = all_gather_json(_count_reads(group, source), group=group)
 
     assert sum(read) == whole + 2 * buffers
     assert max(read) < 0.6 * whole + buffers
@@ -151,7 +143,7 @@ def _count_reads(group: Group, source: str) -> int:
     return count
 
 
-def test_float_dtypes_are_rounded_to_the_models(ranks, tmp_path: Path) -> None:
+def test_float_dtypes_are_rounded_to_the_models(group: Group, tmp_path: Path) -> None:
     """Files are bf16 where training is fp32, and the other way round; torch's rule is the rule."""
     weights = _weights()
     mixed = {
@@ -161,27 +153,25 @@ def test_float_dtypes_are_rounded_to_the_models(ranks, tmp_path: Path) -> None:
         for index, (name, value) in enumerate(weights.items())
     }
     expected = {name: value.to(weights[name].dtype) for name, value in mixed.items()}
-
-    ranks(2).run(_load_mixed, source=_write(tmp_path, mixed, "file"), expected=expected)
-
-
-def _load_mixed(group: Group, source: str, expected: dict[str, Tensor]) -> None:
     model = _on_meta()
-    zero_engine.load_pretrained(model, source, group=group)
+    zero_engine.load_pretrained(model, _written(group, tmp_path, mixed), group=group)
 
     _assert_loaded(model, expected, group)
 
 
 @pytest.mark.parametrize("names", [("head.weight",), ("embed.weight", "head.weight")])
+@pytest.mark.ranks(3)
 def test_a_tied_parameter_may_come_under_any_name(
-    ranks, tmp_path: Path, names: tuple[str, ...]
+    group: Group, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """Savers drop one name or keep both."""
+    """Savers drop one name or keep both. On three ranks the last part is shorter, or empty."""
     weights = _weights()
     value = weights.pop("embed.weight")
     given = weights | {name: value.clone() for name in names}
+    model = _on_meta()
+    zero_engine.load_pretrained(model, _written(group, tmp_path, given), group=group)
 
-    ranks(2).run(_load, how="meta", source=_write(tmp_path, given, "file"))
+    _assert_loaded(model, _weights(), group)
 
 
 def _edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
@@ -217,16 +207,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("how", ["meta", "3"])
 def test_what_does_not_fit_is_named_and_nothing_is_written(
-    ranks, tmp_path: Path, what: str, how: str
+    group: Group, tmp_path: Path, what: str, how: str
 ) -> None:
     """Half a checkpoint in a model is worse than none."""
     change, message = WRONG[what]
-    source = _write(tmp_path, _edit(change), "file")
-
-    ranks(2).run(_refuse, how=how, source=source, message=message)
-
-
-def _refuse(group: Group, how: str, source: str, message: str) -> None:
+    source = _written(group, tmp_path, _edit(change))
     torch.manual_seed(0)
     model = _prepare(how, group)
     with pytest.raises(LoadError, match=message):
@@ -241,15 +226,11 @@ def _refuse(group: Group, how: str, source: str, message: str) -> None:
         parity.assert_same_weights(full, expected, what="untouched")
 
 
-def test_loading_may_leave_names_out(ranks, tmp_path: Path) -> None:
+def test_loading_may_leave_names_out(group: Group, tmp_path: Path) -> None:
     """A new head on old weights: `rename` and `strict=False`, on top of initialised values."""
     weights = _edit(lambda w: [w.pop("half.weight"), w.update({"old.head": torch.ones(2)})])
     renamed = {f"base.{name}": value for name, value in weights.items()}
-
-    ranks(2).run(_load_loosely, source=_write(tmp_path, renamed, "file"))
-
-
-def _load_loosely(group: Group, source: str) -> None:
+    source = _written(group, tmp_path, renamed)
     torch.manual_seed(0)
     with zero_engine.Init(group=group):
         model = _Model()
@@ -276,14 +257,9 @@ class _Rotary(nn.Module):
         self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
 
 
-def test_a_buffer_that_no_file_has_is_refused_by_name(ranks, tmp_path: Path) -> None:
+def test_a_buffer_that_no_file_has_is_refused_by_name(group: Group, tmp_path: Path) -> None:
     """The table of rotary positions, on meta, would be junk; materialise() first fills it."""
-    save_file(_Rotary().linear.state_dict(), tmp_path / "linear.safetensors")
-
-    ranks(2).run(_load_rotary, source=str(tmp_path / "linear.safetensors"))
-
-
-def _load_rotary(group: Group, source: str) -> None:
+    source = _written(group, tmp_path, _Rotary().linear.state_dict())
     with torch.device("meta"):
         model = _Rotary()
 
@@ -304,47 +280,30 @@ def _load_rotary(group: Group, source: str) -> None:
     assert torch.equal(model.frequencies, torch.arange(4.0))
 
 
-def test_ranks_with_different_files_are_told(ranks, tmp_path: Path) -> None:
+def test_ranks_with_different_files_are_told(group: Group, tmp_path: Path) -> None:
     """A stale copy on one host would be a model that no file holds."""
-    for rank, name in enumerate(("scale", "half.bias")):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        _write(folder, _edit(lambda w, name=name: w.pop(name)), "folder")
-
-    ranks(2).run(_load_own_folder, folder=str(tmp_path))
-
-
-def _load_own_folder(group: Group, folder: str) -> None:
+    (folder := tmp_path / str(group.rank)).mkdir()
+    name = ("scale", "half.bias")[group.rank]
+    source = _write(folder, _edit(lambda w: w.pop(name)), "folder")
     with pytest.raises(AgreementError, match="weights to load"):
-        zero_engine.load_pretrained(_Model(), f"{folder}/{group.rank}", group=group)
+        zero_engine.load_pretrained(_Model(), source, group=group)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.ranks(timeout_s=90.0)
 def test_what_save_pretrained_wrote_goes_straight_into_shards(
-    ranks, tmp_path: Path, name: str
+    group: Group, tmp_path: Path, name: str
 ) -> None:
     """Folders as Hugging Face writes them: an index, many files, and one name of tied weights."""
-    pytest.importorskip("transformers")
-    model = _transformer(name, seed=1)
-    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    saved = parity.build(zoo.ZOO[name].make, seed=1)
+    parity.by_rank_0(group, lambda: saved.save_pretrained(tmp_path, max_shard_size="8KB"))
     assert (tmp_path / "model.safetensors.index.json").exists()
-
-    ranks(2).run(_load_transformer, name=name, folder=str(tmp_path), timeout_s=90.0)
-
-
-def _transformer(name: str, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return zoo.ZOO[name].make()
-
-
-def _load_transformer(group: Group, name: str, folder: str) -> None:
     with zero_engine.Init(group=group):
-        model = _transformer(name, seed=0)
-    zero_engine.load_pretrained(model, folder, group=group)
+        model = parity.build(zoo.ZOO[name].make)
+    zero_engine.load_pretrained(model, tmp_path, group=group)
 
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    expected = _transformer(name, seed=1).state_dict()
+    full, expected = zero_engine.full_state_dict(model), saved.state_dict()
     if group.rank == 0:
         parity.assert_same_weights(full, expected, what=name)
 
@@ -430,20 +389,15 @@ def test_any_range_of_any_dtype_is_what_was_written(tmp_path: Path) -> None:
 
 @needs_high_water
 @pytest.mark.parametrize("shape", [(2**23,), (2**23, 1), (1, 2**23)], ids=["1-d", "tall", "wide"])
-def test_reading_a_part_takes_the_memory_of_the_part(ranks, tmp_path: Path, shape: Any) -> None:
+@pytest.mark.ranks(1)
+def test_reading_a_part_takes_the_memory_of_the_part(group: Group, tmp_path: Path, shape) -> None:
     """A tensor is as large as all memory, or is one row, or has a row per element."""
     save_file({"a": torch.ones(shape)}, tmp_path / "model.safetensors")
-
-    (peak,) = ranks(1).run(_read_in_parts, folder=str(tmp_path))
-
-    assert peak <= 14 * 2**20  # 4 that are kept, and a part or two that are mapped; of 32
-
-
-def _read_in_parts(group: Group, folder: str) -> int:
-    reader = zero_engine.checkpoint.open_weights(folder)["a"]
+    reader = zero_engine.checkpoint.open_weights(tmp_path)["a"]
     out = torch.zeros(2**20)
     reader.read(0, 1)
     high_water = HighWater()
     for start in range(0, 2**23, 2**20):
         out.copy_(reader.read(start, start + 2**20))
-    return high_water.rise_bytes()
+
+    assert high_water.rise_bytes() <= 14 * 2**20  # 4 are kept, a part or two mapped; of 32

@@ -13,6 +13,7 @@ from types import FrameType
 import parity
 import pytest
 import torch
+import zero_comm
 import zero_engine
 from parity import ZeroConfig
 from torch import nn
@@ -117,3 +118,13 @@ def test_a_message_may_be_on_its_way_when_a_profiler_ends(group: Group, stage: i
         profiler.key_averages()
         del profiler
         gc.collect()
+
+
+def test_no_message_leaves_an_event_that_it_would_end_later(group: Group) -> None:
+    """Whatever began it: sums, gathers and broadcasts."""
+    buffer = torch.zeros(4)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        zero_comm.all_reduce_flat(buffer, group=group).wait()
+        zero_comm.broadcast_flat(buffer, src=0, group=group).wait()
+
+    assert not [event.key for event in profiler.key_averages() if "gloo" in event.key]

@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import parity
 import pytest
@@ -21,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.flop_counter import FlopCounterMode
-from training import assert_weights_of
+from training import assert_trains_as_plain
 from zero_comm import Group
 from zero_partition import AtRestError, PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -58,12 +59,15 @@ def _steps(
     loss_of: Callable[[nn.Module, Tensor], Tensor] = _mean_square,
     *,
     num: int = 3,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    then: Callable[[], object] = lambda: None,
 ) -> list[float]:
     losses = []
     for step in range(num):
         loss = loss_of(model, _x(step))
-        loss.backward()
+        backward(loss)
         losses.append(loss.item())
+        then()
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -149,44 +153,31 @@ def _counted_operations(model: nn.Module, optimizer: Optimizer) -> list[float]:
 
 
 def _backward_to_some(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    losses = []
-    for step in range(3):
-        loss = _mean_square(model, _x(step))
-        loss.backward(inputs=[*model.blocks[2].parameters(), model.head.bias])
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    some = [*model.blocks[2].parameters(), model.head.bias]
+    return _steps(model, optimizer, backward=lambda loss: loss.backward(inputs=some))
 
 
 def _pipelined(model: nn.Module, optimizer: Optimizer) -> list[float]:
     """Two graphs joined by hand, with one reduction, which the last backward makes."""
-    losses = []
-    for step in range(3):
-        first = model.blocks[1](model.blocks[0](_x(step)))
+    first = cut = torch.empty(0)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal first, cut
+        first = model.blocks[1](model.blocks[0](x))
         cut = first.detach().requires_grad_()
-        loss = model.head(model.blocks[3](model.blocks[2](cut))).square().mean()
-        loss.backward()
-        first.backward(cut.grad)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+        return model.head(model.blocks[3](model.blocks[2](cut))).square().mean()
+
+    return _steps(model, optimizer, loss_of, then=lambda: first.backward(cut.grad))
 
 
 def _attacked_input(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    losses = []
-    for step in range(3):
-        x = _x(step).requires_grad_()
-        _mean_square(model, x).backward()
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        _mean_square(model, x.requires_grad_()).backward()
         optimizer.zero_grad()
         assert x.grad is not None
-        loss = _mean_square(model, x.detach() + 0.1 * x.grad.sign())
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+        return _mean_square(model, x.detach() + 0.1 * x.grad.sign())
+
+    return _steps(model, optimizer, loss_of)
 
 
 def _other_order_each_step(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -224,15 +215,10 @@ def _blocks_in_threads(model: nn.Module, optimizer: Optimizer) -> list[float]:
 
 
 def _backward_in_a_thread(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    losses = []
-    for step in range(3):
-        loss = _mean_square(model, _x(step))
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(loss.backward).result()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    with ThreadPoolExecutor(1) as threads:
+        return _steps(
+            model, optimizer, backward=lambda loss: threads.submit(loss.backward).result()
+        )
 
 
 # ---- Parameters and modules ----
@@ -307,16 +293,8 @@ def _gradients_replaced(model: nn.Module, optimizer: Optimizer) -> list[float]:
 
 def _clipped_by_value(model: nn.Module, optimizer: Optimizer) -> list[float]:
     """Elementwise, and so right on shards."""
-    losses = []
-    for step in range(3):
-        loss = _mean_square(model, _x(step))
-        loss.backward()
-        losses.append(loss.item())
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        nn.utils.clip_grad_value_(params, 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    params = optimizer.param_groups[0]["params"]
+    return _steps(model, optimizer, then=lambda: nn.utils.clip_grad_value_(params, 1e-3))
 
 
 def _schedulers(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -354,15 +332,8 @@ LOOPS: dict[str, Callable[[nn.Module, Optimizer], list[float]]] = {
 @pytest.mark.parametrize(("turn", "loop"), list(enumerate(LOOPS)))
 def test_loops_train_as_in_plain_torch(group: Group, turn: int, loop: str) -> None:
     """A loop that works without us is not to be written anew."""
-    plain = parity.build(_Net)
-    expected = LOOPS[loop](plain, parity.adamw(plain))
-
-    for stage in (turn % 2 * 2, 3):
-        model = parity.build(_Net)
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage, window=2), group=group)
-        assert LOOPS[loop](model, optimizer) == expected, f"stage {stage}"
-        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
+    configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
+    assert_trains_as_plain(group, _Net, LOOPS[loop], *configs)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -370,20 +341,14 @@ def test_a_unit_stays_whole_until_the_outermost_of_its_calls_ends(
     group: Group, window: int
 ) -> None:
     """In forward, and in backward, where calls inside it are complete before it is."""
-    plain = parity.build(_Recursive)
-    expected = _steps(plain, parity.adamw(plain))
-    model = parity.build(_Recursive)
-    optimizer = parity.adamw(model)
-    zero_engine.shard(model, optimizer, ZeroConfig(3, window=window), group=group)
-
-    assert _steps(model, optimizer) == expected
+    config = ZeroConfig(3, window=window)
+    ((model, _),) = assert_trains_as_plain(group, _Recursive, _steps, config)
     assert find_sharded(model).outside.num_gathers == 0  # whole from the outer call's begin to end
 
 
-# ---- Not yet as in plain torch ----
+def test_branches_may_run_forward_in_threads_of_their_own(group: Group) -> None:
+    """Autograd then goes through both at once, node by node."""
 
-
-def _branches_of_threads(group: Group) -> str:
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         def second() -> Tensor:
             for _ in range(2):  # takes numbers of this thread's
@@ -396,39 +361,31 @@ def _branches_of_threads(group: Group) -> str:
             other = threads.submit(second).result()
         return model.head(first + other).square().mean()
 
-    plain = parity.build(_Net)
-    expected = _steps(plain, parity.adamw(plain), loss_of)
-    model = parity.build(_Net)
-    optimizer = parity.adamw(model)
-    zero_engine.shard(model, optimizer, ZeroConfig(3, window=2), group=group)
-    try:
-        return "as plain" if _steps(model, optimizer, loss_of) == expected else "otherwise"
-    except StateError as error:
-        return str(error)
+    run = partial(_steps, loss_of=loss_of)
+    assert_trains_as_plain(group, _Net, run, ZeroConfig(3, window=2))
 
 
-def test_branches_may_run_forward_in_threads_of_their_own(ranks) -> None:
-    """Autograd then goes through both at once, node by node."""
-    assert ranks(2).run(_branches_of_threads) == ["as plain"] * 2
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_steps_in_backward_is_told_where_gradients_are(
+    group: Group, stage: int
+) -> None:
+    """It would find no gradient and train nothing, or this rank's alone and train wrongly."""
+    model, optimizer = _sharded(group, stage)
+    expected = _steps(model, optimizer)
+    model, optimizer = _sharded(group, stage)
+    own = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    handles = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in own]
+    with pytest.raises(StateError, match=r"whose gradient is sharded.*param_groups"):
+        _mean_square(model, _x(0)).backward()
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+    seen: list[Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(seen.append)  # who only looks is let be
 
-
-def _gradient_in_a_hook(group: Group) -> bool:
-    model, _ = _sharded(group, 2)
-    seen: list[Tensor | None] = []
-    weight = model.head.weight
-    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
-    _mean_square(model, _x(0)).backward()
-    return seen[0] is not None
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="a post-accumulate hook registered after shard() finds None in param.grad: ours has "
-    "taken the gradient, and leaves no guard there until backward ends",
-)
-def test_a_hook_after_accumulation_finds_the_gradient_or_its_guard(ranks) -> None:
-    """The usual place of an optimizer that steps in backward: None would be a riddle."""
-    assert all(ranks(2).run(_gradient_in_a_hook))
+    assert _steps(model, optimizer) == expected
+    assert len(seen) == 3 * len(own)
 
 
 # ---- Refused, by name ----
@@ -473,7 +430,7 @@ def test_state_is_not_silently_missing_from_parameters(group: Group, stage: int)
     assert optimizer.state[weight]["exp_avg"].shape == weight.shape
 
 
-def _share_a_parameter(group: Group, stage: int) -> None:
+def _shared_parameter(group: Group, stage: int) -> None:
     first, second = parity.build(_Net), parity.build(_Net)
     second.head = first.head
     zero_engine.shard(first, None, ZeroConfig(stage), group=group)
@@ -505,14 +462,11 @@ def _wrapped_in_ddp(group: Group, stage: int) -> None:
         wrapped(_x(0))
 
 
-MISTAKES = (_share_a_parameter, _lazy, _buffer_of_a_parameter, _wrapped_in_ddp)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__.strip("_"))
-def test_what_would_train_wrongly_is_named(ranks, mistake: Callable) -> None:
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_what_would_train_wrongly_is_named(group: Group, stage: int) -> None:
     """Memory that two own would hold old values; two that reduce would reduce twice."""
-    for stage in parity.STAGES:
-        ranks(2).run(mistake, stage=stage)
+    for mistake in (_shared_parameter, _lazy, _buffer_of_a_parameter, _wrapped_in_ddp):
+        mistake(group, stage)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import parity
+import pytest
 import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_partition.seams import find_sharded
 
 
 def train(
@@ -60,3 +62,39 @@ def assert_weights_of(model: nn.Module, plain: nn.Module, *, group: Group, what:
     weights = zero_engine.full_state_dict(model)
     if group.rank == 0:
         parity.assert_same_weights(weights, plain.state_dict(), what=what)
+
+
+def assert_trains_as_plain(
+    group: Group,
+    make: Callable[[], nn.Module],
+    run: Callable[[nn.Module, torch.optim.Optimizer], Any],
+    *configs: parity.ZeroConfig,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = parity.adamw,
+    tolerance: float = 0.0,
+) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Under each configuration a loop finds what it finds in plain torch, bit for bit, and learns.
+
+    Args:
+        group: Whose ranks all see the same data, so that their mean is what one process computes.
+        make: The model.
+        run: The loop; returns its losses, and what else there is to compare.
+        configs: Each is tried with a model of its own.
+        make_optimizer: Of the model.
+        tolerance: By how much the numbers that the loop finds may differ.
+
+    Returns:
+        The sharded models and their optimizers.
+    """
+    plain = parity.build(make)
+    found = run(plain, make_optimizer(plain))
+    expected = pytest.approx(found, rel=0, abs=tolerance) if tolerance else found
+    trained = []
+    for config in configs:
+        model = parity.build(make)
+        optimizer = make_optimizer(model)
+        zero_engine.shard(model, optimizer, config, group=group)
+        assert run(model, optimizer) == expected, str(config)
+        assert_weights_of(model, plain, group=group, what=str(config))
+        assert not find_sharded(model).outside.num_bytes
+        trained.append((model, optimizer))
+    return trained

@@ -49,6 +49,15 @@ def test_each_collective_sends_what_its_formula_says(group: Group, splits: Seque
     }
 
 
+def test_all_who_wrap_a_process_group_count_the_same(group: Group) -> None:
+    """A model that was given no group has wrapped the job's itself."""
+    first, second = (Group.from_process_group(group.process_group) for _ in range(2))
+    with record_traffic(first) as traffic:
+        broadcast_flat(torch.zeros(3), src=0, group=second).wait()
+
+    assert traffic.operations["broadcast"].calls == 1
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_padding_is_counted_apart(group: Group) -> None:
     """The formulas count what a model needs; padding is the layout's price, and shown as such."""

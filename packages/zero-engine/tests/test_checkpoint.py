@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zero_engine
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError, ZeroConfig
@@ -51,42 +48,13 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
-def _write_by_hand(folder: Path, params: dict[str, Tensor], cuts: tuple[int, ...]) -> None:
-    """Format 1, as the safetensors library writes files: pieces of each go to two by turns."""
-    (path := folder / "one").mkdir(parents=True)
-    files: list[dict[str, Tensor]] = [{}, {}]
-    said = {}
-    for name, value in params.items():
-        edges, pieces = [0, *(cut for cut in cuts if cut < value.numel()), value.numel()], []
-        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
-            if start < stop:
-                key = f"params/{name}/{start}"
-                files[index % 2][key] = value.reshape(-1)[start:stop].clone()
-                where = {"file": f"rank-{index % 2:05}.safetensors", "key": key}
-                pieces.insert(0, where | {"start": start, "stop": stop})
-        dtype = str(value.dtype).removeprefix("torch.")
-        said[name] = {"dtype": dtype, "shape": list(value.shape), "pieces": pieces}
-    facts = {}
-    for index, tensors in enumerate(files):
-        save_file(tensors, path / (name := f"rank-{index:05}.safetensors"))
-        content = (path / name).read_bytes()
-        facts[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    empty = ("ties", "buffers", "rank_buffers", "optimizer", "rngs")
-    absent = ("scheduler", "engine", "extra")
-    write_manifest(
-        path,
-        {section: {} for section in empty}
-        | dict.fromkeys(absent)
-        | {"tag": "one", "serial": 1, "step": 7, "world_size": 2, "stage": 3, "params": said}
-        | {"excludes_frozen": False, "param_groups": [], "files": facts},
-    )
-
-
-@pytest.mark.parametrize("cuts", [(), (1,), (3, 4, 17)])
-def test_any_run_of_elements_is_read_whatever_files_it_lies_in(ranks, tmp_path, cuts) -> None:
+@pytest.mark.parametrize("cuts", [(), (3, 4, 17)])
+def test_any_run_of_elements_is_read_whatever_files_it_lies_in(
+    ranks, tmp_path, by_hand, cuts
+) -> None:
     """Another world size asks for other runs than were written."""
-    params = dict(_Values(seed=1).named_parameters())
-    _write_by_hand(tmp_path, {n: p.detach() for n, p in params.items()}, cuts)
+    params = {name: param.detach() for name, param in _Values(seed=1).named_parameters()}
+    by_hand(tmp_path / "one", params, {}, cuts=cuts)
 
     found, *_ = ranks(3).run(_load_by_hand, folder=tmp_path)
 
@@ -101,35 +69,19 @@ def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
     return _values(model)
 
 
-def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
-    """Whoever has only that library must get at the tensors."""
-    model, optimizer = _shard()
-
-    path = zero_engine.save(tmp_path, model, optimizer, step=1).path
-
-    found = [value for file in path.glob("*.safetensors") for value in load_file(file).values()]
-    for name, value in _values(model).items():
-        flat = value.reshape(-1)
-        assert not flat.numel() or any(
-            each.dtype == flat.dtype and torch.equal(each, flat) for each in found
-        ), name
-
-
-@pytest.mark.parametrize("content", [None, [], ["one/"], [".one.partial-12/", "latest"]])
-def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path, content) -> None:
+def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path) -> None:
     """The first start of a job that is to resume when it can."""
-    folder = tmp_path / "there"
-    for name in content or ():
-        folder.mkdir(exist_ok=True)
-        if name.endswith("/"):
-            (folder / name).mkdir()
-            (folder / name / "rank-00000.safetensors").touch()
-            if name.startswith("."):
-                write_manifest(folder / name, {})
-        else:
-            (folder / name).write_text("one")
-
-    assert zero_engine.load(folder, *_shard(), missing_ok=True) is None
+    model, optimizer = _shard()
+    for index, inside in enumerate(("absent", ".", "one", ".one.partial-12")):
+        folder = tmp_path / str(index)
+        if inside != "absent":
+            (folder / inside).mkdir(parents=True)
+        if inside.endswith(("one", "12")):
+            (folder / inside / "rank-00000.safetensors").touch()
+        if inside.endswith("12"):
+            write_manifest(folder / inside, {})
+            (folder / "latest").write_text("one")
+        assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
 
 
 def _load(folder: Path, tag: str | None = None) -> tuple[str, int]:
@@ -146,18 +98,15 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     zero_engine.save(tmp_path, model, optimizer, step=400, tag="aside", is_latest=False)
     (tmp_path / "latest").write_text("b")
 
+    (tmp_path / "c" / MANIFEST).write_text("{")  # which would not do at the newest
+
     assert _load(tmp_path) == ("a", 100)
     assert _load(tmp_path, "aside") == ("aside", 400)
     with pytest.raises(FileError, match=r"expected a checkpoint 'd', got a, aside, b, c"):
         _load(tmp_path, "d")
-
-
-def test_one_that_was_about_to_be_replaced_is_still_there(tmp_path: Path) -> None:
-    """Between two renames there is no folder of the tag's name."""
-    zero_engine.save(tmp_path, *_shard(), step=7, tag="one")
-    (tmp_path / "one").rename(tmp_path / ".one.replaced-ab12")
-
-    assert _load(tmp_path, "one") == _load(tmp_path) == (".one.replaced-ab12", 7)
+    # Between two renames there is no folder of the tag's name.
+    (tmp_path / "a").rename(tmp_path / ".a.replaced-ab12")
+    assert _load(tmp_path, "a") == _load(tmp_path) == (".a.replaced-ab12", 100)
 
 
 def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -> None:
@@ -167,7 +116,7 @@ def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -
     before = _values(model)
     draw = random.Random(0)
     files = sorted(path.iterdir())
-    for _ in range(200):
+    for _ in range(100):
         file = draw.choice(files)
         position, flip = draw.randrange(file.stat().st_size), draw.randrange(1, 256)
         damage(file, position, flip)
@@ -176,57 +125,36 @@ def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -
             zero_engine.load(tmp_path, model, optimizer)
 
         damage(file, position, flip)
+    manifest = (path / MANIFEST).read_bytes()
+    (path / MANIFEST).write_bytes(manifest.replace(b"\n", b" ", 1))  # white space counts, too
+    with pytest.raises(FileError, match="damaged"):
+        zero_engine.load(tmp_path, model, optimizer)
+    (path / MANIFEST).write_bytes(manifest)
     assert _same(_values(model), before)
     zero_engine.load(tmp_path, model, optimizer)
     assert _same(_values(model), _values(_shard()[0]))
 
 
-def test_white_space_counts(tmp_path: Path) -> None:
-    """Else a flip in it would go unseen, and two files of one checksum would differ."""
-    path = zero_engine.save(tmp_path, *_shard(), step=7).path / MANIFEST
-    path.write_bytes(path.read_bytes().replace(b"\n", b" ", 1))
-
-    with pytest.raises(FileError, match="damaged"):
-        _load(tmp_path)
-
-
-def test_a_damaged_manifest_is_passed_over_only_if_it_is_not_the_newest(tmp_path: Path) -> None:
-    """To go back a day without a word would be worse than to stop."""
-    for step, tag in enumerate(("old", "new")):
-        zero_engine.save(tmp_path, *_shard(), step=step, tag=tag)
-    for tag in ("old", "new"):
-        (tmp_path / tag / MANIFEST).rename(tmp_path / "aside")
-        (tmp_path / tag / MANIFEST).write_text("{")
-        if tag == "new":
-            with pytest.raises(FileError, match=r"new.*it is damaged"):
-                _load(tmp_path)
-        else:
-            assert _load(tmp_path) == ("new", 1)
-        (tmp_path / "aside").rename(tmp_path / tag / MANIFEST)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "beside the manifest"),
-        ({"params": {"w": {"dtype": "load", "shape": [], "pieces": []}}}, "torch.dtype"),
-        ({"params": {"w": {"dtype": "uint8", "shape": [2], "pieces": []}}}, "of 2 elements, got 0"),
-        ({"step": None}, "expected a manifest"),
-        ({"version": 2}, "another version"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value,
-)
-def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, change, message) -> None:
+def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     """A checksum says that it is as it was written, not that it is good."""
     path = zero_engine.save(tmp_path, *_shard(), step=7).path
-    edit_manifest(path, lambda content: content.update(change))
-
-    with pytest.raises(FileError, match=message):
-        _load(tmp_path)
+    was = (path / MANIFEST).read_bytes()
+    param = {"dtype": "uint8", "shape": [2], "pieces": []}
+    for change, message in (
+        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "beside the manifest"),
+        ({"params": {"w": param | {"dtype": "load"}}}, "torch.dtype"),
+        ({"params": {"w": param}}, "of 2 elements, got 0"),
+        ({"step": None}, "expected a manifest"),
+        ({"version": 2}, "another version"),
+    ):
+        edit_manifest(path, lambda content, change=change: content.update(change))
+        with pytest.raises(FileError, match=message):
+            _load(tmp_path)
+        (path / MANIFEST).write_bytes(was)
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:
-    """Betas are a tuple, and a learning rate may be a tensor."""
+    """Betas are a tuple, and a learning rate may be a tensor; what would run code is refused."""
     value = {
         "betas": (0.9, 0.95),
         "lr": torch.tensor(1e-3, dtype=torch.float64),
@@ -246,9 +174,5 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         assert torch.equal(mine, theirs)
     assert again == value
-
-
-def test_what_would_have_to_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
-    """A checkpoint that runs code when it is read is what this format is there to avoid."""
     with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a PosixPath"):
-        zero_engine.save(tmp_path, *_shard(), step=1, extra={"a": [1, Path("x")]})
+        zero_engine.save(tmp_path, model, optimizer, step=1, extra={"a": [1, Path("x")]})

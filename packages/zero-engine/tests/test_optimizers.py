@@ -37,11 +37,6 @@ def _make(params: Any, type: Any, options: dict) -> torch.optim.Optimizer:
     return zero_engine.unshard(model, optimizer)[1]
 
 
-def _lion(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """The class has no public name but that of a file."""
-    return _make(params, "Lion", options)
-
-
 def _step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num_steps: int = 4) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
@@ -50,36 +45,28 @@ def _step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num_step
         optimizer.step()
 
 
-def _assert_steps_as(type: str, options: dict, kind: Any, expected_options: dict) -> None:
-    ours, theirs = _params(), _params()
-    _step(_make(ours, type, options), ours)
-    _step(kind(theirs, **expected_options), theirs)
-
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
-
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
+_SGD, _NO_DECAY = {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"weight_decay": 0.0}
 _GIVEN = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3}
 
 
 @pytest.mark.parametrize(
     ("type", "options", "kind", "expected"),
     [
-        ("Adam", {}, _ADAMW, {"weight_decay": 0.0}),
+        ("Adam", {}, _ADAMW, _NO_DECAY),
         ("adam", _GIVEN, _ADAMW, _GIVEN),
         ("Adam", _GIVEN | {"adam_w_mode": False}, _ADAM, _GIVEN),
         ("Adam", {"adam_w_mode": False, "torch_adam": True}, _ADAM, {}),
         ("Adam", {"torch_adam": True}, _ADAMW, {"weight_decay": 0.01}),
-        ("AdamW", {}, _ADAMW, {"weight_decay": 0.0}),
+        ("AdamW", {}, _ADAMW, _NO_DECAY),
         ("adamW", _GIVEN | {"adam_w_mode": False}, _ADAMW, _GIVEN),
-        ("ADAMW", _GIVEN | {"bias_correction": True, "amsgrad": True}, _ADAMW, {"amsgrad": True}),
         (
-            "SGD",
-            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-            torch.optim.SGD,
-            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+            "ADAMW",
+            {"bias_correction": True, "amsgrad": True},
+            _ADAMW,
+            _NO_DECAY | {"amsgrad": True},
         ),
+        ("SGD", _SGD, torch.optim.SGD, _SGD),
         ("Adagrad", {"lr_decay": 0.1}, torch.optim.Adagrad, {"lr_decay": 0.1}),
     ],
 )
@@ -87,52 +74,43 @@ def test_a_name_stands_for_a_class_of_torch(
     type: str, options: dict, kind: Any, expected: dict
 ) -> None:
     """Adam that is not AdamW, or decay that nobody asked for, trains another model."""
-    shared = {key: value for key, value in options.items() if key in _GIVEN}
-    _assert_steps_as(type, options, kind, expected | shared)
+    ours, theirs = _params(), _params()
+    _step(_make(ours, type, options), ours)
+    _step(kind(theirs, **expected), theirs)
+
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.3}, {"lr": 0.01}]
 )
 def test_lion_follows_its_paper(options: dict) -> None:
-    """Program 1 of arXiv 2302.06675, element by element."""
+    """Program 1 of arXiv 2302.06675, element by element, and from a saved state as well."""
     ours, expected = _params(), _params()
-    _step(_make(ours, "Lion", options), ours, num_steps=5)
+    first = _make(ours, "Lion", options)
+    _step(first, ours)
+    second = _make(ours, "Lion", options)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    _step(second, ours)
     lr, decay = options.get("lr", 1e-3), options.get("weight_decay", 0.0)
     beta1, beta2 = options.get("betas", (0.9, 0.999))
-    generator = torch.Generator().manual_seed(1)
     averages = [torch.zeros_like(param) for param in expected]
-    with torch.no_grad():
-        for _ in range(5):
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
             for param, average in zip(expected, averages, strict=True):
                 grad = torch.randn(param.shape, generator=generator)
                 update = (beta1 * average + (1 - beta1) * grad).sign()
-                param.sub_(lr * (update + decay * param))
+                param.data.sub_(lr * (update + decay * param.data))
                 average.copy_(beta2 * average + (1 - beta2) * grad)
 
     torch.testing.assert_close(ours, expected)
 
 
-def test_lion_goes_on_where_its_state_was_taken() -> None:
-    """Its one average is all it knows."""
-    ours, copies = _params(), _params()
-    first = _lion(ours)
-    _step(first, ours)
-    second = _lion(copies)
-    second.load_state_dict(deepcopy(first.state_dict()))
-    with torch.no_grad():
-        for copy, param in zip(copies, ours, strict=True):
-            copy.copy_(param)
-    _step(first, ours)
-    _step(second, copies)
-
-    assert all(map(torch.equal, ours, copies))
-
-
 def test_lion_evaluates_a_closure_and_passes_by_what_has_no_gradient() -> None:
     """As every optimizer of torch."""
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = _lion([used, unused], lr=0.5, weight_decay=0.1)
+    optimizer = _make([used, unused], "Lion", {"lr": 0.5, "weight_decay": 0.1})
 
     def closure() -> Tensor:
         loss = used.square().sum()
@@ -159,9 +137,11 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_muon_keeps_the_options_of_param_groups_in_both_halves() -> None:
+def test_muon_keeps_the_options_of_param_groups_in_the_halves_that_there_are() -> None:
     """No decay on norms is the grouping that most recipes use."""
     ours = _params()
+    assert type(_make(ours[:1], "Muon", {})) is torch.optim.Muon
+    assert type(_make(ours[1:2], "Muon", {})) is torch.optim.AdamW
     groups = [
         {"params": ours[:2], "weight_decay": 0.5, "lr": 0.3, "betas": (0.1, 0.2)},
         {"params": ours[2:], "momentum": 0.1},
@@ -192,44 +172,18 @@ def test_a_parameter_may_say_that_it_is_not_for_muon() -> None:
     assert by_name.optimizers[0].param_groups[0]["params"][0] is named[1][1]
 
 
-@pytest.mark.parametrize(("index", "kind"), [(0, torch.optim.Muon), (1, torch.optim.AdamW)])
-def test_muon_with_one_half_is_that_half(index: int, kind: type) -> None:
-    """Nothing to chain."""
-    assert type(_make([_params()[index]], "Muon", {})) is kind
-
-
-def test_param_groups_go_before_the_file() -> None:
-    """As in torch."""
-    first, second = _params()[:2]
-    groups = [{"params": [first], "lr": 0.5}, {"params": [second]}]
-    optimizer = _make(groups, "Lion", {"lr": 0.25})
-
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
-
-
 @pytest.mark.parametrize(
     ("type", "options", "message"),
     [
         ("AdamX", {}, "optimizer.type: expected one of adam, *got 'AdamX'; did you mean 'adam'?"),
-        ("OneBitAdam", {}, "optimizer.type: expected one of *optimizer=..."),
         (None, {}, "optimizer.type: *got None"),
         ("Adam", {"beta": 1}, "optimizer.params.beta: unknown; did you mean 'betas'?"),
-        ("SGD", {"betas": [0, 0]}, "optimizer.params.betas: unknown"),
-        ("Lion", {"eps": 1e-8}, "optimizer.params.eps: unknown"),
         ("Muon", {"amsgrad": True}, "optimizer.params.amsgrad: unknown"),
-        ("AdamW", {"params": []}, "optimizer.params.params: unknown"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: *gradient_clipping"),
-        ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states: "),
         ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: expected True"),
         ("Muon", {"ns_method": "gram"}, "optimizer.params.ns_method: expected 'standard', got"),
         ("Adam", {"lr": "auto"}, "optimizer.params.lr: expected a finite number*got 'auto'"),
-        ("Adam", {"lr": True}, "optimizer.params.lr: expected a finite number*got True"),
-        ("SGD", {"lr": -1}, "optimizer.params.lr: expected a finite number*got -1"),
-        ("Lion", {"lr": math.inf}, "optimizer.params.lr: expected a finite number*got inf"),
-        ("Adam", {"betas": 0.9}, "optimizer.params.betas: expected a list of 2 values*got 0.9"),
         ("Adam", {"betas": [0.9, 1]}, "optimizer.params.betas: *below 1, got [0.9, 1]"),
-        ("Adam", {"adam_w_mode": 2}, "optimizer.params.adam_w_mode: expected true or false, got 2"),
-        ("Muon", {"adjust_lr_fn": "x"}, "optimizer.params.adjust_lr_fn: expected one of *'x'"),
         ("SGD", {"nesterov": True}, "optimizer.params: SGD does not take them: Nesterov"),
     ],
 )
@@ -243,20 +197,12 @@ def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
         _make(_params(), type, options)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"lr": -1.0}, r"Lion\.lr: expected .*, got -1"),
-        ({"betas": (0.9, 1.0)}, r"Lion\.betas: expected .*, got \(0\.9, 1\.0\)"),
-        ({"betas": 0.9}, r"Lion\.betas: expected a list of 2 values, .*, got 0\.9"),
-        ({"weight_decay": math.nan}, r"Lion\.weight_decay: expected .*, got nan"),
-    ],
-)
-def test_lion_refuses_param_groups_that_make_no_step(options: dict, match: str) -> None:
-    """In param groups, which are checked when they are added."""
-    optimizer = _lion(_params()[:1])
-    with pytest.raises(ConfigError, match=match):
-        optimizer.add_param_group({"params": _params()[1:], **options})
+def test_lion_refuses_param_groups_that_make_no_step() -> None:
+    """They are checked when they are added."""
+    optimizer = _make(_params()[:1], "Lion", {})
+    for name, value in (("lr", -1.0), ("betas", (0.9, 1.0)), ("weight_decay", math.nan)):
+        with pytest.raises(ConfigError, match=rf"Lion\.{name}: expected .*, got"):
+            optimizer.add_param_group({"params": _params()[1:], name: value})
 
 
 def test_muon_refuses_a_vector_that_says_it_is_for_muon() -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import zero_engine
+from zero_engine import ZeroConfig
+from zero_engine.planning import GPTSize
 
 SIZE = ["--layers", "4", "--hidden", "256"]
-
-
-def test_all_options_are_listed_and_one_is_recommended(zero, capsys) -> None:
-    """The question is which stage to take, before any of them is tried."""
-    status = zero("plan", *SIZE, "--world-size", "8", "--device-memory", "40MB")
-
-    out = capsys.readouterr().out
-    assert status == 0
-    assert "stage 3 + host optimizer" in out
-    assert "fits in 40.0 MB" in out
 
 
 def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> None:
@@ -32,6 +23,7 @@ def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> No
     ):
         assert zero(*arguments, *further) == 0
         out = capsys.readouterr().out
+        assert "stage 3 + host optimizer" in out  # all are listed
         assert "fits, activations apart" in out
         assert f"{expected} fits in 38.0 MB" in out
         assert "Not in it are activations, and what" in out
@@ -56,10 +48,7 @@ def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
     assert "stage 3 + host optimizer, 3,145,728 parameters, AdamW, rank 0 of 8" in out
     assert "blocks.*" in out
     assert "of it to other nodes" in out
-
-
-def test_one_stage_is_held_against_the_room_that_there_is(zero, capsys) -> None:
-    """What there is was given to know whether it fits."""
+    # What room there is was given to know whether it fits.
     arguments = ["plan", *SIZE, "--world-size", "8", "--stage", "1", "--device-memory", "38MB"]
     for further, fits in (([], False), (["--reserve", "0%"], True)):
         assert zero(*arguments, *further) == 0
@@ -81,25 +70,22 @@ def test_what_travels_is_asked_for_by_name(zero, capsys) -> None:
     assert across[1] < across[0] / 4
 
 
-@pytest.mark.parametrize("arguments", [[], ["--stage", "2"]], ids=["options", "one"])
-def test_json_is_json(zero, capsys, arguments: list[str]) -> None:
-    """Scripts read it."""
-    zero("plan", *SIZE, "--world-size", "8", "--json", *arguments)
-
-    found = json.loads(capsys.readouterr().out)
-    one = found["options"][2]["plan"] if "options" in found else found
-    assert one["config"]["stage"] == 2
-    assert one["numel"] == 12 * 4 * 256**2
-
-
-def test_a_file_for_deepspeed_is_planned(zero, capsys, tmp_path: Path) -> None:
-    """Who comes from there has one."""
+def test_json_has_the_plan_and_a_file_for_deepspeed_is_planned(zero, capsys, tmp_path) -> None:
+    """Scripts read the one; who comes from DeepSpeed has the other."""
     path = tmp_path / "ds.json"
     content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
     path.write_text(json.dumps(content))
+    config = ZeroConfig(2)
+    expected = zero_engine.plan(GPTSize(4, 256), config, world_size=8).to_dict()
+    assert expected["sent_bytes"] and expected["memory"]["at_rest"]["total_bytes"]
 
-    assert zero("plan", *SIZE, "--world-size", "8", "--config", path) == 0
-    assert capsys.readouterr().out.startswith("stage 2,")
+    for arguments in ([], ["--stage", "2"], ["--config", path]):
+        assert zero("plan", *SIZE, "--world-size", "8", "--json", *arguments) == 0
+        found = json.loads(capsys.readouterr().out)
+        one = found["options"][2]["plan"] if "options" in found else found
+        assert one["config"]["stage"] == 2
+        assert one["memory"]["at_rest"] == expected["memory"]["at_rest"]
+        assert (one["numel"], one["sent_bytes"]) == (12 * 4 * 256**2, expected["sent_bytes"])
 
 
 @pytest.mark.slow
@@ -109,14 +95,13 @@ def test_a_picture_is_written(zero, capsys, tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
 
     assert zero("plan", *SIZE, "--world-size", "8", "--picture", path) == 0
-    assert path.stat().st_size > 1000
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "expected MODEL (a config.json of transformers), or --layers"),
-        ([], "got none of them"),
         (["--params", "7.5e9"], "got --params"),
         (["--layers", "0", "--hidden", "8"], "GPTSize.layers: expected int of at least 1, got 0"),
         (["config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
@@ -138,16 +123,11 @@ def test_what_cannot_be_is_a_line_on_stderr(zero, capsys, arguments, message) ->
     assert message in error
 
 
-# ---- Other commands ----
-
-
-def test_the_command_says_what_is_wrong_on_one_line(zero, tmp_path: Path, capsys) -> None:
+def test_an_export_of_nothing_is_one_line_on_stderr(zero, tmp_path: Path, capsys) -> None:
     """A traceback is for those who wrote the program."""
     assert zero("export", tmp_path, tmp_path / "out") == 1
     error = capsys.readouterr().err
-    assert error.startswith("zero: ")
-    assert "complete checkpoint" in error
-    assert error.count("\n") == 1
+    assert error.startswith("zero: ") and "complete checkpoint" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -157,7 +137,6 @@ def test_the_command_says_what_is_wrong_on_one_line(zero, tmp_path: Path, capsys
         ["export"],
         ["export", "a", "b", "--dtype", "int8"],
         ["export", "a", "b", "--max-shard-size", "large"],
-        ["export", "a", "b", "--max-shard-size", "0GB"],
         ["export", "a", "b", "--format", "pickle"],
     ],
     ids=" ".join,
@@ -178,16 +157,3 @@ def test_sizes_are_decimal_but_for_those_with_an_i(zero, capsys) -> None:
             outs[size] = capsys.readouterr().out
         assert outs[text] == outs[num_bytes]
     assert len(set(outs.values())) == 3
-
-
-@pytest.mark.slow
-def test_the_module_is_the_command() -> None:
-    """For where the script is not on the path."""
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_engine", "export", "--help"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-
-    assert done.stdout.startswith("usage: zero export")

@@ -7,10 +7,9 @@ from pathlib import Path
 import attrs
 import pytest
 import zero_engine
-import zero_engine.planning
 from zero_comm import Group, Levels
 from zero_engine import ConfigError, FileError, Offload, ZeroConfig
-from zero_engine.planning import GPTSize, Rates
+from zero_engine.planning import GPTSize, Rates, estimate_step, probe
 
 RATES = Rates(
     matmul_flops=1e14,
@@ -30,39 +29,31 @@ SIZE = GPTSize(24, 2048)
 
 def _estimate(config: ZeroConfig, *, tokens: int = 4096, rates: Rates = RATES, **how: int):
     plan = zero_engine.plan(SIZE, config, world_size=8, **how)
-    return plan, zero_engine.planning.estimate_step(plan, rates, tokens=tokens)
+    return plan, estimate_step(plan, rates, tokens=tokens)
 
 
-def test_computing_is_six_operations_a_token_and_parameter() -> None:
-    """Two forward and four backward: what everybody estimates a training run with."""
-    plan, estimate = _estimate(ZeroConfig(2))
+def test_time_is_bytes_or_operations_over_their_rate() -> None:
+    """Two operations forward and four backward of each token and parameter; and who sends where.
 
-    assert estimate.seconds["computing"] == 6 * plan.numel * 4096 / RATES.matmul_flops
-
-
-def test_sending_is_bytes_over_the_rate_of_each_level() -> None:
-    """Across nodes is where the time goes."""
+    Of what rests on disk, state is read and written once, and parameters are read at each gather.
+    """
     plan, estimate = _estimate(ZeroConfig(3), ranks_per_node=2)
-
-    inside = plan.sent_bytes - plan.across_bytes
-    assert estimate.seconds["sending"] == inside / 1e11
+    assert estimate.seconds["computing"] == 6 * plan.numel * 4096 / RATES.matmul_flops
+    assert estimate.seconds["sending"] == (plan.sent_bytes - plan.across_bytes) / 1e11
     assert estimate.seconds["sending across nodes"] == plan.across_bytes / 1e10
     assert _estimate(ZeroConfig(3))[1].seconds["sending"] == plan.sent_bytes / 1e11
 
-
-def test_what_rests_on_disk_is_read_and_written_once() -> None:
-    """Of state; parameters are read at each gather."""
-    offload = Offload(optimizer="disk", path="/")
-    plan, estimate = _estimate(ZeroConfig(3, offload=offload))
-
+    plan, estimate = _estimate(ZeroConfig(3, offload=Offload(optimizer="disk", path="/")))
     assert estimate.seconds["reading the disk"] == plan.at_rest.disk_bytes / 5e9
     assert estimate.seconds["writing the disk"] == plan.at_rest.disk_bytes / 2e9
     assert estimate.bottleneck == "writing the disk"
+    _, estimate = _estimate(ZeroConfig(2), rates=attrs.evolve(RATES, send_bytes=1e8))
+    assert estimate.bottleneck == "sending"
 
 
 def test_adam_goes_through_28_bytes_of_each_parameter() -> None:
     """Four tensors of 4 bytes read, three written; at stage 0 every rank does so with all."""
-    for stage, share in ((0, 1), (1, 8), (2, 8), (3, 8)):
+    for stage, share in ((0, 1), (3, 8)):
         plan, estimate = _estimate(ZeroConfig(stage))
 
         scalars = 2 * 4 * 4 * SIZE.layers  # how many steps each of 4 parameters of a block has had
@@ -80,7 +71,7 @@ def test_a_frozen_parameter_is_not_stepped_moved_or_written() -> None:
     offload = Offload(optimizer="disk", params="disk", path="/")
     plan = zero_engine.plan(model, ZeroConfig(3, offload=offload), world_size=8)
 
-    seconds = zero_engine.planning.estimate_step(plan, RATES, tokens=1).seconds
+    seconds = estimate_step(plan, RATES, tokens=1).seconds
 
     assert plan.step.params_bytes == plan.step.grads_bytes == 4 * trained
     written = 16 * trained  # values, their masters, two moments
@@ -96,7 +87,7 @@ def test_what_is_small_takes_its_time_all_the_same() -> None:
     calls = sum(each.calls for each in plan.traffic) + 1  # and one of control
     assert estimate.seconds["launching collectives"] == calls * 1e-3
     alone = zero_engine.plan(SIZE, ZeroConfig(2), world_size=1)
-    seconds = zero_engine.planning.estimate_step(alone, RATES, tokens=1).seconds
+    seconds = estimate_step(alone, RATES, tokens=1).seconds
     assert seconds.keys() == {"computing", "calling layers", "stepping"}
 
 
@@ -115,7 +106,7 @@ def test_what_moves_between_device_and_host_is_a_share_of_a_rank(
     """Over a slow bus it is what a step waits for."""
     size = attrs.evolve(SIZE, params=SIZE.blocks_numel)
     plan = zero_engine.plan(size, ZeroConfig(3, offload=offload), world_size=8, reads_peers=False)
-    seconds = zero_engine.planning.estimate_step(plan, RATES, tokens=1).seconds
+    seconds = estimate_step(plan, RATES, tokens=1).seconds
 
     gathers = sum(row.shard_bytes * (row.gathers - 2) for row in plan.units)  # but those of two
     gathers *= offload.params == "host"
@@ -140,63 +131,31 @@ def test_what_overlaps_takes_as_long_as_the_longest() -> None:
         assert each.most_s == sum(seconds.values())
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"matmul_flops": 1e12}, "computing"),
-        ({"send_bytes": 1e8}, "sending"),
-        ({"device_bytes": 1e8}, "stepping"),
-    ],
-)
-def test_the_bottleneck_is_what_is_slow(change: dict[str, float], expected: str) -> None:
-    """It says what to buy, or what to change."""
-    _, estimate = _estimate(ZeroConfig(2), rates=attrs.evolve(RATES, **change))
-
-    assert estimate.bottleneck == expected
-
-
-@pytest.mark.parametrize("tokens", [0, -1, True, "many", float("nan")])
-def test_a_number_of_tokens_that_is_none_is_refused(tokens: object) -> None:
-    """The time of no step, or of less."""
+def test_what_is_no_rate_or_number_of_tokens_is_refused(tmp_path: Path, zero, capsys) -> None:
+    """A step would take no time, or all of it; and what is not measured none."""
     plan = zero_engine.plan(SIZE, world_size=2)
-
-    with pytest.raises(ConfigError, match=r"expected tokens to be above 0"):
-        zero_engine.planning.estimate_step(plan, RATES, tokens=tokens)  # type: ignore[arg-type]
-
-
-def test_a_rate_that_is_missing_is_named() -> None:
-    """Else time that nobody measured would count as none."""
+    for tokens in (0, True, "many", float("nan")):
+        with pytest.raises(ConfigError, match=r"expected tokens to be above 0"):
+            estimate_step(plan, RATES, tokens=tokens)  # type: ignore[arg-type]
+    for value in (0, float("inf"), "fast", True):
+        with pytest.raises(ConfigError, match=r"Rates\.device_bytes: expected a number above 0"):
+            Rates(matmul_flops=1.0, device_bytes=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Rates\.send_bytes is needed .*zero probe"):
         _estimate(ZeroConfig(2), rates=Rates(matmul_flops=1.0, device_bytes=1.0))
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), "fast", True])
-def test_a_rate_that_is_none_is_refused(value: object) -> None:
-    """A step would take no time, or all of it."""
-    with pytest.raises(ConfigError, match=r"Rates\.device_bytes: expected a number above 0"):
-        Rates(matmul_flops=1.0, device_bytes=value)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+    path = tmp_path / "rates.json"
+    with pytest.raises(FileError, match="cannot be read"):
+        Rates.load(path)
+    for content, message in (
         ("{", "expected JSON"),
         ("{}", "at least"),
-        (None, "cannot be read"),
         # A misspelt one would be passed over.
         ('{"matmul_flops": 1, "device_bytes": 1, "disk_bytes": 1}', r"got \['disk_bytes'\]"),
-    ],
-)
-def test_a_file_of_rates_that_is_none_is_named(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
-    """As other files are."""
-    path = tmp_path / "rates.json"
-    if content is not None:
+    ):
         path.write_text(content)
-
-    with pytest.raises(FileError, match=message):
-        Rates.load(path)
+        with pytest.raises(FileError, match=message):
+            Rates.load(path)
+    assert zero("plan", "--layers", "2", "--hidden", "64", "--world-size", "1", "--tokens", "9")
+    assert "expected --rates and --tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -214,12 +173,6 @@ def test_what_probe_prints_plan_reads(zero, tmp_path: Path, capsys) -> None:
     assert Rates.load(path).disk_read_bytes is not None
 
 
-def test_rates_without_tokens_are_refused(zero, capsys) -> None:
-    """How long is a step of how much?"""
-    assert zero("plan", "--layers", "2", "--hidden", "64", "--world-size", "1", "--tokens", "9")
-    assert "expected --rates and --tokens" in capsys.readouterr().err
-
-
 def test_ranks_agree_on_their_rates(ranks) -> None:
     """A step waits for the slowest."""
     first, second = ranks(2).run(_probe)
@@ -232,7 +185,7 @@ def test_ranks_agree_on_their_rates(ranks) -> None:
 
 def _probe(group: Group, *, ranks_per_node: int | None = None) -> dict[str, float | None]:
     levels = None if ranks_per_node is None else Levels.of_nodes(group, ranks_per_node)
-    return attrs.asdict(zero_engine.planning.probe(group, size=0.02, levels=levels))
+    return attrs.asdict(probe(group, size=0.02, levels=levels))
 
 
 @pytest.mark.slow

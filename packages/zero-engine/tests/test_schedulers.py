@@ -1,7 +1,6 @@
 """Each schedule against its formula."""
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
+import zero_engine.deepspeed
 from torch import nn
 from zero_comm import Group
-from zero_engine import ChainedOptimizer, ConfigError, ZeroConfig
+from zero_engine import ChainedOptimizer, ConfigError
 from zero_engine.deepspeed import EngineConfig, NamedSpec
 
 LRS = (0.5, 0.02)  # one for each param group
@@ -24,21 +24,8 @@ def _optimizer(kind: Any = torch.optim.Adam, **options: Any) -> torch.optim.Opti
     return kind(groups, **options)
 
 
-def _make(optimizer: torch.optim.Optimizer, type: Any, params: dict) -> Any:
-    """What `initialize` makes of that section of a file."""
-    model = nn.Module()
-    model.all = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-    config = EngineConfig(
-        zero=ZeroConfig(stage=0),
-        scheduler=NamedSpec(type, params),
-        train_batch_size=1,
-        micro_batch_size=1,
-    )
-    scheduler = zero_engine.initialize(
-        model=model, optimizer=optimizer, config=config, group=Group.solo()
-    )[3]
-    zero_engine.unshard(model, optimizer)
-    return scheduler
+def _make(optimizer: torch.optim.Optimizer, type: str, params: dict) -> Any:
+    return getattr(zero_engine.deepspeed, type)(optimizer, **params)
 
 
 def _run(optimizer: torch.optim.Optimizer, scheduler: Any, num_steps: int) -> list[list[float]]:
@@ -148,8 +135,8 @@ def _cycle_height(k: int, first: int, second: int, stairs: tuple[int, int]) -> f
     return sum(step * count >= size * stair for stair in range(1, count + 1)) / count
 
 
-@pytest.mark.parametrize(("first", "second"), [(10, 10), (7, 20), (12, None)])
-@pytest.mark.parametrize("stairs", [(0, 0), (3, 3), (4, 0), (0, 5)])
+@pytest.mark.parametrize(("first", "second"), [(7, 20), (12, None)])
+@pytest.mark.parametrize("stairs", [(0, 0), (4, 0), (3, 5)])
 @pytest.mark.parametrize("decay_steps", [0, 5])
 def test_one_cycle_goes_up_and_down_and_the_momentum_down_and_up(
     first: int, second: int | None, stairs: tuple[int, int], decay_steps: int
@@ -211,7 +198,7 @@ def test_one_cycle_starts_no_momentum_where_there_is_none(kind: Any) -> None:
 
 
 SMALL = {
-    "WarmupLR": {"warmup_num_steps": 6},
+    "WarmupLR": {"warmup_num_steps": 6.0},  # as JSON may have it
     "WarmupDecayLR": {"warmup_num_steps": 6, "total_num_steps": 20},
     "WarmupCosineLR": {"warmup_num_steps": 6, "total_num_steps": 20},
     "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 6},
@@ -220,71 +207,42 @@ SMALL = {
 
 
 @pytest.mark.parametrize("type", SMALL)
-def test_a_schedule_goes_on_where_its_state_was_taken(type: str) -> None:
-    """A resumed run must not warm up again."""
-    optimizer = _optimizer()
+def test_a_schedule_goes_on_where_its_state_was_taken_or_after_the_step_it_is_told(type) -> None:
+    """A resumed run must not warm up again; the number of a step is DeepSpeed's way to resume."""
+    optimizer, resumed_optimizer, later = _optimizer(), _optimizer(), _optimizer()
     scheduler = _make(optimizer, type, SMALL[type])
     _run(optimizer, scheduler, 9)
-    resumed_optimizer = _optimizer()
     resumed = _make(resumed_optimizer, type, SMALL[type])
     resumed.load_state_dict(scheduler.state_dict())
     resumed_optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    told = _make(later, type, SMALL[type] | {"last_batch_iteration": 8})
 
-    assert _run(resumed_optimizer, resumed, 15) == _run(optimizer, scheduler, 15)
-
-
-@pytest.mark.parametrize("type", SMALL)
-def test_a_schedule_begins_after_the_step_it_is_told(type: str) -> None:
-    """DeepSpeed's way to resume: the number of the last step, and no saved state."""
-    optimizer = _optimizer()
-    lrs = _run(optimizer, _make(optimizer, type, SMALL[type]), 25)
-    later = _optimizer()
-    scheduler = _make(later, type, SMALL[type] | {"last_batch_iteration": 8})
-
-    assert _run(later, scheduler, 16) == lrs[9:]
-
-
-CYCLE = SMALL["OneCycle"]
+    expected = _run(optimizer, scheduler, 15)
+    assert _run(resumed_optimizer, resumed, 15) == expected
+    assert _run(later, told, 15) == expected
 
 
 @pytest.mark.parametrize(
     ("type", "params", "match"),
     [
-        ("WarmupLr", {}, "type: expected one of .* did you mean 'WarmupLR'"),
-        ("StepLR", {}, "type: .*initialize(lr_scheduler=...)"),
-        (None, {}, "type: .*got None"),
-        ("WarmupLR", {"warmup_steps": 1}, "params.warmup_steps: unknown; did you mean"),
-        ("WarmupLR", {"optimizer": 1}, "params.optimizer: unknown"),
-        ("WarmupDecayLR", {}, "params.total_num_steps: expected a value"),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, "params.warmup_num_steps: .*'auto'"),
-        ("WarmupLR", {"warmup_num_steps": -1}, "params.warmup_num_steps: .*got -1"),
-        ("WarmupLR", {"warmup_num_steps": True}, "params.warmup_num_steps: .*got True"),
-        ("WarmupLR", {"warmup_max_lr": math.inf}, "params.warmup_max_lr: .*got inf"),
-        ("WarmupLR", {"warmup_min_lr": [1.0]}, "params.warmup_min_lr: .*of 2 param"),
-        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, "params.warmup_min_lr: .*'a'"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "params.warmup_type: .*got 'cubic'"),
-        ("OneCycle", CYCLE | {"cycle_first_step_size": 0}, "params.cycle_first_step_size: .*got 0"),
-        ("OneCycle", CYCLE | {"cycle_max_mom": 1.0}, "params.cycle_max_mom: .*below 1, got 1.0"),
-        (
-            "OneCycle",
-            CYCLE | {"cycle_momentum": 2},
-            "params.cycle_momentum: expected true .*got 2",
-        ),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "params.lr_range_test_step_size: .*got 0"),
+        ("WarmupLr", {}, r"type: expected one of .* did you mean 'WarmupLR'"),
+        (None, {}, r"type: .*got None"),
+        ("WarmupLR", {"warmup_steps": 1}, r"params\.warmup_steps: unknown; did you mean"),
+        ("WarmupDecayLR", {}, r"params\.total_num_steps: expected a value"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, r"params\.warmup_num_steps: .*'auto'"),
+        ("WarmupLR", {"warmup_min_lr": [1.0]}, r"params\.warmup_min_lr: .*of 2 param"),
+        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, r"params\.warmup_min_lr: .*'a'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
     type: Any, params: dict, match: str
 ) -> None:
     """Whoever reads the message has the file open, not this code."""
-    pattern = re.escape(f"scheduler.{match}").replace(r"\.\*", ".*").replace("\\ ", " ")
+    optimizer = _optimizer()
+    model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    spec = NamedSpec(type, params)
+    config = EngineConfig(scheduler=spec, train_batch_size=1, micro_batch_size=1)
+    given = {"model": model, "optimizer": optimizer, "config": config, "group": Group.solo()}
 
-    with pytest.raises(ConfigError, match=pattern):
-        _make(_optimizer(), type, params)
-
-
-def test_a_whole_number_may_be_written_as_json_has_it() -> None:
-    """1e3 is a float to every JSON reader."""
-    scheduler: Any = _make(_optimizer(), "WarmupLR", {"warmup_num_steps": 1e3})
-
-    assert scheduler.warmup_num_steps == 1000
+    with pytest.raises(ConfigError, match=rf"scheduler\.{match}"):
+        zero_engine.initialize(**given)

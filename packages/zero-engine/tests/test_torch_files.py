@@ -32,7 +32,7 @@ def _weights() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
 def test_any_run_of_elements_is_read(tmp_path: Path, name: str) -> None:
     """Of views and tied tensors too, as state dicts are full of them."""
     torch.save(_weights(), tmp_path / name)
@@ -46,18 +46,6 @@ def test_any_run_of_elements_is_read(tmp_path: Path, name: str) -> None:
         for start in range(flat.numel() + 1):
             for stop in range(start, flat.numel() + 1):
                 assert torch.equal(reader.read(start, stop), flat[start:stop]), key
-
-
-def test_a_model_is_loaded_from_what_torch_saved(tmp_path: Path) -> None:
-    """What people have is `torch.save(model.state_dict(), path)`."""
-    saved, model = nn.Linear(3, 5), nn.Linear(3, 5)
-    torch.save(saved.state_dict(), tmp_path / "model.pt")
-
-    report = zero_engine.load_pretrained(model, tmp_path / "model.pt")
-
-    assert not report.missing
-    assert torch.equal(model.weight, saved.weight)
-    assert torch.equal(model.bias, saved.bias)
 
 
 def test_folders_of_torchs_files_are_read_where_there_are_no_better_ones(tmp_path: Path) -> None:

@@ -49,11 +49,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine:same", 0, "2 steps beside DistributedDataParallel: losses, gradients and weights"),
         ("mine:other", 1, "step 0, initial weight of 'weight'"),
         ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
-        (
-            "mine:seed",
-            1,
-            "expected a function that returns a dict or tuple of what",
-        ),
+        ("mine:seed", 1, "expected a function that returns a dict or tuple of what"),
         ("nothing:same", 1, "No module named 'nothing'"),
     ],
 )

@@ -16,100 +16,76 @@ from zero_engine.deepspeed import EngineConfig
 
 DOCUMENTED: Final = json.loads(Path(__file__).with_name("documented.json").read_text())
 Z: Final = "zero_optimization"
-DISK: Final = {"device": "nvme", "nvme_path": "/local"}
+OPTIMIZER: Final = ".offload_optimizer"
+PARAM: Final = ".offload_param"
+PARAMS_ON_DISK: Final = {".stage": 3, f"{PARAM}.device": "nvme", f"{PARAM}.nvme_path": "/local"}
 
 # What the file says beside a train_batch_size of 8; the path the error starts with; a part of it.
-WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
+# A name that begins with a dot is of zero_optimization.
+WRONG: Final[list[tuple[dict[Any, Any], str, str]]] = [
     # Names.
     ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "mean zero_optimization?"),
-    ({Z: {"stag": 2}}, f"{Z}.stag", f"mean {Z}.stage?"),
-    ({Z: {"overlap_com": True}}, f"{Z}.overlap_com", f"{Z}.overlap_comm"),
     ({"stage3_prefetch_bucket_size": 1}, "stage3_prefetch_bucket_size", f"mean {Z}.stage3_pre"),
-    ({"fp16": {"enable": True}}, "fp16.enable", "mean fp16.enabled?"),
-    ({"bf16": {"loss_scale": 1}}, "bf16.loss_scale", "mean fp16.loss_scale?"),
+    ({"bf16.loss_scale": 1}, "bf16.loss_scale", "mean fp16.loss_scale?"),
+    ({".gradient_clipping": 1.0}, f"{Z}.gradient_clipping", "mean gradient_clipping?"),
     (
-        {"gradient_acumulation_steps": 2},
-        "gradient_acumulation_steps",
-        "gradient_accumulation_steps",
-    ),
-    ({"fp16.enabled": True}, "fp16.enabled", "nested objects"),
-    ({3: True}, "3", "nested objects"),
-    (
-        {"optimizer": {"type": "Adam", "params": {"weight_decy": 0.1}}},
-        "optimizer.params.weight_decy",
-        "optimizer.params.weight_decay",
-    ),
-    ({Z: {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}}, f"{Z}.", "one name"),
-    ({Z: {"gradient_clipping": 1.0}}, f"{Z}.gradient_clipping", "mean gradient_clipping?"),
-    ({"lr": 1e-4}, "lr", "mean optimizer.params.lr?"),
-    ({"torch_autocast": {"type": "bf16"}}, "torch_autocast.type", "mean torch_autocast.dtype?"),
-    (
-        {"scheduler": {"type": "OneCycle", "params": {"max_lr": 1.0}}},
+        {"scheduler.type": "OneCycle", "scheduler.params.max_lr": 1.0},
         "scheduler.params.max_lr",
         "mean scheduler.params.cycle_max_lr?",
     ),
-    # Types.
+    ({".prefetch_bucket_size": 1, ".stage3_prefetch_bucket_size": 1}, f"{Z}.", "one name"),
+    # Types and ranges, one of each kind.
     ({Z: True}, Z, "expected an object"),
-    ({"fp16": "yes"}, "fp16", "expected an object"),
-    ({Z: {"stage": "3"}}, f"{Z}.stage", "from 0 to 3"),
-    ({Z: {"stage": True}}, f"{Z}.stage", "an integer"),
-    ({Z: {"stage": None}}, f"{Z}.stage", "got None"),
-    ({"fp16": {"enabled": "true"}}, "fp16.enabled", "true or false, got 'true'"),
-    ({"fp16": {"enabled": 2}}, "fp16.enabled", "true or false, got 2"),
-    ({"optimizer": "Adam"}, "optimizer", "expected an object"),
+    ({".stage": "3"}, f"{Z}.stage", "from 0 to 3"),
+    ({".stage": None}, f"{Z}.stage", "got None"),
+    ({".stage": 4}, f"{Z}.stage", "got 4"),
+    ({".sub_group_size": 1.5}, f"{Z}.sub_group_size", "an integer"),
+    ({"fp16.enabled": "true"}, "fp16.enabled", "true or false, got 'true'"),
     (
-        {"optimizer": {"type": "Adam", "params": {"lr": "1e-4"}}},
+        {"optimizer.type": "Adam", "optimizer.params.lr": "1e-4"},
         "optimizer.params.lr",
         "a finite number",
     ),
     (
-        {"optimizer": {"type": "Adam", "params": {"betas": 0.9}}},
+        {"optimizer.type": "Adam", "optimizer.params.betas": 0.9},
         "optimizer.params.betas",
         "a list of 2 values",
     ),
     ({"communication_data_type": "int8"}, "communication_data_type", "'fp32', 'fp16', 'bf16'"),
-    ({Z: {"leaf_module": {"classes": [1]}}}, f"{Z}.leaf_module.classes", "a list"),
-    # Ranges.
     ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "at least 1.17"),
-    ({Z: {"stage": 4}}, f"{Z}.stage", "got 4"),
-    ({Z: {"reduce_bucket_size": 0}}, f"{Z}.reduce_bucket_size", "at least 1"),
-    ({Z: {"stage3_max_live_parameters": -1}}, f"{Z}.stage3_max_live_parameters", "at least 0"),
-    ({Z: {"sub_group_size": 1.5}}, f"{Z}.sub_group_size", "an integer"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
-    ({"gradient_clipping": -1.0}, "gradient_clipping", "at least 0"),
-    ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu", "at least 1"),
-    ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis", "at least 1"),
-    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "range of fp32"),
-    ({"fp16": {"initial_scale_power": 200}}, "fp16.initial_scale_power", "from 0 to 127"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "'adamw'"),
-    ({"scheduler": {"type": "Warmup"}}, "scheduler.type", "'WarmupLR'"),
-    ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type", "which scheduler"),
-    ({Z: {"offload_param": {"device": "disk"}}}, f"{Z}.offload_param.device", "'nvme'"),
-    ({Z: {"offload_optimizer": {"ratio": 1.5}}}, f"{Z}.offload_optimizer.ratio", "from 0 to 1"),
-    ({Z: {"offload_param": {"nvme_path": ""}}}, f"{Z}.offload_param.nvme_path", "of a folder"),
-    ({"aio": {"queue_depth": 0}}, "aio.queue_depth", "at least 1"),
-    # Contradictions.
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "bf16.enabled"),
-    ({"fp16": {"loss_scale": 128}, "bf16": {"enabled": True}}, "fp16.loss_scale", "bf16.enabled"),
+    ({"fp16.loss_scale": -1}, "fp16.loss_scale", "range of fp32"),
+    ({"fp16.initial_scale_power": 200}, "fp16.initial_scale_power", "from 0 to 127"),
+    ({"scheduler.params.warmup_num_steps": 1}, "scheduler.type", "which scheduler"),
+    ({f"{PARAM}.device": "disk"}, f"{Z}{PARAM}.device", "'nvme'"),
+    ({f"{PARAM}.nvme_path": ""}, f"{Z}{PARAM}.nvme_path", "of a folder"),
     (
-        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        {"csv_monitor.enabled": True, "csv_monitor.output_path": 3},
+        "csv_monitor.output_path",
+        "expected",
+    ),
+    ({"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}}, "csv_monitor.of_next_year", ""),
+    # Contradictions.
+    ({"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled", "bf16.enabled"),
+    ({"fp16.loss_scale": 128, "bf16.enabled": True}, "fp16.loss_scale", "bf16.enabled"),
+    (
+        {"fp16.enabled": True, "fp16.initial_scale_power": 2, "fp16.min_loss_scale": 8},
         "fp16.min_loss_scale",
         "fp16.initial_scale_power",
     ),
     (
-        {"fp16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
+        {"fp16.enabled": True, "data_types.param_dtype": "bf16"},
         "data_types.param_dtype",
         "torch.float16",
     ),
-    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "torch.float32"),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "torch.float32"),
+    ({"data_types.param_dtype": "bf16"}, "data_types.param_dtype", "torch.float32"),
     (
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        {"bf16.enabled": True, "data_types.grad_accum_dtype": "bf16"},
         "data_types.grad_accum_dtype",
         "torch.float32",
     ),
     (
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        {"bf16.enabled": True, "bf16.bf16_optimizer_states": True},
         "bf16.bf16_optimizer_states",
         "bf16.bf16_master_weights_and_grads",
     ),
@@ -118,59 +94,28 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         "train_batch_size",
         "= 16, got 8",
     ),
-    ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size", "got 8"),
-    ({Z: {"stage": 2, "stage3_max_reuse_distance": 5}}, f"{Z}.stage3_max_reuse", "at stage 2"),
-    ({Z: {"stage": 1, "max_live_parameters": 5}}, f"{Z}.max_live_parameters", "at stage 1"),
+    ({".stage": 2, ".stage3_max_reuse_distance": 5}, f"{Z}.stage3_max_reuse", "at stage 2"),
+    ({".stage": 2, f"{PARAM}.device": "cpu"}, f"{Z}{PARAM}.device", "at stage 2"),
+    ({f"{OPTIMIZER}.device": "cpu"}, f"{Z}{OPTIMIZER}.device", f"set {Z}.stage to 1"),
+    ({".stage": 2, ".cpu_offload_param": True}, f"{Z}.cpu_offload_param", "at stage 2"),
+    ({".stage": 3, f"{PARAM}.device": "nvme"}, f"{Z}{PARAM}.nvme_path", "expected a folder"),
     (
-        {Z: {"stage": 2, "offload_param": {"device": "cpu"}}},
-        f"{Z}.offload_param.device",
-        "at stage 2",
-    ),
-    ({Z: {"offload_optimizer": {"device": "cpu"}}}, f"{Z}.offload_optimizer.device", "at stage 0"),
-    ({Z: {"cpu_offload": True}}, f"{Z}.cpu_offload", f"set {Z}.stage to 1"),
-    ({Z: {"stage": 2, "cpu_offload_param": True}}, f"{Z}.cpu_offload_param", "at stage 2"),
-    (
-        {Z: {"stage": 3, "offload_param": {"device": "nvme"}}},
-        f"{Z}.offload_param.nvme_path",
+        {".stage": 1, f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": None},
+        f"{Z}{OPTIMIZER}.nvme_path",
         "expected a folder",
     ),
     (
-        {Z: {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": None}}},
-        f"{Z}.offload_optimizer.nvme_path",
-        "expected a folder",
+        PARAMS_ON_DISK | {f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": "/other"},
+        f"{Z}{OPTIMIZER}.nvme_path",
+        f"agrees with {Z}{PARAM}.nvme_path",
     ),
     (
-        {
-            Z: {
-                "stage": 3,
-                "offload_optimizer": DISK,
-                "offload_param": {"device": "nvme", "nvme_path": "/other"},
-            }
-        },
-        f"{Z}.offload_optimizer.nvme_path",
-        f"agrees with {Z}.offload_param.nvme_path",
-    ),
-    (
-        {
-            Z: {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": False},
-                "offload_param": {"device": "cpu", "pin_memory": True},
-            }
-        },
-        f"{Z}.offload_optimizer.pin_memory",
-        f"agrees with {Z}.offload_param.pin_memory",
-    ),
-    (
-        {Z: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+        {".stage": 2, ".cpu_offload": True, f"{OPTIMIZER}.device": "none"},
         f"{Z}.cpu_offload",
-        f"agrees with {Z}.offload_optimizer.device",
+        f"agrees with {Z}{OPTIMIZER}.device",
     ),
     (
-        {
-            Z: {"stage": 2, "offload_optimizer": DISK},
-            "aio": {"intra_op_parallelism": 2, "thread_count": 4},
-        },
+        PARAMS_ON_DISK | {"aio.intra_op_parallelism": 2, "aio.thread_count": 4},
         "aio.thread_count",
         "agrees with aio.intra_op_parallelism",
     ),
@@ -184,51 +129,75 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         "prescale_gradients",
         'with gradient_allreduce_op "mean"',
     ),
+    (
+        {".stage": 3, ".mics_shard_size": 8, ".zero_hpz_partition_size": 4},
+        f"{Z}.mics_shard_size",
+        "zero_hpz_partition_size 4",
+    ),
+    # Where the second reduction of MiCS ends on every replica there is no error of one's own.
+    (
+        {".stage": 3, ".mics_shard_size": 8, ".zero_quantized_gradients": True}
+        | {".zeropp_loco_param": {}},
+        f"{Z}.zeropp_loco_param",
+        "mics_shard_size 8",
+    ),
+    *(
+        (
+            {".stage": 3, ".zero_quantized_gradients": True, ".zeropp_loco_param": loco},
+            f"{Z}.zeropp_loco_param",
+            part,
+        )
+        for loco, part in (
+            ({"err_beta": 1.5}, "err_beta in [0, 1)"),
+            ({"reset_T": 0}, "reset_T of at least 1"),
+            ({"beta": 0.5}, "got ['beta']"),
+        )
+    ),
     # Features.
     (
-        {Z: {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-        f"{Z}.offload_optimizer.super_offload",
+        {".stage": 3, f"{OPTIMIZER}.device": "cpu", f"{OPTIMIZER}.super_offload": True},
+        f"{Z}{OPTIMIZER}.super_offload",
         "expected false",
     ),
-    (
-        {Z: {"stage": 3, "offload_param": DISK}, "aio": {"use_gds": True}},
-        "aio.use_gds",
-        "GPUDirect",
-    ),
-    ({Z: {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}, f"{Z}.zenflow", "expected nothing"),
-    (
-        {
-            Z: {
-                "stage": 3,
-                "offload_optimizer": DISK,
-                "save_muon_momentum_buffer_in_memory": True,
-            }
-        },
-        f"{Z}.save_muon_momentum_buffer_in_memory",
-        "expected false",
-    ),
-    ({"elasticity": {"enabled": True}}, "elasticity", "set the batch sizes"),
-    ({"amp": {"enabled": True}}, "amp", "torch_autocast"),
-    ({"compile": {"deepcompile": True}}, "compile", "torch.compile"),
-    ({"sparse_attention": {"mode": "dense"}}, "sparse_attention", "expected nothing"),
+    (PARAMS_ON_DISK | {"aio.use_gds": True}, "aio.use_gds", "GPUDirect"),
+    ({".stage": 3, ".zenflow": {"topk_ratio": 0.1}}, f"{Z}.zenflow", "expected nothing"),
+    ({"elasticity.enabled": True}, "elasticity", "set the batch sizes"),
+    ({"compile.deepcompile": True}, "compile", "torch.compile"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("raw", "path", "part"), WRONG, ids=[f"{i}-{path}" for i, (_, path, _) in enumerate(WRONG)]
+    ("keys", "path", "part"), WRONG, ids=[f"{i}-{path}" for i, (_, path, _) in enumerate(WRONG)]
 )
 def test_a_wrong_file_says_which_key_and_what_instead(
-    raw: dict[str, Any], path: str, part: str
+    nested, keys: dict[str, Any], path: str, part: str
 ) -> None:
     """A traceback from inside says nothing to who wrote the file."""
-    with warnings.catch_warnings(), pytest.raises(ConfigError) as caught:
-        warnings.simplefilter("ignore")
-        EngineConfig.from_deepspeed({"train_batch_size": 8, **raw})
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_deepspeed({"train_batch_size": 8, **nested(keys)})
 
     message = str(caught.value)
     assert message.startswith(path)
     assert part in message
     assert "expected" in message
+
+
+def test_what_concerns_the_whole_file_is_said() -> None:
+    """A plain loop's file is checked whole, too: what it would ignore in silence is asked for."""
+    for name in ("fp16.enabled", 3):
+        with pytest.raises(ConfigError, match=f"^{name}: .*nested objects"):
+            EngineConfig.from_deepspeed({"train_batch_size": 8, name: True})
+    with pytest.raises(ConfigError, match=r"^train_batch_size: .*train_micro_batch_size_per_gpu"):
+        EngineConfig.from_deepspeed({"gradient_accumulation_steps": 2})
+    with pytest.raises(ConfigError, match=r"^elasticity: "):
+        ZeroConfig.from_deepspeed({"elasticity": {"enabled": True}})
+    for source in (None, 3, b"{}", [("stage", 1)]):
+        with pytest.raises(ConfigError, match="expected a dict, the path"):
+            EngineConfig.from_deepspeed(source)  # type: ignore[arg-type]
+    for world_size in (0, True, 2.0, None):
+        with pytest.raises(ConfigError, match="world_size"):
+            EngineConfig.from_deepspeed({"train_batch_size": 8}, world_size=world_size)  # type: ignore[arg-type]
 
 
 def _keys_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -254,12 +223,6 @@ def test_a_slip_of_the_pen_is_met_in_its_own_section() -> None:
     assert checked > 100
 
 
-def test_a_batch_size_is_asked_for() -> None:
-    """Accumulation steps alone do not say how large a batch is."""
-    with pytest.raises(ConfigError, match=r"^train_batch_size: .*train_micro_batch_size_per_gpu"):
-        EngineConfig.from_deepspeed({"gradient_accumulation_steps": 2})
-
-
 TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and as base64
     "{": (FileError, "ds.json.*expected JSON", "base64 'ew==': expected JSON"),
     "[1]": (FileError, "ds.json.*expected an object", "'WzFd': expected a readable JSON file"),
@@ -271,29 +234,18 @@ TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and 
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_json_object_is_said_with_where_it_came_from(tmp_path: Path, text: str) -> None:
+def test_what_is_no_json_object_is_said_with_where_it_came_from(tmp_path: Path) -> None:
     """Readers keep the last of two values; and what a launcher encoded nobody has seen."""
-    error, of_file, of_base64 = TEXTS[text]
-    path, content = tmp_path / "ds.json", text.encode("latin-1")
-    path.write_bytes(content)
-
-    with pytest.raises(error, match=of_file):
-        EngineConfig.from_deepspeed(path)
-    with pytest.raises(error, match=of_base64):
-        EngineConfig.from_deepspeed(base64.b64encode(content).decode())
+    for text, (error, of_file, of_base64) in TEXTS.items():
+        path, content = tmp_path / "ds.json", text.encode("latin-1")
+        path.write_bytes(content)
+        with pytest.raises(error, match=of_file):
+            EngineConfig.from_deepspeed(path)
+        with pytest.raises(error, match=of_base64):
+            EngineConfig.from_deepspeed(base64.b64encode(content).decode())
     with pytest.raises(FileError, match=r"none\.json.*No such file"):
         ZeroConfig.from_deepspeed(str(tmp_path / "none.json"))
 
-
-@pytest.mark.parametrize("source", [None, 3, b"{}", [("stage", 1)]], ids=repr)
-def test_other_sources_are_refused(source: Any) -> None:
-    """So that a mixed-up argument is found where it was given."""
-    with pytest.raises(ConfigError, match="expected a dict, the path"):
-        EngineConfig.from_deepspeed(source)
-
-
-# Fuzzing -----------------------------------------------------------------------------------------
 
 VALUES: Final = (
     *(None, True, False, 0, 1, 2, 3, -1, 1.5, 1e9, float("inf"), float("nan")),

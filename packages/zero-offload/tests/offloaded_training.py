@@ -43,6 +43,20 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(*layers).to(dtype)
 
 
+def offloaded(
+    folder: Path,
+    optimizer: type[Optimizer] = torch.optim.AdamW,
+    *,
+    home: str = "disk",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """The net and its optimizer, whose state rests there."""
+    model = make_model(dtype)
+    arguments = {"lr": 1e-2, **HOMES[home](folder), **options}
+    return model, OffloadedOptimizer(model.parameters(), optimizer, **arguments)
+
+
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Inputs and targets."""
     generator = torch.Generator().manual_seed(step)

@@ -78,30 +78,44 @@ def _draw(params: list[nn.Parameter], step: int) -> None:
         param.grad = grad.to(param.dtype)
 
 
+def _step_both(step: int, *pairs: tuple[list[nn.Parameter], torch.optim.Optimizer]) -> None:
+    for params, optimizer in pairs:
+        _draw(params, step)
+        optimizer.step()
+
+
+def _assert_close(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("amsgrad", [True, False])
 def test_it_follows_torchs_fused_optimizers(decoupled: bool, amsgrad: bool) -> None:
-    """Users exchange one for the other in the middle of a run."""
+    """Users exchange one for the other in the middle of a run; scalers leave work to the kernel."""
     ours, theirs = _params(torch.float32), _params(torch.float32)
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": amsgrad}
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     one = FusedAdam(ours, decoupled=decoupled, **options)
     other = kind(theirs, fused=True, **options)
-    for step in range(100):
-        for params, optimizer in ((ours, one), (theirs, other)):
-            _draw(params, step)
-            optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for step in range(40):
+        _step_both(step, (ours, one), (theirs, other))
+    _assert_close(ours, theirs)
 
+    for step, found in enumerate((0.0, 1.0, 0.0), 40):
+        for optimizer in (one, other):
+            optimizer.grad_scale = torch.tensor(4.0, device="cuda")  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.tensor(found, device="cuda")  # type: ignore[attr-defined]
+        _step_both(step, (ours, one), (theirs, other))
+    _assert_close(ours, theirs)
+    assert one.state[ours[1]]["step"].item() == 42
+
+    for optimizer in (one, other):
+        del optimizer.grad_scale, optimizer.found_inf
     other.load_state_dict(one.state_dict())
-    for params, optimizer in ((ours, one), (theirs, other)):
-        _draw(params, 100)
-        optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    _step_both(50, (ours, one), (theirs, other))
+    _assert_close(ours, theirs)
 
 
 @pytest.mark.gpu
@@ -126,56 +140,26 @@ def test_masters_are_rounded_into_parameters(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_it_is_unscaled_and_skipped_on_the_device() -> None:
-    """GradScaler and zero's engine leave both to the kernel."""
-    ours, theirs = _params(torch.float32), _params(torch.float32)
-    one, other = FusedAdam(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
-    for step, found in enumerate((0.0, 1.0, 0.0)):
-        for params, optimizer in ((ours, one), (theirs, other)):
-            _draw(params, step)
-            optimizer.grad_scale = torch.tensor(4.0, device="cuda")  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(found, device="cuda")  # type: ignore[attr-defined]
-            optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert one.state[ours[1]]["step"].item() == 2
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_captured_step_goes_on_being_right() -> None:
+def test_a_captured_step_goes_on_being_right_and_a_steady_one_waits_for_nothing() -> None:
     """Graphs replay addresses and constants: what changes must be read on the device."""
     ours, theirs = _params(torch.float32), _params(torch.float32)
     rate = torch.tensor(1e-2, device="cuda")
     one, other = FusedAdam(ours, lr=rate), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
-    for params, optimizer in ((ours, one), (theirs, other)):
-        _draw(params, 0)
-        optimizer.step()
+    _step_both(0, (ours, one), (theirs, other))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    other.step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one.step()
-    for _ in range(3):
+    for turn in range(4):
+        if turn == 3:
+            rate.fill_(1e-3)
+            other.param_groups[0]["lr"] = 1e-3
         graph.replay()
         other.step()
-    rate.fill_(1e-3)
-    other.param_groups[0]["lr"] = 1e-3
-    graph.replay()
-    other.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_steady_step_waits_for_nothing() -> None:
-    """A table that is copied again in each step would be a wait in each step."""
-    ours = _params(torch.float32)
-    optimizer = FusedAdam(ours)
-    _draw(ours, 0)
-    optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    _assert_close(ours, theirs)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from attrs import evolve
-from zero_offload import DiskSettings, DiskStore, StoreError
+from zero_offload import DiskStore
 from zero_offload.testing import SYSTEM
 
 JOB = """
@@ -21,9 +19,8 @@ from zero_offload import DiskStore
 store = DiskStore(sys.argv[1])
 store.write("x", torch.zeros(2**22)).result()
 print(store.folder, flush=True)
-if sys.argv[2] == "writes on":
-    while True:
-        store.write("x", torch.zeros(2**22)).result()
+while len(sys.argv) > 2:
+    store.write("x", torch.zeros(2**22)).result()
 """
 
 
@@ -51,10 +48,9 @@ def test_the_next_job_removes_what_a_killed_one_left(
         assert list(left.iterdir())  # it lives
         assert store.folder != left
 
-    assert list(left.iterdir())
     process.kill()
     process.wait()
-    assert left.exists()
+    assert list(left.iterdir())
 
     with DiskStore(tmp_path) as store:
         store.write("x", torch.ones(3)).result()
@@ -71,7 +67,7 @@ def test_the_next_job_removes_what_a_killed_one_left(
 @pytest.mark.slow
 def test_a_job_that_ends_leaves_nothing(tmp_path: Path) -> None:
     """Also one that never called close."""
-    command = [sys.executable, "-c", JOB, str(tmp_path), "ends"]
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
@@ -88,27 +84,6 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
         assert store.folder.stat().st_mode & 0o777 == 0o700
         for path in (*store.folder.iterdir(), *tmp_path.glob("*.lock")):
             assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.slow
-def test_jobs_that_start_together_keep_their_folders(tmp_path: Path) -> None:
-    """Eight ranks start at once, and each looks for leftovers while the others make theirs."""
-    settings = DiskSettings(num_workers=1, queue_depth=1, uses_uring=False, is_direct=False)
-    stop = time.monotonic() + 1.0
-
-    def churn(_: int) -> int:
-        count = 0
-        while time.monotonic() < stop:
-            with DiskStore(tmp_path, settings) as store:  # looks for leftovers of others
-                (store.folder / "file").write_text("x")
-                with DiskStore(tmp_path, settings):
-                    assert (store.folder / "file").read_text() == "x"
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(8) as threads:
-        assert min(threads.map(churn, range(8))) > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_was_taken_for_a_leftover_is_made_anew(tmp_path: Path) -> None:
@@ -177,13 +152,4 @@ print(store.read("x", torch.zeros(3)).result().tolist())
 
     assert "child: this DiskStore belongs to process" in done.stdout
     assert "[1.0, 1.0, 1.0]" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_parent_is_told(tmp_path: Path) -> None:
-    """A folder made in its place would fill the disk below an unmounted one."""
-    with pytest.raises(StoreError, match="is it mounted"):
-        DiskStore(tmp_path / "missing")
-
-    assert not (tmp_path / "missing").exists()
     assert list(tmp_path.iterdir()) == []

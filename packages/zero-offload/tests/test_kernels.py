@@ -72,32 +72,20 @@ def _ident(mix: Mix) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", FAST)
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
 @pytest.mark.parametrize("rule", RULES)
-def test_an_instruction_set_changes_no_bit(rule: str, isa: str) -> None:
-    """Ranks on different machines must step alike; whole vectors and their ends as well."""
-    for mix, amsgrad in itertools.product(MIXES, (False, True)):
-        for offset in (0, 1, 3):
-            mine, theirs = (_batch(mix, rule, NUMELS, offset, amsgrad) for _ in range(2))
-            step(mine, RULES[rule], _here(isa))
-            step(theirs, RULES[rule], "scalar")
-
-            _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}, from {offset}")
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_scalar_kernel_is_the_formula(rule: str) -> None:
-    """Without a compiler plain torch steps, and a run may move to a machine that has one."""
-    for mix, amsgrad in itertools.product(MIXES, (False, True)):
-        mine, theirs = (_batch(mix, rule, NUMELS, 1, amsgrad) for _ in range(2))
-        step(mine, RULES[rule], "scalar")
+def test_every_instruction_set_gives_the_bits_of_the_formula(rule: str, isa: str) -> None:
+    """Ranks on different machines must step alike, with a compiler and without; ends as well."""
+    for mix, amsgrad, offset in itertools.product(MIXES, (False, True), (0, 3)):
+        mine, theirs = (_batch(mix, rule, NUMELS, offset, amsgrad) for _ in range(2))
+        step(mine, RULES[rule], _here(isa))
         step(theirs, RULES[rule], None)
 
-        _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}")
+        _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}, from {offset}")
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_a_million_elements_in_threads_are_the_formula(rule: str, isa: str) -> None:
     """Threads take parts that begin anywhere in a list of tensors."""
     mix = Mix(F32, BF16, F32, BF16)
@@ -176,6 +164,7 @@ def test_numbers_at_the_ends_step_as_the_formula_says(rule: str, isa: str) -> No
         _fill(batch, params.clone(), grads.clone(), firsts.clone())
         if RULES[rule].formula == Formula.ADAM:
             batch.tensors["second"].append(firsts.abs())
+            batch.tensors["largest"].append(firsts.abs())  # nan stays nan: amsgrad hides nothing
         batches.append(batch)
     step(batches[0], RULES[rule], _here(isa))
     step(batches[1], RULES[rule], None)
@@ -185,50 +174,25 @@ def test_numbers_at_the_ends_step_as_the_formula_says(rule: str, isa: str) -> No
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_a_largest_moment_that_is_nan_stays_nan(isa: str) -> None:
-    """Else amsgrad would hide a broken gradient that torch shows."""
-    nan, inf = float("nan"), float("inf")
-    batch = _batch(Mix(F32, F32, F32, None), "adamw", (4 * 16,), 0, amsgrad=True)
-    batch.tensors["largest"][0][:] = torch.tensor([nan, 1.0, inf, 0.0]).repeat(16)
-    batch.tensors["grad"][0][:] = torch.tensor([1.0, nan, 1.0, -0.0]).repeat(16)
-    step(batch, RULES["adamw"], _here(isa))
-
-    expected = torch.tensor([True, True, False, False]).repeat(16)
-    assert torch.equal(batch.tensors["largest"][0].isnan(), expected)
-
-
-@pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_the_callers_floating_point_settings_change_no_bit(isa: str) -> None:
-    """Threads differ in whether they flush subnormals, and who steps what must not matter."""
+def test_a_step_and_the_callers_floating_point_settings_leave_each_other(isa: str) -> None:
+    """Threads differ in whether they flush subnormals; users' own code runs on the same thread."""
     mine, theirs = (_batch(Mix(F32, F32, F32, None), "adamw", (99,), 0, False) for _ in range(2))
     for batch in (mine, theirs):
         batch.tensors["first"][0].mul_(1e-39)
         batch.tensors["grad"][0].zero_()
+    tiny = torch.tensor([1e-39])
     try:
         torch.set_flush_denormal(True)
         step(mine, RULES["adamw"], _here(isa))
+        after = (tiny * 0.5).item()
     finally:
         torch.set_flush_denormal(False)
     step(theirs, RULES["adamw"], _here(isa))
 
-    assert mine.tensors["first"][0].any()
-    _assert_same_bits(mine, theirs, isa)
-
-
-@pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_a_step_leaves_the_callers_floating_point_settings(isa: str) -> None:
-    """What the user's own code computes afterwards, on the same thread, is no business of ours."""
-    tiny = torch.tensor([1e-39])
-    try:
-        torch.set_flush_denormal(True)
-        batch = _batch(Mix(F32, F32, F32, None), "adamw", (99,), 0, amsgrad=False)
-        step(batch, RULES["adamw"], _here(isa))
-        after = (tiny * 0.5).item()
-    finally:
-        torch.set_flush_denormal(False)
-
     assert after == 0.0
     assert (tiny * 0.5).item() > 0.0
+    assert mine.tensors["first"][0].any()
+    _assert_same_bits(mine, theirs, isa)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,57 +49,3 @@ def test_an_optimizer_without_state_takes_no_memory() -> None:
     offloaded = OffloadedOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1)
 
     assert offloaded.footprint.host_bytes == 0
-
-
-@pytest.mark.slow
-def test_the_process_grows_by_the_footprint_within_two_percent(tmp_path: Path) -> None:
-    """What the accounts say is worth nothing if copies lie elsewhere."""
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-    assert found.returncode == 0, found.stderr
-    grown, planned = map(int, found.stdout.split())
-    assert abs(grown - planned) <= 0.02 * planned, (grown, planned)
-
-
-SCRIPT = """
-import gc, mmap, sys, torch, ctypes
-from torch import nn
-from zero_offload import OffloadedOptimizer
-
-def resident():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
-
-def stepped(optimizer, model):
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.1)
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-def make(numel, cut):
-    model = nn.ParameterList([torch.zeros(numel) for _ in range(4)])
-    kind = dict(state="disk", path=sys.argv[1], fraction={"host": 0.5}, subgroup_bytes=cut,
-                small_bytes=0)
-    return model, kind
-
-model, kind = make(100_000, 200_000)  # what is loaded on first use is loaded
-warm = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **kind)
-stepped(warm, model)
-warm.close()
-del warm
-model, kind = make(4_000_000, 12_000_000)
-before = resident()
-optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **kind)
-stepped(optimizer, model)
-print(resident() - before, optimizer.footprint.host_bytes)
-"""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_training import HOMES, assert_equal, make_model, train
+from offloaded_training import HOMES, assert_equal, make_model, offloaded, train
 from torch.optim import Optimizer
 from zero_offload import CPUAdam, OffloadedOptimizer
 
@@ -54,23 +54,16 @@ def test_resumed_is_as_never_stopped_to_the_bit(
     optimizer: type[Optimizer], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Masters included: a resumed run is compared with the first one's curve."""
-    whole, first, second = (make_model(dtype) for _ in range(3))
-
-    def offloaded(model: torch.nn.Module, home: str) -> OffloadedOptimizer:
-        return OffloadedOptimizer(model.parameters(), optimizer, lr=0.01, **HOMES[home](tmp_path))
-
-    never_stopped = offloaded(whole, "disk")
+    whole, never_stopped = offloaded(tmp_path, optimizer, dtype=dtype)
     train(whole, never_stopped, steps=range(3))
     expected = train(whole, never_stopped, steps=range(3, 6))
 
-    before = offloaded(first, "shared")
+    first, before = offloaded(tmp_path, optimizer, dtype=dtype, home="shared")
     train(first, before, steps=range(3))
+    second, after = offloaded(tmp_path, optimizer, dtype=dtype, home="host")
     second.load_state_dict(first.state_dict())
-    after = offloaded(second, "host")
     after.load_state_dict(before.state_dict())
-    actual = train(second, after, steps=range(3, 6))
-
-    assert_equal(actual, expected)
+    assert_equal(train(second, after, steps=range(3, 6)), expected)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adamax])
@@ -78,71 +71,61 @@ def test_a_16_bit_checkpoint_of_torch_gets_masters_from_its_parameters(
     optimizer: type[Optimizer], tmp_path: Path
 ) -> None:
     """Torch keeps none; the values to go on from are those of the model."""
-    model = make_model(torch.bfloat16)
+    model, stepped = offloaded(tmp_path, optimizer, dtype=torch.bfloat16)
     plain = optimizer(model.parameters(), lr=1e-2)
     train(model, plain, steps=range(2))
-    offloaded = OffloadedOptimizer(
-        model.parameters(), optimizer, lr=1e-2, **HOMES["disk"](tmp_path)
-    )
 
-    offloaded.load_state_dict(plain.state_dict())
+    stepped.load_state_dict(plain.state_dict())
     before = [param.detach().float() for param in model.parameters()]
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    offloaded.param_groups[0]["lr"] = 0.0
-    offloaded.step()
+    stepped.param_groups[0]["lr"] = 0.0
+    stepped.step()
 
-    masters = [offloaded.state[param]["master"] for param in model.parameters()]
+    masters = [stepped.state[param]["master"] for param in model.parameters()]
     torch.testing.assert_close(masters, before, rtol=0, atol=0)
 
 
 def test_one_parameters_state_is_read_and_written_where_it_rests(tmp_path: Path) -> None:
     """Surgery on a state, resetting one layer's say, needs no checkpoint."""
-    model = make_model()
-    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **HOMES["disk"](tmp_path))
-    train(model, offloaded, steps=range(2))
+    model, stepped = offloaded(tmp_path)
+    train(model, stepped, steps=range(2))
     weight, other = model[2].weight, model[0].weight
-    unchanged = offloaded.state[other]
+    unchanged = stepped.state[other]
     value = torch.arange(weight.numel(), dtype=torch.float64).view(weight.shape)
 
-    offloaded.write_state({weight: offloaded.state[weight] | {"exp_avg": value}})
+    stepped.write_state({weight: stepped.state[weight] | {"exp_avg": value}})
 
-    torch.testing.assert_close(offloaded.state[weight]["exp_avg"], value.float())
-    torch.testing.assert_close(offloaded.state[other], unchanged, rtol=0, atol=0)
-    assert len(offloaded.state) == 6
-    offloaded.write_state({weight: {}})
-    assert weight not in offloaded.state
+    torch.testing.assert_close(stepped.state[weight]["exp_avg"], value.float())
+    torch.testing.assert_close(stepped.state[other], unchanged, rtol=0, atol=0)
+    assert len(stepped.state) == 6
+    stepped.write_state({weight: {}})
+    assert weight not in stepped.state
     with pytest.raises(TypeError):
-        offloaded.state[weight] = {}  # a copy would be written to, and nothing changed
+        stepped.state[weight] = {}  # a copy would be written to, and nothing changed
 
 
 def test_masters_follow_parameters_that_were_loaded_when_told(tmp_path: Path) -> None:
     """Else the next step quietly puts the old weights back."""
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
-    offloaded = OffloadedOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=0.0, **HOMES["disk"](tmp_path)
-    )
-    train(model, offloaded, steps=range(1))
-    with torch.no_grad():
-        for param in other.parameters():
-            param.add_(1)
-    model.load_state_dict(other.state_dict())
+    model, stepped = offloaded(tmp_path, dtype=torch.bfloat16, lr=0.0)
+    train(model, stepped, steps=range(1))
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
 
-    offloaded.refresh_masters()
-    train(model, offloaded, steps=range(1))
+    stepped.refresh_masters()
+    train(model, stepped, steps=range(1))
 
-    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.state_dict()), other, rtol=0, atol=0)
 
 
 def test_a_state_dict_of_other_groups_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     """As torch does: half a load is worse than none."""
-    model = make_model()
-    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **HOMES["disk"](tmp_path))
-    train(model, offloaded, steps=range(2))
-    before = copy.deepcopy(offloaded.state_dict())
+    model, stepped = offloaded(tmp_path)
+    train(model, stepped, steps=range(2))
+    before = copy.deepcopy(stepped.state_dict())
     other = torch.optim.AdamW(list(model.parameters())[:2]).state_dict()
 
     with pytest.raises(ValueError, match="doesn't match the size"):
-        offloaded.load_state_dict(other)
+        stepped.load_state_dict(other)
 
-    torch.testing.assert_close(offloaded.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(stepped.state_dict(), before, rtol=0, atol=0)

@@ -151,34 +151,30 @@ def test_threads_share_a_store(store: AbstractStore) -> None:
         assert all(threads.map(work, range(6)))
 
 
-def test_a_key_never_written_is_named(store: AbstractStore) -> None:
-    """The reader's mistake, or a swap that failed: either way the key is what to look for."""
+def test_what_would_be_half_a_value_or_none_is_refused_by_name(store: AbstractStore) -> None:
+    """It would train on with noise; and the key is what to look for after a swap that failed."""
     store.allocate({"reserved": 64})
-
-    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
-        store.read("nowhere", torch.empty(4)).result()
-    with pytest.raises(StoreError, match=r"'reserved'.*never written"):
-        store.read("reserved", torch.empty(16)).result()
-    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
-        store.delete("nowhere")
-    with pytest.raises(StoreError, match="'reserved' is allocated already"):
-        store.allocate({"other": 1, "reserved": 64})
-
-    assert store.sizes() == {"reserved": 64}
-
-
-def test_a_wrong_tensor_is_refused(store: AbstractStore) -> None:
-    """Half a value, or one read as another dtype, would train on with noise."""
     store.write("x", torch.zeros(8)).result()
-
-    with pytest.raises(StoreError, match=r"'x' holds 8 elements of torch.float32.*read into 4"):
-        store.read("x", torch.empty(4)).result()
-    with pytest.raises(StoreError, match=r"8 elements of torch.float32.*torch\.int32"):
-        store.read("x", torch.empty(8, dtype=torch.int32)).result()
-    with pytest.raises(StoreError, match="contiguous"):
-        store.write("x", torch.zeros(4, 4).t()).result()
-    with pytest.raises(StoreError, match="empty"):
-        store.write("", torch.zeros(1)).result()
+    before = store.sizes()
+    for use, words in (
+        (lambda: store.read("nowhere", torch.empty(4)).result(), r"'nowhere'.*never written"),
+        (lambda: store.read("reserved", torch.empty(16)).result(), r"'reserved'.*never written"),
+        (lambda: store.delete("nowhere"), r"'nowhere'.*never written"),
+        (lambda: store.allocate({"other": 1, "reserved": 64}), "'reserved' is allocated already"),
+        (
+            lambda: store.read("x", torch.empty(4)).result(),
+            r"'x' holds 8 elements of torch.float32.*read into 4",
+        ),
+        (
+            lambda: store.read("x", torch.empty(8, dtype=torch.int32)).result(),
+            r"8 elements of torch.float32.*torch\.int32",
+        ),
+        (lambda: store.write("x", torch.zeros(4, 4).t()).result(), "contiguous"),
+        (lambda: store.write("", torch.zeros(1)).result(), "empty"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            use()
+    assert store.sizes() == before
 
 
 def test_a_closed_store_says_so(store: AbstractStore) -> None:
@@ -210,9 +206,6 @@ def test_a_done_future_holds_nothing(store: AbstractStore) -> None:
     assert storage() is None
 
 
-# ---- Tuning ----
-
-
 def test_tune_prints_a_table_and_returns_its_first_row(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +231,9 @@ def test_tune_prints_a_table_and_returns_its_first_row(
         store.write("x", torch.zeros(3)).result()
 
 
-def test_a_place_that_is_none_is_told(tmp_path: Path) -> None:
-    """Usually the disk is not mounted."""
-    with pytest.raises(StoreError, match="no folder"):
-        tune(tmp_path / "missing")
+@pytest.mark.parametrize("use", [tune, DiskStore])
+def test_a_place_that_is_none_is_told(tmp_path: Path, use: Callable[[Path], object]) -> None:
+    """A folder made in its place would fill the disk below an unmounted one."""
+    with pytest.raises(StoreError, match=r"no folder.*is it mounted"):
+        use(tmp_path / "missing")
+    assert list(tmp_path.iterdir()) == []

@@ -49,13 +49,13 @@ def _plan(rng: np.random.Generator, items: list[Item]) -> tuple[tuple[SubGroup, 
     return plan_subgroups(items, shares), shares.subgroup_bytes
 
 
-def test_every_element_has_one_place_and_pieces_keep_their_order() -> None:
-    """Else an element is stepped twice, or never."""
+def test_every_element_has_one_place_and_entries_lie_apart_in_bounded_subgroups() -> None:
+    """Else an element is stepped twice or never; and three slots are all the memory there is."""
     for seed in range(100):
         rng = np.random.default_rng(seed)
         items = _random_items(rng)
 
-        groups, _ = _plan(rng, items)
+        groups, subgroup_bytes = _plan(rng, items)
 
         pieces = [piece for group in groups for piece in group.pieces]
         for index, item in enumerate(items):
@@ -63,25 +63,15 @@ def test_every_element_has_one_place_and_pieces_keep_their_order() -> None:
             assert [piece.start for piece in own] == [0, *(piece.stop for piece in own[:-1])]
             assert own[-1].stop == item.numel
             assert len(own) == 1 or item.is_divisible
-
-
-def test_entries_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size() -> None:
-    """Three slots of that size are all the memory there is; what overlaps is overwritten."""
-    for seed in range(100):
-        rng = np.random.default_rng(seed)
-        items = _random_items(rng)
-
-        groups, subgroup_bytes = _plan(rng, items)
-
         for group in groups:
             end = 0
             for entry in group.entries:
                 assert entry.offset_bytes >= end
                 assert entry.offset_bytes % ALIGN_BYTES == 0
                 end = entry.offset_bytes + entry.numel * entry.dtype.itemsize
-            is_on_disk = group.residence is Residence.DISK
-            assert end <= group.nbytes < end + (PAGE_BYTES if is_on_disk else ALIGN_BYTES)
-            assert group.nbytes % (PAGE_BYTES if is_on_disk else ALIGN_BYTES) == 0
+            unit = PAGE_BYTES if group.residence is Residence.DISK else ALIGN_BYTES
+            assert end <= group.nbytes < end + unit
+            assert group.nbytes % unit == 0
             least = max(items[p.item].nbytes(min(CUT_NUMEL, p.numel)) for p in group.pieces)
             full = [piece for piece in group.pieces if piece.numel]
             is_alone = len(full) == 1 and not items[full[0].item].is_divisible

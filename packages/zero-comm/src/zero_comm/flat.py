@@ -9,6 +9,7 @@ only nccl, which documents no order, is free of that promise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ from zero_comm.codecs.codec import AbstractCodec, check_encodable
 from .errors import GroupMismatchError
 from .group import Group
 from .handle import Handle, Message
+from .torch_private import is_profiled, unrecorded
 from .transport import (
     Reduction,
     begin,
@@ -346,7 +348,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
         return Handle(lambda _: buffer)
     launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
     wire = buffer.view(torch.uint8)  # gloo knows few dtypes
-    work = dist.broadcast(wire, group.global_rank(src), group=group.process_group, async_op=True)
+    send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
+    work = send(wire, group.global_rank(src), group=group.process_group, async_op=True)
     # gloo's tree: all comes from `src`, which sends to the rank after it first.
     peer = src if group.rank != src else (src + 1) % group.world_size
     return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))

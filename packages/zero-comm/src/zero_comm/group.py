@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 follow_environment()
 _LOG: Final = logging.getLogger("zero_comm")
+_RECORDERS: Final[WeakKeyDictionary[Any, list[Traffic]]] = WeakKeyDictionary()  # by process group
 
 
 @frozen
@@ -148,7 +150,8 @@ class Group:
         group = cls(process_group, rank, world_size, where, backend, peers, watch, transport)
         _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)
         purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
-        return evolve(group, purposes=purposes, nodes=nodes)
+        recorders = _RECORDERS.setdefault(process_group, [])  # whoever wraps it counts the same
+        return evolve(group, purposes=purposes, nodes=nodes, recorders=recorders)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
@@ -233,6 +236,9 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
 @contextmanager
 def record_traffic(group: Group) -> Iterator[Traffic]:
     """Count every collective of `group` launched inside the context. Local.
+
+    It is that of all who wrap the same ProcessGroup: a model that was sharded without `group=`
+    communicates over the job's, which is `init()`.
 
     What counts is what an algorithm that sends each element once to each rank that needs it sends
     from this rank: (N-1) shards for an all-gather, all but the own shard for a reduce-scatter, the

@@ -159,8 +159,8 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         raise StateError(
-            f"{name} was called on the gradient of a parameter whose "
-            "gradient is sharded: after backward at stages 1 to 3 it rests in "
+            f"{name} was called on the gradient of a parameter whose gradient is sharded: at "
+            "stages 1 to 3 backward reduces it, and when that has ended it rests in "
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
             "zero_engine.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, value); to "
             "drop it, optimizer.zero_grad()."

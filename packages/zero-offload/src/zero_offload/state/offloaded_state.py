@@ -334,6 +334,7 @@ class OffloadedState:
 
         Raises:
             StoreError: A read failed; all is as it was.
+            TornStepError: The last step could not be written.
         """
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         read = methodcaller("read_into", wanted, names)
@@ -407,11 +408,12 @@ class OffloadedState:
             if at_end is not None:
                 at_end()
         except BaseException as error:
-            at = k if self._window.failed is None else self._window.failed
             self._come_to_rest()
-            if not writes or not (has_begun or self._window.failed is not None):
+            failed = self._window.failed  # a write, maybe of the step before
+            if failed is None and not (writes and has_begun):
                 raise
-            torn = self._tear(what, at, error)
+            at = k if failed is None else failed
+            torn = self._tear(what if writes else "writing state", at, error)
             if isinstance(error, Exception):
                 raise torn from error
             raise

@@ -380,7 +380,7 @@ class BufferGradients:
         if piece is not None:
             part.copy_(value.reshape(-1)[piece.in_tensor.as_slice()].view(part.shape))
         self.targets[position].grad = part
-        self._guard((position,))
+        self.guard((position,))
 
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
@@ -446,9 +446,10 @@ class BufferGradients:
             has_gradient = self.filled | {
                 position for position, param in enumerate(self.targets) if param.grad is not None
             }
-        self._guard(has_gradient)
+        self.guard(has_gradient)
 
-    def _guard(self, positions: Iterable[int]) -> None:
+    def guard(self, positions: Iterable[int]) -> None:
+        """Put our stand-ins where these gradients were."""
         for position in positions:
             self.buffer.params[position].grad = self.buffer.guards[position]
             self.guarded.add(position)

@@ -231,12 +231,15 @@ def arrival_hook(
     position: int,
     *,
     is_large: bool,
+    num_before: int,
 ) -> Callable[[Tensor], None]:
     """What to call when autograd has put a parameter's gradient into `param.grad`.
 
     Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
     model that is deleted would never be freed. It is the one piece of ours that runs for each
     parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
+    Of such hooks there were `num_before` already. Those that follow find no gradient that is this
+    rank's alone, but a guard: an optimizer that steps in backward, say.
     """
     whole = ShardState.UNSHARDED
 
@@ -251,8 +254,11 @@ def arrival_hook(
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)
-        if is_large or len(waiting) >= gradients.room:
+        is_followed = len(param._post_accumulate_grad_hooks) > num_before + 1  # type: ignore[attr-defined]
+        if is_large or is_followed or len(waiting) >= gradients.room:
             sharded.reducer.collect(gradients)
+        if is_followed and gradients.shards_state:
+            gradients.guard((position,))
 
     return arrive
 
@@ -390,7 +396,11 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
             arrive = arrival_hook(
-                ref(sharded), ref(gradients), position, is_large=param.nbytes > SMALL_BYTES
+                ref(sharded),
+                ref(gradients),
+                position,
+                is_large=param.nbytes > SMALL_BYTES,
+                num_before=len(param._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
             )
             handle = param.register_post_accumulate_grad_hook(arrive)
             sharded.removers.append(handle.remove)
