@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,43 +116,6 @@ def test_a_delayed_update_is_gathered_when_it_is_brought_in(group: Group, is_bf1
 
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.trained, expected.trained))
-
-
-class LooksAhead(torch.optim.Optimizer):
-    """Takes the gradient aside, and steps from where it was."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-        """With two evaluations."""
-        params = self.param_groups[0]["params"]
-        before = [param.clone() for param in params]
-        with torch.enable_grad():
-            loss = closure()
-        for param in params:
-            param.add_(param.grad, alpha=0.5)
-        with torch.enable_grad():
-            closure()
-        for param, value in zip(params, before, strict=True):
-            param.copy_(value).add_(param.grad, alpha=-0.05)
-        return loss
-
-
-def test_a_closure_computes_with_what_its_weights_decode_to(group: Group) -> None:
-    """What the optimizer writes between evaluations is gathered as what it writes last is."""
-    losses: dict[int, list[float]] = {}
-    for stage in (3, 1, 2):
-        model = parity.build(Trained)
-        optimizer = LooksAhead(model.parameters(), {})
-        zero_engine.shard(model, optimizer, ZeroConfig(stage, wire=CODED), group=group)
-
-        def evaluate(step: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
-            loss.backward()
-            return loss
-
-        losses[stage] = [optimizer.step(partial(evaluate, n)).item() for n in range(3)]
-    assert losses[1] == losses[2] == losses[3]
 
 
 @BOTH_PRECISIONS

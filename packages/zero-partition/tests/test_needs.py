@@ -193,6 +193,8 @@ def test_a_chain_steps_as_its_optimizers_do() -> None:
 
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
     assert len(chain.state) == 4
+    cuts = choose_cuts(model, chain, None)
+    assert [str(cuts[id(param)]) for param in model.parameters()] == ["tensor", "flat"] * 2
 
 
 def test_a_chain_is_stepped_as_a_whole() -> None:
@@ -210,15 +212,6 @@ def test_a_chain_is_stepped_as_a_whole() -> None:
         ChainedOptimizer(muon, torch.optim.SGD(muon.param_groups[0]["params"], lr=0.1))
     with pytest.raises(PartitionError, match=r"expected one or more torch optimizers, got \[\]"):
         ChainedOptimizer()
-
-
-def test_each_member_of_a_chain_gets_the_cut_it_needs() -> None:
-    """Muon's matrices stay whole; AdamW's vectors may be cut anywhere."""
-    model, muon, adamw = _pair()
-    cuts = choose_cuts(model, ChainedOptimizer(muon, adamw), None)
-
-    for param in model.parameters():
-        assert cuts[id(param)] == (Cut.TENSOR if param.dim() == 2 else Cut.FLAT)
 
 
 # ---- Who decides ----
