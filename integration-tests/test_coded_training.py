@@ -150,22 +150,19 @@ def _train_all(group: Group) -> list[float]:
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = b"".join(module.read_bytes() for module in modules)
     encoded = {"params": "int8", "gradients": "int4", "levels": 2}
-    wires = (Wire(), Wire(**encoded), Wire(**encoded, loco=Loco()))
-    found = [_train(group, text, wire) for wire in wires]
-    everyone = all_gather_json(found, group=group)
-    return [sum(of_wire) / group.world_size for of_wire in zip(*everyone, strict=True)]
-
-
-def _train(group: Group, text: bytes, wire: Wire) -> float:
-    model = parity.build(next_byte)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, wire=wire), group=group)
-    losses = []
-    for step in range(NUM_STEPS):
-        rng = random.Random(f"{step}/{group.rank}")
-        starts = [rng.randrange(len(text) - CONTEXT - 1) for _ in range(64)]
-        tokens = torch.tensor([list(text[start : start + CONTEXT + 1]) for start in starts])
-        loss = F.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])
-        losses.append(loss.item())
-        parity.finish_step(loss, optimizer)
-    return sum(losses[-LAST:]) / LAST
+    found = []
+    for wire in (Wire(), Wire(**encoded), Wire(**encoded, loco=Loco())):
+        model = parity.build(next_byte)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, wire=wire), group=group)
+        losses = []
+        for step in range(NUM_STEPS):
+            rng = random.Random(f"{step}/{group.rank}")
+            starts = [rng.randrange(len(text) - CONTEXT - 1) for _ in range(64)]
+            tokens = torch.tensor([list(text[start : start + CONTEXT + 1]) for start in starts])
+            loss = F.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])
+            losses.append(loss.item())
+            parity.finish_step(loss, optimizer)
+        every = all_gather_json(sum(losses[-LAST:]) / LAST, group=group)
+        found.append(sum(every) / group.world_size)
+    return found

@@ -234,3 +234,13 @@ def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group() -> N
     assert cuts_of({"0.weight": "row", "*.weight": "tensor"}) == ["row", "flat", "tensor", "flat"]
     assert cuts_of(by_dims) == ["row", "flat", "flat", "flat"]
     assert cuts_of({"0.*": "row"}, *["tensor"] * 3) == ["row", "row", "tensor", "flat"]
+    for choice, of_groups, says in (
+        (
+            {"layers.*": "row"},
+            (),
+            r"cut: 'layers\.\*' matches no parameter; see model\.named_param",
+        ),
+        (None, ("whole",), "'cut' in param group 0 of the SGD: expected a Cut, or 'flat'"),
+    ):
+        with pytest.raises(PartitionError, match=says):
+            cuts_of(choice, *of_groups)
