@@ -346,7 +346,13 @@ def _recomputed_in_recomputed(use_reentrant: bool) -> nn.Module:
     return _tanh_blocks(run=run)
 
 
+def _each_twice() -> nn.Module:
+    first, second = _tanh(), _tanh()
+    return nn.Sequential(first, nn.Sequential(second, first), second, nn.Sequential(first, first))
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
+    "each-block-twice": _each_twice,  # and so under two names
     "weight-norm": lambda: _tanh_blocks(lambda: parametrizations.weight_norm(_linear())),
     "spectral-norm": lambda: _tanh_blocks(lambda: parametrizations.spectral_norm(_linear())),
     "orthogonal": lambda: _tanh_blocks(lambda: parametrizations.orthogonal(_linear())),

@@ -57,7 +57,7 @@ def distribute(
     """Move parameters into flat buffers, unit by unit, with the values of rank 0. Collective."""
     routes, wire = residence.routes, config.wire
     params = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     buffers = [buffer for _, buffer in model.named_buffers()]
     dense = [buffer.contiguous() for buffer in buffers]
     broadcast_coalesced(dense, group=routes.whole).wait()
@@ -80,7 +80,7 @@ def distribute(
             )
             for buffer_plan in plan.buffers
         )
-        owners = tuple(
+        owners = dict.fromkeys(  # a module with several names is one
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
             for buffer_index, buffer_plan in enumerate(plan.buffers)
             for position, param in enumerate(buffer_plan.params)
@@ -98,7 +98,7 @@ def distribute(
                 routes.shards,
                 placement,
                 flat_buffers,
-                owners,
+                tuple(owners),
                 codec=wire.params if is_encoded else None,
                 secondary=secondary,
             )

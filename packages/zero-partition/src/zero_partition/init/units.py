@@ -104,13 +104,14 @@ def choose_units(
     ModuleList, is no unit, and nothing inside it is.
     """
     chosen: list[str] = []
+    first = {module: name for name, module in model.named_modules()}  # of those in several places
 
     def visit(module: nn.Module, name: str) -> None:
         has_blocks = _is_repeated(module)
         may_keep_blocks = has_blocks and _bytes_of(module) <= max_unit_bytes
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            if not any(True for _ in child.parameters()):
+            if first[child] != path or not any(True for _ in child.parameters()):
                 continue
             if child in _LEAVES:
                 if _has_forward(child):  # else it stays, whole, with what encloses it
@@ -169,7 +170,8 @@ def plan_units(
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
     A parameter belongs to the innermost chosen module that contains all modules that own it: tied
-    parameters of different units end up with what encloses both.
+    parameters of different units end up with what encloses both. A unit in several places has what
+    is in it.
 
     Args:
         model: Its parameters must be dense and contiguous.
@@ -200,10 +202,11 @@ def plan_units(
     # Small ones first: what is reduced last, unless the model's own order says otherwise.
     members: dict[str, list[nn.Parameter]] = {name: [] for name in (_SMALL, "", *unit_names)}
     names = _names_of(model)
+    places = dict(model.named_modules(remove_duplicate=False))
     for param, param_names in names.items():
         if not (may_be_meta and param.is_meta):
             check_parameter(param, param_names[0])
-        home = _SMALL if id(param) in small else _innermost(param_names, members)
+        home = _SMALL if id(param) in small else _home(param_names, members, places)
         members[home].append(param)
     _check_storages(names)
     used = [name for name, params in members.items() if params]
@@ -268,6 +271,16 @@ def _check_storages(names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
                 "storage; tie them by assigning the same Parameter to both modules, or give each "
                 "its own memory with param.data = param.data.clone()"
             )
+
+
+def _home(names: Sequence[str], units: Container[str], places: Mapping[str, nn.Module]) -> str:
+    home = _innermost(names[:1], units)
+    if len(names) == 1:
+        return home
+    inside = names[0].removeprefix(home)
+    places_of_home = {name for name, module in places.items() if module is places[home]}
+    is_always_there = all(name.removesuffix(inside) in places_of_home for name in names)
+    return home if is_always_there else _innermost(names, units)
 
 
 def _innermost(param_names: Sequence[str], units: Container[str]) -> str:
