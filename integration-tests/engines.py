@@ -31,16 +31,19 @@ def engine_config(
 
 
 def build_engine(
-    group: Group, config: EngineConfig, make: Callable[[], nn.Module] = parity.tiny_float32
+    group: Group,
+    config: EngineConfig,
+    make: Callable[[], nn.Module] = parity.tiny_float32,
+    *,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Any = parity.scheduler_for,
 ) -> Engine:
-    """Of the oracle's model, optimizer and scheduler."""
+    """Of the oracle's model, optimizer and scheduler, or of others."""
     model, optimizer = parity.build_with_optimizer(make=make)
+    if optimizer_of is not None:
+        optimizer = optimizer_of(model)
     engine, same, _, scheduler = zero_engine.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=parity.scheduler_for,
-        config=config,
-        group=group,
+        model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=config, group=group
     )
     assert same is optimizer and engine.lr_scheduler is scheduler
     return engine

@@ -124,30 +124,13 @@ def test_a_use_outside_the_unit_sees_the_same_values(group: Group) -> None:
 # ---- The loss on real text, beside that of exact training ----
 
 
-CONTEXT, WIDTH, NUM_STEPS, LAST = 32, 32, 100, 20
+CONTEXT, NUM_STEPS, LAST = 8, 100, 20
 
 
-class GPT(nn.Module):
-    """Bytes in, bytes out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-        self.symbols = nn.Embedding(256, WIDTH)
-        self.places = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, activation="gelu", **options)
-            for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(WIDTH)
-        nn.init.normal_(self.symbols.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        x = self.symbols(tokens) + self.places
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
-        return self.norm(x) @ self.symbols.weight.T
+def next_byte() -> nn.Module:
+    """From those before it."""
+    embed, hidden, out = nn.Embedding(256, 16), nn.Linear(CONTEXT * 16, 128), nn.Linear(128, 256)
+    return nn.Sequential(embed, nn.Flatten(), hidden, nn.GELU(), out)
 
 
 @pytest.mark.slow
@@ -159,7 +142,7 @@ def test_a_hundred_steps_end_near_the_exact_ones(ranks) -> None:
     assert exact < 3.5  # it has learned: 5.5 is chance
     assert abs(plain / exact - 1) < 0.1
     assert abs(loco / exact - 1) < 0.02
-    assert abs(loco - exact) < abs(plain - exact) / 2
+    assert abs(loco - exact) < 0.75 * abs(plain - exact)
 
 
 def _train_all(group: Group) -> list[float]:
@@ -167,22 +150,19 @@ def _train_all(group: Group) -> list[float]:
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = b"".join(module.read_bytes() for module in modules)
     encoded = {"params": "int8", "gradients": "int4", "levels": 2}
-    wires = (Wire(), Wire(**encoded), Wire(**encoded, loco=Loco()))
-    found = [_train(group, text, wire) for wire in wires]
-    everyone = all_gather_json(found, group=group)
-    return [sum(of_wire) / group.world_size for of_wire in zip(*everyone, strict=True)]
-
-
-def _train(group: Group, text: bytes, wire: Wire) -> float:
-    model = parity.build(GPT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, wire=wire), group=group)
-    losses = []
-    for step in range(NUM_STEPS):
-        rng = random.Random(f"{step}/{group.rank}")
-        starts = [rng.randrange(len(text) - CONTEXT - 1) for _ in range(4)]
-        tokens = torch.tensor([list(text[start : start + CONTEXT + 1]) for start in starts])
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        losses.append(loss.item())
-        parity.finish_step(loss, optimizer)
-    return sum(losses[-LAST:]) / LAST
+    found = []
+    for wire in (Wire(), Wire(**encoded), Wire(**encoded, loco=Loco())):
+        model = parity.build(next_byte)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, wire=wire), group=group)
+        losses = []
+        for step in range(NUM_STEPS):
+            rng = random.Random(f"{step}/{group.rank}")
+            starts = [rng.randrange(len(text) - CONTEXT - 1) for _ in range(64)]
+            tokens = torch.tensor([list(text[start : start + CONTEXT + 1]) for start in starts])
+            loss = F.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])
+            losses.append(loss.item())
+            parity.finish_step(loss, optimizer)
+        every = all_gather_json(sum(losses[-LAST:]) / LAST, group=group)
+        found.append(sum(every) / group.world_size)
+    return found

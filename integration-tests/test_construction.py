@@ -29,29 +29,26 @@ from zoo_of_constructors import CONSTRUCTORS, Mlp
 # ---- Values ----
 
 
+TRANSFORMERS = ("gpt2", "t5", "mixtral")  # `post_init()` initialises the children, and ties
+
+
 @pytest.mark.parametrize(
-    ("make", "batch_bytes"),
-    [(make, (600, 0, 2**20)[turn % 3]) for turn, make in enumerate(CONSTRUCTORS)],
+    ("name", "batch_bytes"),
+    [(name, (600, 0, 2**20)[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
 )
+@pytest.mark.ranks(timeout_s=90)
 def test_a_model_built_in_parts_has_the_plain_values(
-    group: Group, make: str, batch_bytes: int
+    group: Group, name: str, batch_bytes: int
 ) -> None:
     """A write that is lost, or a random number drawn elsewhere, is another model."""
-    _build_and_compare(group, CONSTRUCTORS[make], batch_bytes)
+    make = zoo.ZOO[name].make if name in TRANSFORMERS else CONSTRUCTORS[name]
+    _build_and_compare(group, make, batch_bytes)
 
 
 @pytest.mark.ranks(1, 3)
 def test_any_number_of_ranks_builds_the_same(group: Group) -> None:
     """Three divide nothing, and one is not a special case."""
     _build_and_compare(group, CONSTRUCTORS["Tiny"])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
-@pytest.mark.ranks(timeout_s=90)
-def test_models_of_transformers_are_built_in_parts(group: Group, name: str) -> None:
-    """`post_init()` initialises the children of a constructor that is about to end, and ties."""
-    pytest.importorskip("transformers")
-    _build_and_compare(group, zoo.ZOO[name].make)
 
 
 def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes: int = 0) -> None:
@@ -151,9 +148,7 @@ def _fill(module: nn.Module) -> None:
 @needs_high_water
 @pytest.mark.parametrize("route", ["init", "materialise", "load"])
 @pytest.mark.ranks(timeout_s=90)
-def test_the_peak_of_construction_is_a_part_and_one_unit(
-    group: Group, route: str, tmp_path: Path
-) -> None:
+def test_the_peak_is_a_part_and_one_unit(group: Group, route: str, tmp_path: Path) -> None:
     """The reason for all of it: M/N plus the largest unit plus a tenth, shard() included.
 
     Measured by the kernel, which overlooks nothing that libraries and collectives hold.
@@ -255,11 +250,6 @@ def test_nothing_takes_stand_ins_for_weights(group: Group) -> None:
     with zero_engine.Init(group=group):
         assert not torch.isnan(model(torch.ones(8))).any()
         assert not any(torch.isnan(value).any() for value in model.state_dict().values())
-    with (
-        pytest.raises(PartitionError, match=r"shard\(\) was called inside"),
-        zero_engine.Init(group=group),
-    ):
-        zero_engine.shard(model, None, group=group)
     reference = copy.deepcopy(model)
     expected = parity.build(Mlp).state_dict()
     with torch.no_grad():

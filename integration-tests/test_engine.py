@@ -314,14 +314,8 @@ def test_an_engine_answers_what_scripts_ask(monkeypatch, capsys) -> None:
 @pytest.mark.ranks(1)
 def test_a_scheduler_that_needs_a_metric_is_asked_for_before_anything_moves(group: Group) -> None:
     """Its TypeError after the optimizer's step would leave the two apart."""
-    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
-    engine, *_ = zero_engine.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5),
-        config=engine_config(group, 2),
-        group=group,
-    )
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5)
+    engine = build_engine(group, engine_config(group, 2), lr_scheduler=plateau)
     before, (rate,) = weights_of(engine), set(engine.get_lr())
     loss = parity.loss_of(engine, parity.batch(0, 0, 0))
     engine.backward(loss)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import parity
 import pytest
@@ -19,7 +21,6 @@ from training import assert_weights_of
 from zero_comm import Group
 from zero_engine import FileError, Offload
 from zero_partition import LoadError, Precision, StateError
-from zero_partition.seams import find_sharded
 
 BEFORE, AFTER = 3, 3  # steps
 FORMS = {
@@ -177,15 +178,11 @@ def _load_masters(group: Group, folder: str) -> None:
     zero_engine.load_deepspeed(folder, model, optimizer)
 
     expected = dict(_trained()[0].named_parameters())
-    sharded = find_sharded(model)
-    assert sharded is not None
-    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
-        for piece in buffer.pieces:
-            whole = expected[buffer.plan.params[piece.index].name].detach().view(-1)
-            part = whole[piece.in_tensor.as_slice()]
-            assert torch.equal(buffer.shard[piece.in_shard.as_slice()], part.bfloat16())
-            if buffer.plan.trainable:
-                assert torch.equal(buffer.trained[piece.in_shard.as_slice()], part)
+    for name, param in model.named_parameters():
+        assert torch.equal(zero_engine.full_param(param).float(), expected[name]), name
+    with zero_engine.unsharded(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name].bfloat16()), name
 
 
 def test_weights_alone_go_into_a_model_that_is_not_there_yet(ranks, tmp_path: Path) -> None:
@@ -223,39 +220,36 @@ def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
 # ---- What is wrong ----
 
 
-def _spoil(kind: str, path: Path, first: Path, second: Path) -> str:
-    """Returns what is said about it."""
-    match kind:
-        case "a rank's file is missing":
-            second.unlink()
-            return "optimizer states of 2 ranks, got files of 1"
-        case "tensor parallelism":
-            shutil.copy(first, path / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
-            return "mp_rank_01_optim_states.pt, as of tensor"
-        case "two runs":
-            shutil.copy(first, path / f"bf16_{first.name}")
-            return "expected one such file of rank 0"
-        case "cut short":
-            first.write_bytes(first.read_bytes()[:-40])
-            return "zero_pp_rank_0_mp_rank_00_optim_states.pt: expected a whole file"
-        case "no such tag":
-            (path.parent / "latest").write_text(f"../{path.parent.name}")  # which there is
-            return rf"expected a folder '\.\./{path.parent.name}' in it"
-    (path / "mp_rank_00_model_states.pt").unlink()
-    return "file of model states of rank 0"
-
-
-KINDS = ("a rank's file is missing", "tensor parallelism", "two runs", "cut short", "no such tag")
+FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+SPOILT: Final[list[tuple[Callable[[Path], Any], str]]] = [  # what is done to a folder, and said
+    (lambda path: (path / SECOND).unlink(), "optimizer states of 2 ranks, got files of 1"),
+    (
+        lambda path: shutil.copy(path / FIRST, path / FIRST.replace("mp_rank_00", "mp_rank_01")),
+        "mp_rank_01_optim_states.pt, as of tensor",
+    ),
+    (
+        lambda path: shutil.copy(path / FIRST, path / f"bf16_{FIRST}"),
+        "expected one such file of rank 0",
+    ),
+    (lambda path: os.truncate(path / FIRST, 2000), f"{FIRST}: expected a whole file"),
+    (
+        lambda path: (path.parent / "latest").write_text("../0"),  # which there is
+        r"expected a folder '\.\./0' in it",
+    ),
+    (
+        lambda path: (path / "mp_rank_00_model_states.pt").unlink(),
+        "file of model states of rank 0",
+    ),
+]
 
 
 def test_a_folder_that_is_not_whole_is_refused(ranks, tmp_path: Path) -> None:
     """On every rank, in words, with the model as it was."""
     messages = {}
-    for kind in (*KINDS, "no model"):
-        _save(tmp_path / kind, FORMS["1x2"])
-        path = tmp_path / kind / f"global_step{BEFORE}"
-        files = [path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
-        messages[str(tmp_path / kind)] = _spoil(kind, path, *files)
+    for index, (spoil, message) in enumerate(SPOILT):
+        folder = _save(tmp_path / str(index), FORMS["1x2"])
+        spoil(Path(folder) / f"global_step{BEFORE}")
+        messages[folder] = message
 
     ranks(2).run(_refuse, messages=messages)
 

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import attrs
 import parity
 import pytest
 import torch
 import zero_engine
-from engines import assert_weights, engine_config, run_micro_batch, weights_of
+from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import Engine, LossScaleError, ZeroConfig
@@ -114,14 +113,7 @@ def test_gradients_that_are_dropped_take_along_what_was_left_to_the_step(group: 
 
 def _engine(group: Group, *, is_late: bool, stage: int = 2, **options: Any) -> Engine:
     config = engine_config(group, stage, **options)
-    model = parity.build(parity.tiny_float32)
-    engine, *_ = zero_engine.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-        lr_scheduler=parity.scheduler_for,
-        config=config,
-        group=group,
-    )
+    engine = build_engine(group, config, optimizer_of=parity.adamw)
     engine._is_late = is_late  # as on CUDA
     return engine
 
@@ -206,15 +198,8 @@ class _Count:
 @pytest.mark.ranks(1)
 def test_a_scheduler_that_cannot_go_back_makes_the_host_wait(group: Group) -> None:
     """A step that was not may not advance it, whatever it is."""
-    config = attrs.evolve(engine_config(group, 2), loss_scale=DynamicLossScale(initial_power=4))
-    model, count = parity.build(parity.tiny_float32), _Count()
-    engine, *_ = zero_engine.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
-        lr_scheduler=count,
-        config=config,
-        group=group,
-    )
+    config, count = engine_config(group, 2, loss_scale=DynamicLossScale(initial_power=4)), _Count()
+    engine = build_engine(group, config, optimizer_of=parity.adamw, lr_scheduler=count)
     engine._is_late = True
     for step, factor in enumerate((1.0, 1.0, math.inf)):
         run_micro_batch(engine, step, factor=factor)

@@ -39,12 +39,12 @@ def test_evaluation_in_the_middle_of_training_changes_nothing(
         losses = []
         for step in range(NUM_STEPS):
             loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
+            losses.append(loss.item())
             if when == "before-backward":
                 _evaluate_once(model, group)
             loss.backward()
             if when == "before-step":
                 _evaluate_once(model, group)
-            losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
             if when == "between-steps":
@@ -53,13 +53,16 @@ def test_evaluation_in_the_middle_of_training_changes_nothing(
 
 
 def _evaluate_once(model: nn.Module, group: Group) -> None:
+    """By the model and by a part of it, in memory that inference mode made, and in other."""
     model.eval()
-    with torch.no_grad():
-        first = parity.loss_of(model, parity.batch(99, 0, group.rank))
-        second = parity.loss_of(model, parity.batch(99, 0, group.rank))
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            found.append(parity.loss_of(model, parity.batch(99, 0, group.rank)))
+            model.blocks[2](torch.ones(1, parity.WIDTH))
     model.train()
-    assert torch.equal(first, second)
-    assert not torch.isnan(first)
+    assert torch.equal(*found)
+    assert not torch.isnan(found[0])
 
 
 # ---- Exceptions ----
@@ -148,11 +151,13 @@ def _fail_in_backward(model: nn.Module, block: int, group: Group) -> None:
         loss.backward()
 
 
-def test_a_step_on_half_a_backward_is_refused(group: Group) -> None:
+def test_a_step_on_half_a_backward_is_refused_and_so_is_clipping(group: Group) -> None:
     """Some gradients would be this batch's and some would be missing."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     _fail_in_backward(model, 0, group)
 
+    with pytest.raises(StateError, match=r"clip_grad_norm_\(\) after a backward that an exception"):
+        zero_engine.clip_grad_norm_(model, 1.0)
     with pytest.raises(StateError, match=r"Call optimizer\.zero_grad\(\)"):
         optimizer.step()
 
@@ -162,49 +167,34 @@ def test_a_step_on_half_a_backward_is_refused(group: Group) -> None:
 
 @pytest.mark.parametrize(
     ("order", "window", "stages"),
-    parity.in_turn(["first-in-first-out", "last-in-first-out", "summed"], [1, 2, 5])[::2],
+    parity.in_turn(
+        ["first-in-first-out", "last-in-first-out", "summed", "one-graph-twice"], [1, 2, 5]
+    )[::2],
 )
 def test_two_forwards_then_two_backwards(
     group: Group, order: str, window: int, stages: tuple[int, ...]
 ) -> None:
-    """A siamese loss: units must return to their place for each graph."""
+    """A siamese loss: units must return to their place for each graph, and again for a kept one."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for step in range(3):
             pair = [parity.loss_of(model, parity.batch(step, i, group.rank)) for i in range(2)]
             losses += [loss.item() for loss in pair]
-            if order == "summed":
-                pair = [pair[0] + pair[1]]
-            if order == "last-in-first-out":
-                pair.reverse()
+            match order:
+                case "summed":
+                    pair = [pair[0] + pair[1]]
+                case "last-in-first-out":
+                    pair.reverse()
+                case "one-graph-twice":
+                    pair = [pair[1], 2 * pair[1]]
             with _summed_locally(model):
                 for loss in pair[:-1]:
-                    loss.backward()
-            pair[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                    loss.backward(retain_graph=order == "one-graph-twice")
+            parity.finish_step(pair[-1], optimizer)
         return losses
 
     _assert_same_as_plain(group, train, window=window, stages=stages)
-
-
-def test_backward_twice_through_one_graph(group: Group) -> None:
-    """retain_graph=True: what was saved in forward is read again."""
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(3):
-            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
-            with _summed_locally(model):
-                loss.backward(retain_graph=True)
-            (2 * loss).backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    _assert_same_as_plain(group, train)
 
 
 @contextmanager
@@ -284,14 +274,8 @@ def test_recomputing_activations_gives_the_same_numbers(
         _assert_undisturbed(model, losses, _train_undisturbed(group, stage), f"stage {stage}")
 
 
-class _Reusing(nn.Module):
+class _Reusing(parity.Tiny):
     """Blocks called twice, and in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(3))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -308,45 +292,6 @@ def test_a_block_may_be_called_twice(group: Group, window: int, stages: tuple[in
         return parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
     _assert_same_as_plain(group, train, make=_Reusing, window=window, stages=stages)
-
-
-class _Nested(nn.Module):
-    """Units inside units: layers of pairs of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.pairs = nn.ModuleList(_Pair() for _ in range(3))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for pair in self.pairs:
-            x = pair(x)
-        return self.head(x)
-
-
-class _Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(2))
-        self.between = nn.Linear(parity.WIDTH, parity.WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.between(self.blocks[0](x)) + x)
-
-
-@pytest.mark.parametrize(("window", "stages"), parity.in_turn([1, 2, 5]))
-def test_units_may_contain_units(group: Group, window: int, stages: tuple[int, ...]) -> None:
-    """The outer one is in use while the inner ones come and go."""
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        return parity.run_steps(model, optimizer, range(3), rank=group.rank)
-
-    pairs = [f"pairs.{i}" for i in range(3)]
-    inner = [f"pairs.{i}.blocks.{j}" for i in range(3) for j in range(2)]
-    how = {"window": window, "units": [*pairs, *inner]}
-    _assert_same_as_plain(group, train, make=_Nested, stages=stages, **how)
 
 
 # ---- What is compared ----

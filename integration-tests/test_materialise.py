@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -80,31 +81,20 @@ def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     _assert_values(model, plain.state_dict(), group)
 
 
-def _stack() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Embedding(5, 8))
+def test_reset_parameters_is_the_default_for_what_has_no_values(group: Group) -> None:
+    """Most modules of torch know how to fill themselves; a backbone that exists is kept."""
 
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Embedding(5, 8))
 
-def test_reset_parameters_is_the_default(group: Group) -> None:
-    """Most modules of torch know how to fill themselves, statistics included."""
-    plain = _stack()
+    plain, model = make(), _on_meta(make)
+    model[0] = copy.deepcopy(plain[0])
     torch.manual_seed(0)
-    plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
-    model = _on_meta(_stack)
+    for module in plain[1:]:
+        module.reset_parameters()
     torch.manual_seed(0)
     zero_engine.materialise(model, group=group)
     _assert_values(model, plain.state_dict(), group)
-
-
-def test_what_has_values_keeps_them(group: Group) -> None:
-    """A backbone that exists and a head that does not yet."""
-    body = parity.build(lambda: nn.Linear(8, 8))
-    expected = body.weight.detach().clone()
-    model = nn.Sequential(body, nn.Linear(8, 2, device="meta"))
-    zero_engine.materialise(model, group=group)
-
-    assert torch.equal(body.weight, expected)
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    assert torch.equal(zero_engine.full_param(body.weight), expected)
 
 
 def test_what_was_left_unwritten_is_named(group: Group) -> None:
@@ -124,23 +114,12 @@ def test_what_was_left_unwritten_is_named(group: Group) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_modules_that_cannot_reset_themselves_are_named_before_anything_happens(
-    group: Group,
-) -> None:
+def test_modules_that_cannot_reset_themselves_are_named_first(group: Group) -> None:
     """All of them at once, with what to do."""
     model = _on_meta()
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
         zero_engine.materialise(model, group=group)
     assert all(param.is_meta for param in model.parameters())
-
-
-@pytest.mark.ranks(1)
-def test_a_model_left_on_meta_is_refused_by_shard(group: Group) -> None:
-    """The remedy is named."""
-    with zero_engine.Init(group=group), torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(PartitionError, match=r"'weight' is on the meta device"):
-        zero_engine.shard(model, None, group=group)
 
 
 def test_ranks_that_materialise_different_models_are_told(group: Group) -> None:

@@ -11,38 +11,64 @@ from typing import Any
 import parity
 import pytest
 import torch
+import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
-from training import assert_trains_as_plain
+from torch.utils.checkpoint import checkpoint
+from training import assert_trains_as_plain, assert_weights_of
 from zero_comm import Group
+from zero_partition import StateError
+from zero_partition.seams import find_sharded
 
 WIDTH = 16
+NUM_STEPS = 3
 
 
-class _Blocks(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], num: int = 4) -> None:
+class _Of(nn.Module):
+    """Parts and a forward that uses them."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(num))
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Tanh(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
 
 
 def _linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
+
+
+def _param(*shape: int, **how: Any) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, **how) / 4)
+
+
+def _frozen(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _in_turn(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def _blocks(
+    make: Callable[[], nn.Module], num: int = 4, run: Callable[..., Any] = _in_turn, **more: Any
+) -> nn.Module:
+    return _Of(run, blocks=nn.ModuleList(make() for _ in range(num)), **more)
+
+
+def _tanh(make: Callable[[], nn.Module] = _linear) -> nn.Module:
+    return _Of(lambda module, x: torch.tanh(module.inner(x)), inner=make())
+
+
+def _tanh_blocks(make: Callable[[], nn.Module] = _linear, **how: Any) -> nn.Module:
+    return _blocks(lambda: _tanh(make), **how)
 
 
 # ---- Weights that are computed ----
@@ -53,230 +79,173 @@ class _Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
-class _Scaled(nn.Module):
-    """A parametrization with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(WIDTH, 1))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * self.gain
-
-
 def _parametrized() -> nn.Module:
     linear = _linear()
-    for parametrization in (_Symmetric(), _Scaled(), _Scaled()):
+    scaled = [_Of(lambda m, weight: weight * m.gain, gain=_param(WIDTH, 1)) for _ in range(2)]
+    for parametrization in (_Symmetric(), *scaled):
         parametrize.register_parametrization(linear, "weight", parametrization)
     return linear
 
 
-class _Hypernetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.makers = nn.ModuleList(nn.Linear(4, WIDTH * WIDTH) for _ in range(3))
-        self.codes = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for maker, code in zip(self.makers, self.codes, strict=True):
-            x = torch.tanh(functional.linear(x, maker(code).view(WIDTH, WIDTH)))
-        return x
+def _hypernetwork(module: nn.Module, x: Tensor) -> Tensor:
+    for maker, code in zip(module.makers, module.codes, strict=True):
+        x = torch.tanh(functional.linear(x, maker(code).view(WIDTH, WIDTH)))
+    return x
 
 
-class _Transposed(nn.Module):
+def _turned_round(model: nn.Module, x: Tensor) -> Tensor:
     """A decoder that is the encoder turned round, and so reads weights of other units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_linear() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        for layer in reversed(self.layers):
-            x = torch.tanh(functional.linear(x, layer.weight.t()))
-        return x
+    x = _in_turn(model, x)
+    for block in reversed(model.blocks):
+        x = torch.tanh(functional.linear(x, block.inner.weight.t()))
+    return x
 
 
 # ---- Torch's own of unusual structure ----
 
 
-class _Recurrent(nn.Module):
-    """Keeps its parameters in a list of its own as well."""
-
-    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x[None])[0][0]
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x[None], x[None], x[None])[0][0]
-
-
-class _Encoder(nn.Module):
+def _encode(model: nn.Module, x: Tensor) -> Tensor:
     """In evaluation torch's fast path reads the weights of children, and nests the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(2, 2, WIDTH).repeat(1, 2, 1)
-        mask = torch.zeros(2, 4, dtype=torch.bool)
-        mask[0, 2:] = True
-        return self.encoder(x, src_key_padding_mask=mask).masked_fill(mask[..., None], 0)
+    x = x.view(2, 2, WIDTH).repeat(1, 2, 1)
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[0, 2:] = True
+    return model.encoder(x, src_key_padding_mask=mask).masked_fill(mask[..., None], 0)
 
 
-class _Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(10, WIDTH, mode="sum")
-        self.table = nn.Embedding(10, WIDTH, padding_idx=0)
-        self.linear = _linear()
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.0, batch_first=True)
+    return _Of(_encode, encoder=nn.TransformerEncoder(layer, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+
+def _bags() -> nn.Module:
+    def run(module: nn.Module, x: Tensor) -> Tensor:
         ids = (x[:, :3].abs() * 3).long().clamp(max=9)
-        return self.linear(self.bag(ids) + self.table(ids).sum(1))
+        return module.linear(module.bag(ids) + module.table(ids).sum(1))
+
+    bag, table = nn.EmbeddingBag(10, WIDTH, mode="sum"), nn.Embedding(10, WIDTH, padding_idx=0)
+    return _Of(run, bag=bag, table=table, linear=_linear())
 
 
-class _Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gains = nn.ParameterList([torch.randn(WIDTH) for _ in range(5)])
-        self.named = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH, WIDTH)})
-        self.nested = nn.ModuleList(nn.ParameterList([torch.randn(WIDTH)]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for gain in self.gains:
+def _lists() -> nn.Module:
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        for gain in module.gains:
             x = x * gain
-        for inner in self.nested:
+        for inner in module.nested:
             x = x + inner[0]
-        return torch.tanh(x @ self.named["b"]) + self.named["a"]
+        return torch.tanh(x @ module.named["b"]) + module.named["a"]
+
+    return _Of(
+        run,
+        gains=nn.ParameterList([torch.randn(WIDTH) for _ in range(5)]),
+        named=nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH, WIDTH)}),
+        nested=nn.ModuleList(nn.ParameterList([torch.randn(WIDTH)]) for _ in range(2)),
+    )
 
 
 # ---- Dtypes and shapes ----
 
 
-class _Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 4)
-        self.bias = nn.Parameter(torch.randn(7, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs() + self.bias.abs().sum().float()
+def _complex() -> nn.Module:
+    return _Of(
+        lambda m, x: (x.to(torch.complex64) @ m.weight).abs() + m.bias.abs().sum().float(),
+        weight=_param(WIDTH, WIDTH, dtype=torch.complex64),
+        bias=_param(7, dtype=torch.complex128),
+    )
 
 
-class _Fourier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
-
-
-class _Quantised(nn.Module):
+def _quantised() -> nn.Module:
     """Frozen bytes, eight-bit floats and a zero point under trained scales."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = _frozen(torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8))
-        self.small = _frozen(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn))
-        self.wide = _frozen(torch.randint(0, 999, (5,)).to(torch.uint16))
-        self.zero = _frozen(torch.tensor(7, dtype=torch.int32))
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.register_buffer("table", torch.randn(4).to(torch.float8_e5m2))
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        weight = (module.codes.float() - module.zero) / 255 + module.small.float()
+        x = torch.tanh(x @ weight * module.scale) * module.table.float().sum()
+        return x + module.wide.float()[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = (self.codes.float() - self.zero) / 255 + self.small.float()
-        return torch.tanh(x @ weight * self.scale) * self.table.float().sum() + self.wide.float()[0]
+    module = _Of(
+        run,
+        codes=_frozen(torch.randint(0, 255, (WIDTH, WIDTH), dtype=torch.uint8)),
+        small=_frozen(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn)),
+        wide=_frozen(torch.randint(0, 999, (5,)).to(torch.uint16)),
+        zero=_frozen(torch.tensor(7, dtype=torch.int32)),
+        scale=_param(WIDTH),
+    )
+    module.register_buffer("table", torch.randn(4).to(torch.float8_e5m2))
+    return module
 
 
-def _frozen(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value, requires_grad=False)
-
-
-class _Experts(nn.Module):
+def _experts() -> nn.Module:
     """All experts in one parameter, of which views are taken in forward; and one of no dim."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
-        self.temperature = nn.Parameter(torch.tensor(0.5))
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        first, second, *_ = module.weights.unbind(0)
+        x = torch.tanh(x @ first + x @ second + x @ module.weights[3])
+        return x * module.temperature.exp()
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, *_ = self.weights.unbind(0)
-        return torch.tanh(x @ first + x @ second + x @ self.weights[3]) * self.temperature.exp()
+    return _Of(run, weights=_param(4, WIDTH, WIDTH), temperature=_param())
 
 
-class _Huge(nn.Module):
+def _huge() -> nn.Module:
     """One parameter larger than all others together, and very many of a few elements."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5000, WIDTH)
-        self.tiny = nn.ParameterList([torch.rand(1 + index % 3) for index in range(100)])
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        rows = module.table((x[:, 0].abs() * 1000).long())
+        return torch.tanh(x + rows) * torch.cat(list(module.tiny)).mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.table((x[:, 0].abs() * 1000).long())
-        return torch.tanh(x + rows) * torch.cat(list(self.tiny)).mean()
+    tiny = nn.ParameterList([torch.rand(1 + index % 3) for index in range(100)])
+    return _Of(run, table=nn.Embedding(5000, WIDTH), tiny=tiny)
 
 
 # ---- Forwards of unusual kind ----
 
 
-class _Generates(nn.Module):
+def _generates(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     """Returns before it has begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = _linear(), _linear()
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        yield torch.tanh(self.first(x))
-        yield torch.tanh(self.second(x) * self.first.weight.sum())
+    yield torch.tanh(module.first(x))
+    yield torch.tanh(module.second(x) * module.first.weight.sum())
 
 
-class _Summed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Generates() for _ in range(3))
+def _summed_generators() -> nn.Module:
+    def block() -> nn.Module:
+        generator = _Of(_generates, first=_linear(), second=_linear())
+        return _Of(lambda m, x: torch.stack(list(m.inner(x))).sum(0), inner=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.stack(list(block(x))).sum(0)
-        return x
+    return _blocks(block, 3)
 
 
-class _OwnCall(nn.Module):
+class _OwnCall(nn.Linear):
     """Goes past torch's way from a call to a forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * self.linear.bias
+        return torch.tanh(nn.Linear.forward(self, x)) * self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         raise AssertionError(x)
 
 
-class _CallsForward(_Blocks):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.forward(x)
+def _calls_forward(model: nn.Module, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block.forward(x)
+    return x
+
+
+def _varying(model: nn.Module, x: Tensor) -> Tensor:
+    """The first block a number of times that differs from call to call."""
+    model.calls += 1
+    for _ in range((3, 0, 5, 1)[model.calls % 4]):
+        x = model.blocks[0](x)
+    return _in_turn(model, x)
+
+
+def _by_keyword() -> nn.Module:
+    def run(block: nn.Module, *, x: Tensor, unused: str = "") -> dict[str, Tensor | None]:
+        return {"x": torch.tanh(block.inner(input=x)), "none": None}
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x=x, unused="u")["x"]
         return x
+
+    return _blocks(lambda: _Of(run, inner=_linear()), run=call)
 
 
 class _Multiply(torch.autograd.Function):
@@ -294,59 +263,132 @@ class _Multiply(torch.autograd.Function):
         return grad @ ctx.weight.t(), x.t() @ grad
 
 
-class _OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(_Multiply.apply(x, self.weight))
+def _own_function() -> nn.Module:
+    return _Of(lambda m, x: torch.tanh(_Multiply.apply(x, m.weight)), weight=_param(WIDTH, WIDTH))
 
 
-class _Remembers(nn.Module):
+def _remembers() -> nn.Module:
     """Keeps its parameters in a list of its own, and its last output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = _linear()
-        self.mine = [self.linear.weight]
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(x @ self.mine[0]) + self.linear.bias
-        y = y if self.last is None else y + self.last
-        self.last = y.detach()
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ module.mine[0]) + module.linear.bias
+        y = y if module.last is None else y + module.last
+        module.last = y.detach()
         return y
 
+    linear = _linear()
+    return _Of(run, linear=linear, mine=[linear.weight], last=None)
 
-def _stack(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: _Blocks(lambda: _Tanh(make()))
+
+class _Colliding(nn.Linear):
+    """Attributes of every name that hooks, units or optimizers might want for themselves."""
+
+    id = unit = None
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.sharded = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shard", torch.ones(1))
+        self.units = self.schedule = self.reducer = self.unshard = "mine"
+        for name in ("group", "state", "grad", "rank", "inside", "around", "version", "slot"):
+            setattr(self, name, 1)
+
+    def compile(self) -> str:
+        return "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert {self.compile(), self.units, self.schedule} == {"mine"}
+        return torch.tanh(super().forward(x)) * self.sharded * self.shard * self.state * self.grad
+
+
+class _Delegating(nn.Module):
+    """Hands every attribute that it does not have on to what it wraps."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(*args, **kwargs)
+
+
+def _add_hooks(model: nn.Module) -> nn.Module:
+    """Which read whole parameters, and change what goes in and comes out."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda m, args: (args[0] * m.inner.weight.sum(),))
+        block.register_forward_hook(lambda m, args, out: [out * m.inner.bias.mean()])
+        block.register_forward_hook(lambda m, args, out: out[0] + args[0])
+    return model
+
+
+def _recomputed_in_recomputed(use_reentrant: bool) -> nn.Module:
+    """A unit is made whole in the middle of another's recomputation, which is in backward."""
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if not model.training:
+            return _in_turn(model, x)
+
+        def inner(x: Tensor, start: int) -> Tensor:
+            x = checkpoint(model.blocks[start], x, use_reentrant=use_reentrant)
+            return model.blocks[start + 1](x)
+
+        x = x + 0 * model.blocks[0](x)  # reentrant recomputation needs an input with a gradient
+        for start in (0, 2):
+            x = checkpoint(inner, x, start, use_reentrant=use_reentrant)
+        return x
+
+    return _tanh_blocks(run=run)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "weight-norm": _stack(lambda: parametrizations.weight_norm(_linear())),
-    "spectral-norm": _stack(lambda: parametrizations.spectral_norm(_linear())),
-    "orthogonal": _stack(lambda: parametrizations.orthogonal(_linear())),
-    "parametrized": _stack(_parametrized),
-    "pruned": _stack(lambda: prune.random_unstructured(_linear(), "weight", 0.3)),
-    "hypernetwork": _Hypernetwork,
-    "transposed-ties": _Transposed,
-    "lstm": lambda: _Blocks(lambda: _Recurrent(nn.LSTM)),
-    "gru": lambda: _Blocks(lambda: _Recurrent(nn.GRU)),
-    "attention": lambda: _Blocks(_Attention),
-    "encoder": _Encoder,
-    "embedding-bags": lambda: _Blocks(_Bags),
-    "parameter-lists": lambda: _Blocks(_Lists),
-    "complex": lambda: _Blocks(_Complex),
-    "fourier": lambda: _Blocks(_Fourier),
-    "quantised": lambda: _Blocks(_Quantised),
-    "stacked-experts": lambda: _Blocks(_Experts),
-    "one-huge-many-tiny": lambda: _Blocks(_Huge, 2),
-    "generators": _Summed,
-    "own-call": lambda: _Blocks(_OwnCall),
-    "forward-called-by-hand": lambda: _CallsForward(lambda: _Tanh(_linear())),
-    "own-autograd-function": lambda: _Blocks(_OwnFunction),
-    "remembers": lambda: _Blocks(_Remembers),
+    "weight-norm": lambda: _tanh_blocks(lambda: parametrizations.weight_norm(_linear())),
+    "spectral-norm": lambda: _tanh_blocks(lambda: parametrizations.spectral_norm(_linear())),
+    "orthogonal": lambda: _tanh_blocks(lambda: parametrizations.orthogonal(_linear())),
+    "parametrized": lambda: _tanh_blocks(_parametrized),
+    "pruned": lambda: _tanh_blocks(lambda: prune.random_unstructured(_linear(), "weight", 0.3)),
+    "hypernetwork": lambda: _Of(
+        _hypernetwork,
+        makers=nn.ModuleList(nn.Linear(4, WIDTH * WIDTH) for _ in range(3)),
+        codes=_param(3, 4),
+    ),
+    "transposed-ties": lambda: _tanh_blocks(run=_turned_round),
+    "lstm": lambda: _blocks(
+        lambda: _Of(
+            lambda m, x: m.rnn(x[None])[0][0],
+            rnn=nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True),
+        )
+    ),
+    "attention": lambda: _blocks(
+        lambda: _Of(
+            lambda m, x: m.attention(x[None], x[None], x[None])[0][0],
+            attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        )
+    ),
+    "encoder": _encoder,
+    "embedding-bags": lambda: _blocks(_bags),
+    "parameter-lists": lambda: _blocks(_lists),
+    "complex": lambda: _blocks(_complex),
+    "quantised": lambda: _blocks(_quantised),
+    "stacked-experts": lambda: _blocks(_experts),
+    "one-huge-many-tiny": lambda: _blocks(_huge, 2),
+    "generators": _summed_generators,
+    "own-call": lambda: _blocks(lambda: _OwnCall(WIDTH, WIDTH)),
+    "forward-called-by-hand": lambda: _tanh_blocks(run=_calls_forward),
+    "varying-loop": lambda: _tanh_blocks(run=_varying, calls=0),
+    "keywords": _by_keyword,
+    "own-autograd-function": lambda: _blocks(_own_function),
+    "remembers": lambda: _blocks(_remembers),
+    "colliding-names": lambda: _blocks(_Colliding),
+    "delegating-wrappers": lambda: _Delegating(_blocks(lambda: _Delegating(_Delegating(_tanh())))),
+    "hooks": lambda: _add_hooks(_tanh_blocks()),
+    "recomputed-in-recomputed": lambda: _recomputed_in_recomputed(False),
+    "recomputed-in-recomputed-reentrant": lambda: _recomputed_in_recomputed(True),
 }
 # In evaluation torch takes its fused kernel for plain parameters only.
 _ROUNDED = {"encoder"}
@@ -358,7 +400,56 @@ def test_modules_of_every_kind_train_as_in_plain_torch(group: Group, turn: int, 
     """What a module does between its call and its return is its author's business."""
     configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
     how: Any = {"make_optimizer": _adamw, "tolerance": 1e-5 if kind in _ROUNDED else 0.0}
-    assert_trains_as_plain(group, KINDS[kind], _train, *configs, **how)
+    for model, _ in assert_trains_as_plain(group, KINDS[kind], _train, *configs, **how):
+        _assert_at_rest(model)
+
+
+def test_a_sharded_model_may_be_wrapped_and_given_hooks(group: Group) -> None:
+    """A wrapper answers for the module inside; a hook of the user's may come after ours."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        return _train(_Delegating(_add_hooks(model)), optimizer)
+
+    configs = [ZeroConfig(stage, window=2) for stage in (0, 2, 3)]
+    for model, _ in assert_trains_as_plain(group, _tanh_blocks, run, *configs):
+        with pytest.raises(StateError, match="pass the very module"):
+            zero_engine.full_state_dict(_Delegating(model))
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_two_sharded_models_train_side_by_side(group: Group, stage: int) -> None:
+    """One backward through both ends both; a GAN's critic also gets gradients that it drops."""
+
+    def train(pairs: list[tuple[nn.Module, torch.optim.Optimizer]]) -> list[float]:
+        (maker, maker_optimizer), (critic, critic_optimizer) = pairs
+        losses = []
+        for step in range(NUM_STEPS):
+            fake = maker(_x(step))
+            critic_loss = critic(fake.detach()).mean() - critic(_x(step + 70)).mean()
+            parity.finish_step(critic_loss, critic_optimizer)
+            maker_loss = critic(fake).square().mean() + fake.mean()
+            parity.finish_step(maker_loss, maker_optimizer)
+            if step == 1:
+                critic_optimizer.step()
+            critic_optimizer.zero_grad()
+            losses += [critic_loss.item(), maker_loss.item()]
+        return losses
+
+    plain = [parity.build(_tanh_blocks, seed=seed) for seed in range(2)]
+    expected = train([(model, _adamw(model)) for model in plain])
+    pairs = [_sharded(group, _tanh_blocks, stage, seed=seed) for seed in range(2)]
+
+    assert train(pairs) == expected
+    for (model, _), theirs in zip(pairs, plain, strict=True):
+        assert_weights_of(model, theirs, group=group, what=f"stage {stage}")
+        _assert_at_rest(model)
+
+
+def _sharded(
+    group: Group, make: Callable[[], nn.Module], stage: int, *, seed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(make, seed=seed)
+    return zero_engine.shard(model, _adamw(model), ZeroConfig(stage, window=2), group=group)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -368,15 +459,23 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Losses, and what it gives in evaluation."""
     found: list[float] = []
-    for step in range(3):
-        loss = model(_x(step)).square().mean()
-        found.append(loss.item())
-        parity.finish_step(loss, optimizer)
+    for step in range(NUM_STEPS):
+        with torch.autograd.set_multithreading_enabled(step != 1):
+            loss = model(_x(step)).square().mean()
+            found.append(loss.item())
+            parity.finish_step(loss, optimizer)
         model.eval()
         with torch.no_grad() if step % 2 else torch.inference_mode():
             found += model(_x(50)).flatten().tolist()
         model.train()
     return found
+
+
+def _assert_at_rest(model: nn.Module) -> None:
+    for unit in find_sharded(model).units:
+        assert unit.depth == 0
+        if unit.placement.value == "sharded":
+            assert unit.state.name != "UNSHARDED", unit.name
 
 
 def _x(step: int) -> Tensor:

@@ -32,25 +32,20 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
 }
 
 
-class Mixed(nn.Module):
-    """Tied, frozen, odd and bf16 parameters, and units of several sizes; all of it is used."""
+class Mixed(parity.Tiny):
+    """Of the oracle's model what is used, in whatever dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(3))
-        self.gates = nn.ModuleList(parity.Gate() for _ in range(2))
-        self.lift = nn.Linear(parity.WIDTH, parity.WIDTH, bias=False, dtype=torch.bfloat16)
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-        self.head.weight = self.embed.weight
-        self.register_buffer("positions", torch.linspace(-1, 1, 4)[:, None])
+        del self.unused, self.scale
+        self.head.bias = nn.Parameter(torch.zeros(parity.VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
         x = self.embed(tokens) + (self.positions + self.frozen).to(self.embed.weight.dtype)
         for part in (*self.blocks, *self.gates):
             x = part(x)
-        return self.head(self.lift(x.to(self.lift.weight.dtype)).to(x.dtype)).float()
+        x = x + self.lift(self.adapter(x.to(self.lift.weight.dtype))).to(x.dtype)
+        return self.head(x).float()
 
 
 def _groups(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -66,15 +61,15 @@ def _plan(make: Callable[[], nn.Module], name: str, config: ZeroConfig, **how: A
 
 
 class Nested(nn.Module):
-    """Blocks too large for a unit, with units inside them; the first trains nothing."""
+    """Blocks with units inside them, and some before them that train nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_block: Callable[[], nn.Module], num_frozen: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.first = nn.ModuleList(parity.Block() for _ in range(2))
-        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
+        self.first = nn.ModuleList(parity.Block() for _ in range(num_frozen))
+        self.blocks = nn.ModuleList(make_block() for _ in range(3 if num_frozen else 2))
         self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-        for module in (self.embed, self.first):
+        for module in (self.embed, self.first) if num_frozen else ():
             module.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
@@ -84,47 +79,32 @@ class Nested(nn.Module):
         return self.head(x)
 
 
-class NestedBlock(nn.Module):
-    """Two units, and parameters around them."""
+class Around(nn.Module):
+    """Parameters around units."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: nn.Module, *inside: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(parity.WIDTH)
-        self.inner = nn.ModuleList(parity.Block() for _ in range(2))
+        self.first = first
+        self.inside = nn.ModuleList(inside)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        y = self.norm(x)
-        for part in self.inner:
+        y = x + self.first(x).mean()
+        for part in self.inside:
             y = part(y)
         return x + y
 
 
-class Deep(nn.Module):
-    """What encloses a unit is enclosed itself, in parameters of as many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(Wrap(Wrap(parity.Block())) for _ in range(2))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        x = self.embed(tokens)
-        for part in self.blocks:
-            x = part(x)
-        return self.head(x)
+def _narrow() -> nn.Module:
+    return Nested(lambda: Around(nn.LayerNorm(parity.WIDTH), parity.Block(), parity.Block()), 2)
 
 
-class Wrap(nn.Module):
-    """More parameters than what is inside."""
+def _wide() -> nn.Module:
+    """More parameters around a unit than in it, twice."""
 
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.lift = nn.Linear(parity.WIDTH, 500)
-        self.inside = inside
+    def wide(inside: nn.Module) -> nn.Module:
+        return Around(nn.Linear(parity.WIDTH, 500), inside)
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x + self.inside(x + self.lift(x).mean())
+    return Nested(lambda: wide(wide(parity.Block())))
 
 
 # ---- What rests on the device ----
@@ -148,7 +128,8 @@ def test_any_optimizers_state_is_planned(group: Group, name: str) -> None:
 
 
 BF16: Final = Precision(params=torch.bfloat16)
-WRAPS: Final = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside")]
+OUTER: Final = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside.0")]
+INNER: Final = [f"{outer}.inside.0" for outer in OUTER[1::2]]
 SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
     "masters": [{"stage": 1, "precision": BF16}, {"precision": BF16}],
     "other dtypes": [
@@ -169,16 +150,13 @@ SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
     "units": [{"units": ["blocks.1", "blocks.0"]}, {"units": []}],
     # What encloses others is whole as long as they are; frozen first layers see no backward.
     "nested": [
-        {"make": Nested, "max_unit_bytes": 1000},
-        {"make": Nested, "max_unit_bytes": 1000, "window": 1},
-        {"make": Nested, "max_unit_bytes": 1000, "window": 2, "prefetch_numel": 200},
-        {"make": Nested, "max_unit_bytes": 1000, "stage": 2},
+        {"make": _narrow, "max_unit_bytes": 1000},
+        {"make": _narrow, "max_unit_bytes": 1000, "window": 1},
+        {"make": _narrow, "max_unit_bytes": 1000, "window": 2, "prefetch_numel": 200},
+        {"make": _narrow, "max_unit_bytes": 1000, "stage": 2},
     ],
     # Two that enclose each other follow each other in backward: each needs memory of its own.
-    "of one size": [
-        {"make": Deep, "stage": stage, "units": [*WRAPS, *(f"{w}.inside" for w in WRAPS[1::2])]}
-        for stage in (2, 3)
-    ],
+    "of one size": [{"make": _wide, "stage": stage, "units": OUTER + INNER} for stage in (2, 3)],
 }
 
 
@@ -214,7 +192,7 @@ def test_what_travels_to_whom_is_planned(group: Group, turn: int, how: str) -> N
     wire = WIRES[how]
     is_at_stage_3 = wire.secondary or wire.frozen
     for stage, window in ((3, 1), (3, 3)) if is_at_stage_3 else ((1 + turn % 2, 3), (3, 1)):
-        make = Nested if wire.frozen else Mixed
+        make = _narrow if wire.frozen else Mixed
         _compare(group, ZeroConfig(stage, window=window, wire=wire), make=make)
     if how == "near":  # and where every unit has a slot to itself
         _compare(group, ZeroConfig(3, window=16, prefetch_numel=0, wire=wire))
@@ -376,7 +354,7 @@ class _Sampling(TorchDispatchMode):
 
 def test_the_peak_of_sharding_is_planned(group: Group) -> None:
     """A model that trains but cannot be sharded is found out only when all ranks have started."""
-    for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
+    for stage, precision in ((2, None), (2, BF16), (3, None), (3, BF16)):
         config = ZeroConfig(stage, precision=precision)
         plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
         parity.count_from_here()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -198,26 +199,18 @@ def test_backwards_that_are_reduced_as_one_give_what_no_sync_gives(
         pass
 
 
-class _Opaque:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class _Returns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class _Returns(nn.Linear):
     def forward(self, x: Tensor, *, opaque: bool = False) -> Any:
-        y = self.linear(x)
-        return _Opaque(y) if opaque else {"y": y, "more": [y * 2, None, 3], "index": y.argmax()}
+        y = super().forward(x)
+        more = {"y": y, "more": [y * 2, None, 3], "index": y.argmax()}
+        return types.SimpleNamespace(y=y) if opaque else more
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_outputs_are_converted_wherever_they_are(group: Group, stage: int) -> None:
     """A loss of 16 bits loses what the logits had; the user's own code asks for no dtype."""
-    plain = parity.build(_Returns).to(BF16)
-    model = parity.build(_Returns)
+    plain = parity.build(lambda: _Returns(8, 8)).to(BF16)
+    model = parity.build(lambda: _Returns(8, 8))
     precision = Precision(params=BF16, masters=None, outputs=FP32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
@@ -230,8 +223,8 @@ def test_outputs_are_converted_wherever_they_are(group: Group, stage: int) -> No
     assert torch.equal(output["y"], expected["y"].float())
     (output["y"].sum() + output["more"][0].sum()).backward()
     (expected["y"].float().sum() + expected["more"][0].float().sum()).backward()
-    assert torch.equal(zero_engine.full_grad(model.linear.weight), plain.linear.weight.grad)
-    with pytest.raises(StateError, match=r"Precision\.outputs=torch\.float32: .*_Opaque"):
+    assert torch.equal(zero_engine.full_grad(model.weight), plain.weight.grad)
+    with pytest.raises(StateError, match=r"Precision\.outputs=torch\.float32: .*SimpleNamespace"):
         model(x, opaque=True)
 
 
@@ -272,7 +265,13 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage
         if group.rank == 0:
             model.unused.data.fill_(3.0)
     assert zero_engine.full_param(model.unused).eq(3).all()
-    assert torch.equal(_weights(model, group)["unused"], torch.full((5,), 3.0, dtype=BF16))
+    if stage < 3:  # where parameters rest whole, this is allowed, as in plain torch
+        with torch.no_grad():
+            model.unused.fill_(7.0)
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        expected = torch.full((5,), 3.0 if stage == 3 else 7.0, dtype=BF16)
+        assert torch.equal(weights["unused"], expected)
 
     before = zero_engine.full_param(model.blocks[0].up.weight)
     for group_ in optimizer.param_groups:
@@ -280,76 +279,23 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     optimizer.step()
     assert torch.equal(zero_engine.full_param(model.blocks[0].up.weight), before)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_write_in_place_reaches_the_masters(group: Group, stage: int) -> None:
-    """Where parameters rest whole, `param.add_()` is allowed, as in plain torch."""
-    model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
-    with torch.no_grad():
-        model.unused.fill_(7.0)
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-    optimizer.step()
-
-    assert zero_engine.full_param(model.unused).eq(7).all()
-    assert model.unused.eq(7).all()
+    assert zero_engine.full_param(model.unused).eq(3 if stage == 3 else 7).all()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_unshard_gives_the_masters_back(group: Group, stage: int) -> None:
-    """A plain model that had lost 16 bits of every weight would not be the one that was trained."""
-    model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
-    for step in range(2):
-        parity.loss_of(model, parity.batch(step, 0, group.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    masters = [zero_engine.full_param(param) for param in trained]
-
-    zero_engine.unshard(model, optimizer)
-
-    assert all(map(torch.equal, [param.detach() for param in trained], masters))
-    model.float()
-    parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bytes_are_those_of_the_paper(ranks, stage: int) -> None:
+def test_bytes_are_those_of_the_paper(group: Group, stage: int) -> None:
     """ZeRO, arXiv 1910.02054, section 3.1: 2 for parameters, 12 for master and moments."""
-    for report, numel in ranks(2).run(_bytes, stage=stage):
-        assert report.params_bytes == 2 * numel // (2 if stage == 3 else 1)
-        assert report.optimizer_bytes == 12 * numel // 2
-        assert report.gradients_bytes == 0
-
-
-def _bytes(group: Group, stage: int) -> tuple[Any, int]:
     model = parity.build(parity.Chain)
     optimizer = parity.adamw(model)
     config = ZeroConfig(stage, precision=Precision(params=BF16))
     zero_engine.shard(model, optimizer, config, group=group)
     for _ in range(2):
-        model(torch.ones(1, 64, dtype=BF16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return memory_report(model), sum(param.numel() for param in model.parameters())
+        parity.finish_step(model(torch.ones(1, 64, dtype=BF16)).sum(), optimizer)
+    report, numel = memory_report(model), sum(param.numel() for param in model.parameters())
 
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_model_built_under_init_keeps_its_masters(group: Group, stage: int) -> None:
-    """Its values are sharded before anybody rounds them."""
-    config = ZeroConfig(stage, precision=Precision(params=BF16))
-    torch.manual_seed(0)
-    with zero_engine.Init(group=group, config=config):
-        model = OneDtype()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    zero_engine.shard(model, _adamw(trained), config, group=group)
-    plain = parity.build(OneDtype)
-
-    for name, param in model.named_parameters():
-        expected = plain.get_parameter(name)
-        expected = expected if param.requires_grad else expected.to(BF16)
-        assert torch.equal(zero_engine.full_param(param), expected), name
+    assert report.params_bytes == 2 * numel // (2 if stage == 3 else 1)
+    assert report.optimizer_bytes == 12 * numel // 2
+    assert report.gradients_bytes == 0
 
 
 # ---- Refused ----
@@ -382,9 +328,3 @@ def _build_sharded(group: Group, config: ZeroConfig) -> tuple[nn.Module, torch.o
     model = parity.build(OneDtype)
     optimizer = _adamw([param for param in model.parameters() if param.requires_grad])
     return zero_engine.shard(model, optimizer, config, group=group)
-
-
-def _weights(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    whole = [zero_engine.full_state_dict(model)]
-    torch.distributed.broadcast_object_list(whole, src=0, group=group.process_group)
-    return whole[0]

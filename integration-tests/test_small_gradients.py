@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ZeroConfig  # small blocks stay together, as users have it
 
+PACKAGE = str(Path(inspect.getfile(zero_partition)).parent)
 MAX_WAITING = 64  # what docs/decisions/small-gradients-wait.md promises
 
 
@@ -96,6 +96,9 @@ def test_few_gradients_wait_at_a_time(group: Group) -> None:
     assert 1 < max(waiting) <= MAX_WAITING
 
 
+# ---- What a hook costs ----
+
+
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_a_small_parameter_costs_one_call(stage: int) -> None:
     """A call is what a tiny layer notices; time itself is for benchmarks/run.py hooks."""
@@ -106,11 +109,8 @@ def test_a_small_parameter_costs_one_call(stage: int) -> None:
 
 
 def _count_calls(num_layers: int, stage: int) -> int:
-    model, optimizer = _build(num_layers)
-    zero_engine.shard(model, optimizer, ZeroConfig(stage))
-    _loss(model, 0).backward()  # the first backward settles an order
-    optimizer.zero_grad()
-    return _calls_of_ours(lambda: _loss(model, 1).backward())
+    model, _ = _stepped(num_layers, stage)  # the first backward settles an order
+    return _count("call", lambda: _loss(model, 1).backward())
 
 
 def test_sharding_looks_at_each_small_module_a_few_times() -> None:
@@ -122,80 +122,45 @@ def test_sharding_looks_at_each_small_module_a_few_times() -> None:
 
 def _count_planning(num_layers: int) -> int:
     model, optimizer = _build(num_layers)
-    return _calls(lambda: zero_engine.shard(model, optimizer, ZeroConfig(3)), lambda frame: True)
+    return _count("call", lambda: zero_engine.shard(model, optimizer, ZeroConfig(3)), within="")
 
 
-def _calls_of_ours(action: Callable[[], object]) -> int:
-    folder = str(Path(inspect.getfile(zero_partition)).parent)
-    return _calls(action, lambda frame: frame.f_code.co_filename.startswith(folder))
-
-
-def _calls(action: Callable[[], object], counts: Callable[[FrameType], bool]) -> int:
-    found = 0
-
-    def profile(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal found
-        found += event == "call" and counts(frame)
-
-    previous = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(previous)
-    return found
-
-
-# ---- What a hook costs ----
-
-
-PACKAGE = str(Path(inspect.getfile(zero_partition)).parent)
-
-
-class _Many(nn.Module):
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.gains = nn.ParameterList([torch.ones(1) for _ in range(num)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack(list(self.gains)).sum() * x
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", parity.STAGES)
 def test_a_step_of_four_times_the_parameters_is_four_times_the_work(stage: int) -> None:
     """Asking at each arrival whether all have arrived is a square, and shows at thousands."""
-    few, many = (_instructions_of_a_step(num, stage) for num in (50, 200))
+    few, many = (_instructions_of_a_step(num_layers, stage) for num_layers in (12, 48))
 
     assert many <= 4 * few
 
 
-def _instructions_of_a_step(num: int, stage: int) -> int:
-    model = _Many(num)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage), group=Group.solo())
-    for _ in range(2):
-        with _counting_instructions() as count:
-            model(torch.ones(1)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return count[0]
+def _instructions_of_a_step(num_layers: int, stage: int) -> int:
+    model, optimizer = _stepped(num_layers, stage)
+    return _count("opcode", lambda: parity.finish_step(_loss(model, 1), optimizer))
 
 
-@contextmanager
-def _counting_instructions() -> Iterator[list[int]]:
-    """Python's own, in this package: exact, whatever else the machine does."""
-    count = [0]
+def _stepped(num_layers: int, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = _build(num_layers)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage))
+    parity.finish_step(_loss(model, 0), optimizer)
+    return model, optimizer
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "call" and not frame.f_code.co_filename.startswith(PACKAGE):
+
+def _count(kind: str, action: Callable[[], object], *, within: str = PACKAGE) -> int:
+    """Python's own calls or instructions in files of a folder: exact, whatever else runs."""
+    found = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal found
+        if event == "call" and not frame.f_code.co_filename.startswith(within):
             return None
-        frame.f_trace_opcodes = True
-        count[0] += event == "opcode"
+        frame.f_trace_opcodes = kind == "opcode"
+        found += event == kind
         return trace
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield count
+        action()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
+    return found

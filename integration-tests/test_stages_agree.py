@@ -33,13 +33,19 @@ def test_two_ranks_train_as_ddp_does_bit_for_bit(
     ranks(2).run(_stages_equal_ddp, optimizer=optimizer, num_micro_batches=num_micro_batches)
 
 
-def _stages_equal_ddp(group: Group, **recipe: Any) -> None:
+def _stages_equal_ddp(
+    group: Group,
+    *,
+    stages: tuple[int, ...] = parity.STAGES,
+    config: dict[str, Any] | None = None,
+    **recipe: Any,
+) -> None:
     chosen = parity.Recipe(**recipe)
     expected = parity.train_ddp(group, chosen)
 
-    for stage in parity.STAGES:
-        curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+    for stage in stages:
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage, **(config or {})))
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}, {config}")
 
 
 # An optimizer that looks at single elements does not know how many ranks there are, nor in which
@@ -59,12 +65,12 @@ def test_every_stage_does_the_documented_arithmetic(
     ranks(world_size).run(_stages_equal_the_oracle, optimizer=optimizer, **ORDERS[how])
 
 
-def _stages_equal_the_oracle(group: Group, **recipe: Any) -> None:
+def _stages_equal_the_oracle(group: Group, *, cut: Cut = Cut.FLAT, **recipe: Any) -> None:
     chosen = parity.Recipe(**recipe)
-    expected = parity.train_alone_by_stage(group, chosen)
+    expected = parity.train_alone_by_stage(group, chosen, cut=cut)
 
     for stage in parity.STAGES:
-        curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage, cut=cut))
         parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
@@ -113,28 +119,17 @@ def test_any_choice_of_units_trains_the_same(
     group: Group, units: str, stages: tuple[int, ...]
 ) -> None:
     """A user who names units tunes memory, not the result."""
-    _config_equals_ddp(group, stages, units=UNITS[units])
+    _config_equals_ddp(group, stages, units=UNITS[units], window=1)
 
 
 def _config_equals_ddp(group: Group, stages: tuple[int, ...], **options: Any) -> None:
-    recipe = parity.Recipe(num_micro_batches=2)
-    expected = parity.train_ddp(group, recipe)
-
-    for stage in stages:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **options))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}, {options}")
+    _stages_equal_ddp(group, stages=stages, config=options, num_micro_batches=2)
 
 
 @pytest.mark.ranks(2, 4)
 def test_shards_of_whole_tensors_train_the_same(group: Group) -> None:
     """Uneven shards, some of them empty, travel by the same collectives."""
-    recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
-
-    expected = parity.train_alone_by_stage(group, recipe, cut=Cut.TENSOR)
-
-    for stage in parity.STAGES:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=Cut.TENSOR))
-        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
+    _stages_equal_the_oracle(group, cut=Cut.TENSOR, optimizer="adagrad", max_norm=0.5)
 
 
 # ---- Loops that are written in another way ----
@@ -185,13 +180,7 @@ def test_every_way_to_drop_gradients_drops_them(
             drop[how](model, optimizer)
         return losses
 
-    ddp, ddp_optimizer = parity.build_with_optimizer("sgd")
-    expected = train(ddp, ddp_optimizer, parity.as_ddp(ddp, group))
-
-    for stage in stages:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "sgd")
-        assert train(model, optimizer, model) == expected, f"stage {stage}"
-        assert_weights_of(model, ddp, group=group, what=f"stage {stage}")
+    _equals_ddp(group, train, stages, "sgd")
 
 
 def _set_none_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -201,23 +190,18 @@ def _set_none_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 def test_step_takes_a_closure(group: Group) -> None:
     """Gradients then arrive after step() has begun."""
-    ddp, ddp_optimizer = parity.build_with_optimizer()
-    expected = parity.run_steps(parity.as_ddp(ddp, group), ddp_optimizer, range(3), rank=group.rank)
 
-    for stage in parity.STAGES:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-        losses = []
-        for step in range(3):
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> list:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = parity.loss_of(wrapped, parity.batch(next(steps), 0, group.rank))
+            loss.backward()
+            return loss
 
-            def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()  # noqa: B023
-                loss = parity.loss_of(model, parity.batch(step, 0, group.rank))  # noqa: B023
-                loss.backward()
-                return loss
+        steps = iter(range(3))
+        return [optimizer.step(closure).item() for _ in range(3)]
 
-            losses.append(optimizer.step(closure).item())
-        assert losses == expected, f"stage {stage}"
-        assert_weights_of(model, ddp, group=group, what=f"stage {stage}")
+    _equals_ddp(group, train)
 
 
 class _Branching(nn.Module):
@@ -235,23 +219,34 @@ class _Branching(nn.Module):
 def test_ranks_may_use_different_parameters(group: Group, set_to_none: bool) -> None:
     """One rank's gradient is another's zero, and a step may leave out what the last one used."""
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> list:
         losses = []
         for step in range(5):
             generator = torch.Generator().manual_seed(2 * step + group.rank)
             x = torch.randn(4, 3, generator=generator)
             use = "right" if step in (1, 3) and (group.rank or step == 3) else "left"
-            loss = model(x, use)
+            loss = wrapped(x, use)
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
         return losses
 
-    ddp, ddp_optimizer = parity.build_with_optimizer(make=_Branching)
-    expected = train(parity.as_ddp(ddp, group), ddp_optimizer)
+    _equals_ddp(group, train, make=_Branching)
 
-    for stage in parity.STAGES:
-        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=_Branching)
-        assert train(model, optimizer) == expected, f"stage {stage}"
+
+def _equals_ddp(
+    group: Group,
+    train: Callable[[nn.Module, torch.optim.Optimizer, nn.Module], list[float]],
+    stages: tuple[int, ...] = parity.STAGES,
+    name: str = "adamw",
+    make: Callable[[], nn.Module] = parity.Tiny,
+) -> None:
+    """A loop over a model, its optimizer, and what is called, which for DDP is another object."""
+    ddp, ddp_optimizer = parity.build_with_optimizer(name, make)
+    expected = train(ddp, ddp_optimizer, parity.as_ddp(ddp, group))
+
+    for stage in stages:
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), name, make)
+        assert train(model, optimizer, model) == expected, f"stage {stage}"
         assert_weights_of(model, ddp, group=group, what=f"stage {stage}")

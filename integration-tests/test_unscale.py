@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import parity
 import pytest
@@ -51,16 +52,24 @@ def test_unscaling_and_clipping_are_those_of_plain_torch(group: Group, stage: in
         model, optimizer = _build(group, stage)
         _scaled_backward(model, group.rank)
         report = unscale_and_clip_(model, scale=SCALE, max_norm=max_norm)
-        found = [
-            grad
-            for grad in parity.whole_gradients(model, optimizer, group)
-            if grad is not None and grad.numel()
-        ]
 
         assert report.is_finite
         assert report.norm.dtype == torch.float32
         torch.testing.assert_close(report.norm, expected_norm)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(_found(model, optimizer, group), expected)
+        if max_norm is not None:
+            model, optimizer = _build(group, stage)
+            _scaled_backward(model, group.rank, 1.0)
+            norm = zero_engine.clip_grad_norm_(
+                model, max_norm, error_if_nonfinite=True, foreach=True
+            )
+            torch.testing.assert_close(norm, expected_norm)
+            torch.testing.assert_close(_found(model, optimizer, group), expected)
+
+
+def _found(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> list[Tensor]:
+    grads = parity.whole_gradients(model, optimizer, group)
+    return [grad for grad in grads if grad is not None and grad.numel()]
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
@@ -83,6 +92,8 @@ def test_an_overflow_on_one_rank_is_known_to_all_and_touches_no_gradient(
     group: Group, stage: int
 ) -> None:
     """Ranks that disagree about a step hold different models from there on."""
+    broken = nn.Parameter(torch.zeros(1))
+    broken.grad = torch.full((1,), math.inf)
     for culprit, bad in enumerate((math.inf, -math.inf, math.nan)):
         model, optimizer = _build(group, stage)
         if group.rank == culprit:
@@ -94,6 +105,12 @@ def test_an_overflow_on_one_rank_is_known_to_all_and_touches_no_gradient(
 
         assert report.is_finite is False
         assert not report.norm.isfinite()
+        norm_type = 2.0 if culprit else math.inf
+        with pytest.raises(RuntimeError) as theirs:
+            nn.utils.clip_grad_norm_([broken], 1.0, norm_type, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError) as ours:
+            zero_engine.clip_grad_norm_(model, 1.0, norm_type, True, False)
+        assert str(ours.value) == str(theirs.value)
         _assert_same(parity.whole_gradients(model, optimizer, group), before)
 
 
@@ -126,8 +143,7 @@ def test_a_run_goes_on_after_a_skipped_step(group: Group, stage: int) -> None:
     report = unscale_and_clip_(model, scale=SCALE)
     assert report.is_finite
     torch.testing.assert_close(report.norm, expected_norm)
-    found = parity.whole_gradients(model, optimizer, group)
-    torch.testing.assert_close([g for g in found if g is not None and g.numel()], expected)
+    torch.testing.assert_close(_found(model, optimizer, group), expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -142,40 +158,6 @@ def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
     _assert_same(parity.whole_gradients(model, optimizer, Group.solo("cpu")), before)
 
 
-# ---- As torch's own ----
-
-
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_error_if_nonfinite_is_torchs_error_on_every_rank_and_touches_no_gradient(
-    group: Group, stage: int
-) -> None:
-    """A rank that went on alone would wait for the others in its next forward."""
-    for norm_type in (2.0, math.inf):
-        model, optimizer = _build(group, stage)
-        if group.rank == 1:
-            _poison_one_gradient(model, math.inf)
-        _scaled_backward(model, group.rank)
-        zero_engine.clip_grad_norm_(model, math.inf)  # stage 1 reduces here
-        before = parity.whole_gradients(model, optimizer, group)
-        broken = nn.Parameter(torch.zeros(1))
-        broken.grad = torch.full((1,), math.inf)
-        with pytest.raises(RuntimeError) as theirs:
-            nn.utils.clip_grad_norm_([broken], 1.0, norm_type, error_if_nonfinite=True)
-        with pytest.raises(RuntimeError) as ours:
-            zero_engine.clip_grad_norm_(model, 1.0, norm_type, True, False)
-
-        assert str(ours.value) == str(theirs.value)
-        _assert_same(parity.whole_gradients(model, optimizer, group), before)
-    optimizer.zero_grad()
-    expected_norm, expected = _of_plain_torch(group.world_size, 1e-3)
-    model, optimizer = _build(group, stage)
-    _scaled_backward(model, group.rank, 1.0)
-    norm = zero_engine.clip_grad_norm_(model, 1e-3, error_if_nonfinite=True, foreach=True)
-    torch.testing.assert_close(norm, expected_norm)
-    found = parity.whole_gradients(model, optimizer, group)
-    torch.testing.assert_close([g for g in found if g is not None and g.numel()], expected)
-
-
 @pytest.mark.ranks(timeout_s=90.0)
 def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(
     group: Group, tmp_path: Path
@@ -185,21 +167,19 @@ def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(
     def train(
         model: nn.Module, optimizer: torch.optim.Optimizer, called: nn.Module, *, is_ours: bool
     ) -> tuple[list[float], list[Tensor]]:
+        clips: Any = zero_engine if is_ours else nn.utils
         losses, norms = [], []
         for step in range(3):
             for micro in range(2):
-                waits = called.no_sync() if not is_ours else zero_engine.no_sync(model)
+                waits = zero_engine.no_sync(model) if is_ours else called.no_sync()
                 with waits if micro == 0 else nullcontext():
                     loss = parity.loss_of(called, parity.batch(step, micro, group.rank))
                     loss.backward()
                 losses.append(loss.item())
-            if is_ours:
-                given = optimizer if step == 1 else model
-                assert zero_engine.clip_grad_value_(given, 2e-2, foreach=step == 2) is None
-                norms.append(zero_engine.clip_grad_norm_(model, math.inf))
-            else:
-                nn.utils.clip_grad_value_(model.parameters(), 2e-2)
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+            given = (model, optimizer)[step % 2] if is_ours else model.parameters()
+            assert clips.clip_grad_value_(given, 2e-2, foreach=step == 2) is None
+            given = model if is_ours else model.parameters()
+            norms.append(clips.clip_grad_norm_(given, math.inf))
             optimizer.step()
             optimizer.zero_grad()
         return losses, norms

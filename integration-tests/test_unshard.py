@@ -24,20 +24,16 @@ NUM_STEPS = 2
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd"])
 def test_unshard_gives_back_what_plain_training_would_have_made(group: Group, name: str) -> None:
     """Weights, moments, param groups: the run goes on as if it had never been sharded."""
-    recipe = parity.Recipe(optimizer=name, num_steps=NUM_STEPS, scheduler="none")
-    expected = parity.train_ddp(group, recipe)
     plain, plain_optimizer = parity.build_with_optimizer(name)
     losses = parity.run_steps(
         parity.as_ddp(plain, group), plain_optimizer, range(NUM_STEPS), rank=group.rank
     )
-    assert losses == expected.losses
     for stage in parity.STAGES:
         model, optimizer = parity.build_with_optimizer(name)
         before = _traces(model, optimizer)
         ids = [id(param) for param in model.parameters()]
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-        parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
-        optimizer.zero_grad()
+        assert losses == parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
 
         assert zero_engine.unshard(model, optimizer) == (model, optimizer)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import parity
 import pytest
@@ -24,15 +24,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # 
 
 
 class _Net(nn.Module):
-    """Three blocks, a norm with statistics and dropout; returns its loss."""
+    """Three blocks, a norm with statistics and dropout; returns its loss, or what `run` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[_Net, Tensor], Any] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.norm = nn.BatchNorm1d(6)
         self.drop = nn.Dropout(0.3)
+        self.run = run or _Net.loss
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+    def loss(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
         return self.drop(self.norm(x)).square().mean()
@@ -40,6 +44,14 @@ class _Net(nn.Module):
     @property
     def weight(self) -> Tensor:
         return self.layers[1].weight
+
+    @property
+    def is_plain(self) -> bool:
+        return type(self.weight) is nn.Parameter
+
+
+def _net(run: Callable[[_Net, Tensor], Any]) -> Callable[[], nn.Module]:
+    return lambda: _Net(run)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -82,26 +94,11 @@ def test_architectures_are_equal(group: Group, name: str) -> None:
     assert found.is_equal, str(found)
 
 
-class _InputInPlace(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
-class _Returns(_Net):
-    def forward(self, x: Tensor) -> Any:
-        return {"loss": super().forward(x)}
-
-
-class _Elsewhere(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.weight.square().sum()
-
-
 EQUAL: Final[dict[str, Any]] = {
     "plain": _Net,
-    "input-changed-in-place": _InputInPlace,
-    "loss-among-others": _Returns,
-    "used-outside-its-module": _Elsewhere,
+    "input-changed-in-place": _net(lambda net, x: net.loss(x.mul_(2))),
+    "loss-among-others": _net(lambda net, x: {"loss": net.loss(x)}),
+    "used-outside-its-module": _net(lambda net, x: net.loss(x) + net.weight.square().sum()),
 }
 
 
@@ -123,47 +120,29 @@ def test_what_is_equal_leaves_no_trace(group: Group, name: str) -> None:
 # ---- Broken on purpose ----
 
 
-class _Unseeded(_Net):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(next(NUMBERS)))
+NUMBERS: Final = count()
+GENERATOR: Final = torch.Generator()
 
 
-class _Counts(_Net):
-    calls: ClassVar[int] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        _Counts.calls += 1
-        return super().forward(x) * _Counts.calls
+def _unseeded() -> nn.Module:
+    net = _Net()
+    nn.init.normal_(net.weight, generator=torch.Generator().manual_seed(next(NUMBERS)))
+    return net
 
 
-class _OwnRandom(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.rand(1, generator=GENERATOR))
+def _ignored() -> nn.Module:
+    net = _Net()
+    net._ddp_params_and_buffers_to_ignore = ["layers.1.weight"]
+    return net
 
 
-class _Statistics(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        loss = super().forward(x)
-        return loss * (1 + self.norm.running_mean.square().sum())
+def _draws(net: _Net, x: Tensor) -> Tensor:
+    if net.is_plain:
+        torch.rand(1)
+    return net.loss(x)
 
 
-class _Ignored(_Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self._ddp_params_and_buffers_to_ignore = ["layers.1.weight"]
-
-
-class _Draws(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        if type(self.weight) is nn.Parameter:
-            torch.rand(1)
-        return super().forward(x)
-
-
-class _Doubles(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 if type(self.weight) is nn.Parameter else 2)
+_doubles = _net(lambda net, x: net.loss(x) * (1 if net.is_plain else 2))
 
 
 class _ReadsGrad(_Net):
@@ -197,34 +176,41 @@ def peak(model: nn.Module) -> torch.optim.Optimizer:
     return _Peak(model.parameters(), lr=0.1)
 
 
-class _WholeMemory(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.weight.untyped_storage().nbytes()
-
-
-NUMBERS: Final = count()
-GENERATOR: Final = torch.Generator()
 WEIGHT, FIRST = "layers.1.weight", "layers.0.weight"
 AGAIN: Final = r"another run of DistributedDataParallel has another "
 
 # Step, kind and parameter of the first difference, and what its cause says.
 BROKEN: Final[dict[str, tuple[Any, Any, int, str, str, str]]] = {
-    "built-unseeded": (_Unseeded, sgd, 0, "initial weight", WEIGHT, AGAIN + "initial weight"),
-    "state-outside": (_Counts, sgd, 0, "loss", "", AGAIN + "loss"),
-    "own-random-numbers": (_OwnRandom, sgd, 0, "loss", "", AGAIN + "loss"),
-    "buffers-by-rank": (_Statistics, sgd, 1, "loss", "", "takes rank 0's"),
-    "ignored-by-ddp": (_Ignored, sgd, 0, "gradient", WEIGHT, "does not reduce it"),
-    "other-dropout": (_Draws, sgd, 0, "random numbers", "", "draws others.*Equal at stage 2"),
-    "asks-for-class": (_Doubles, sgd, 0, "loss", "", "class, shape.*Equal at stage 2; .*elsewhere"),
+    "built-unseeded": (_unseeded, sgd, 0, "initial weight", WEIGHT, AGAIN + "initial weight"),
+    "state-outside": (
+        _net(lambda net, x: net.loss(x) * next(NUMBERS)),
+        *(sgd, 0, "loss", "", AGAIN + "loss"),
+    ),
+    "own-random-numbers": (
+        _net(lambda net, x: net.loss(x + torch.rand(1, generator=GENERATOR))),
+        *(sgd, 0, "loss", "", AGAIN + "loss"),
+    ),
+    "buffers-by-rank": (
+        _net(lambda net, x: net.loss(x) * (1 + net.norm.running_mean.square().sum())),
+        *(sgd, 1, "loss", "", "takes rank 0's"),
+    ),
+    "ignored-by-ddp": (_ignored, sgd, 0, "gradient", WEIGHT, "does not reduce it"),
+    "other-dropout": (
+        _net(_draws),
+        *(sgd, 0, "random numbers", "", "draws others.*Equal at stage 2"),
+    ),
+    "asks-for-class": (
+        _doubles,
+        *(sgd, 0, "loss", "", "class, shape.*Equal at stage 2; .*elsewhere"),
+    ),
     "asks-for-grad": (
         _ReadsGrad,
-        sgd,
-        1,
-        "loss",
-        "",
-        "Equal at stage 0; at 1 .*grad is read before",
+        *(sgd, 1, "loss", "", "Equal at stage 0; at 1 .*grad is read before"),
     ),
-    "asks-for-memory": (_WholeMemory, sgd, 0, "loss", "", "class, shape or grad"),
+    "asks-for-memory": (
+        _net(lambda net, x: net.loss(x) * net.weight.untyped_storage().nbytes()),
+        *(sgd, 0, "loss", "", "class, shape or grad"),
+    ),
     "steps-whole-tensors": (_Net, peak, 1, "weight", FIRST, "Equal at stage 0; .*single elements"),
 }
 
@@ -247,7 +233,7 @@ def _is_named(group: Group, name: str) -> None:
     assert not found.is_chosen
     assert re.search(cause, found.cause), str(found)
     assert str(first) in str(found)
-    if model is _Doubles:
+    if model is _doubles:
         assert first.relative == 1.0
 
 
@@ -272,7 +258,7 @@ def test_what_was_chosen_is_not_called_wrong(group: Group, name: str) -> None:
     assert re.fullmatch(rf".*\(ZeroConfig\.{name}\)", found.cause), str(found)
     weights = [d for d in found.differences if (d.step, d.kind) == (2, "weight")]
     assert 0 < max(weights, key=lambda d: d.relative).relative < most
-    both = _verify(group, _Doubles, **config)
+    both = _verify(group, _doubles, **config)
     assert not both.is_chosen, "it hides what is wrong besides"
 
 
@@ -289,47 +275,43 @@ def test_another_order_of_adding_is_not_called_wrong(group: Group) -> None:
 # ---- What cannot be compared ----
 
 
-class _InPlace(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.mul_(0.9)
-        return super().forward(x)
+def _in_place(net: _Net, x: Tensor) -> Tensor:
+    net.weight.data.mul_(0.9)
+    return net.loss(x)
 
 
-class _OnlyAlone(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        assert type(self.weight) is not nn.Parameter, "not as it was written"
-        return super().forward(x)
+def _only_alone(net: _Net, x: Tensor) -> Tensor:
+    assert not net.is_plain, "not as it was written"
+    return net.loss(x)
 
 
 def test_an_error_says_in_which_run_it_was(group: Group) -> None:
     """Most of what we cannot do is refused with a remedy, which one has to see."""
     for model, error, run in (
-        (_InPlace, AtRestError, "the configuration"),
-        (_OnlyAlone, AssertionError, "DistributedDataParallel"),
+        (_in_place, AtRestError, "the configuration"),
+        (_only_alone, AssertionError, "DistributedDataParallel"),
     ):
         with pytest.raises(error) as raised:
-            _verify(group, model)
+            _verify(group, _net(model))
         (note,) = raised.value.__notes__
         assert note.startswith(f"verify(): in step 0 under {run}")
         assert ("verify in one process" in note) == (run == "DistributedDataParallel")
 
 
-class _Reentrant(_Net):
-    """Its blocks' gradients arrive in a backward within the backward, each twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.layers, *self.layers):
-            x = checkpoint(layer, x.requires_grad_(), use_reentrant=True).tanh()
-        return self.drop(self.norm(x)).square().mean()
+def _recomputes(net: _Net, x: Tensor) -> Tensor:
+    """Blocks' gradients arrive in a backward within the backward, each twice."""
+    for layer in (*net.layers, *net.layers):
+        x = checkpoint(layer, x.requires_grad_(), use_reentrant=True).tanh()
+    return net.drop(net.norm(x)).square().mean()
 
 
 def test_a_model_that_ddp_refuses_is_verified_in_one_process(group: Group) -> None:
     """The standard is the plain model there; the error of DDP must not pass for ours."""
     with pytest.raises(RuntimeError, match="ready only once") as raised:
-        _verify(group, _Reentrant)
+        _verify(group, _net(_recomputes))
     assert "itself cannot run this model, verify in one process" in raised.value.__notes__[0]
 
-    assert _verify(Group.solo(), _Reentrant).is_equal
+    assert _verify(Group.solo(), _net(_recomputes)).is_equal
 
 
 def test_what_cannot_be_run_is_named(group: Group) -> None:

@@ -167,7 +167,7 @@ def _as_transformers_for_deepspeed(group: Group) -> Iterator[None]:
 
 @pytest.mark.parametrize(("way", "kind"), [("inside", "untied"), ("as DeepSpeed", "tied")])
 @pytest.mark.ranks(timeout_s=90)
-def test_what_from_pretrained_loads_inside_is_trained(
+def test_what_from_pretrained_loads_is_trained(
     group: Group, tmp_path: Path, way: str, kind: str
 ) -> None:
     """The usual first line of a fine-tuning at stage 3."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ import zoo
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_partition import StateError, memory_report
+from zero_partition import memory_report
 from zero_partition.seams import find_sharded
 
 pytestmark = [
@@ -24,91 +25,79 @@ pytestmark = [
 ]
 
 _IMPORT_S = 90.0  # transformers takes its time, on the first run of each rank
-_STAGES = 2, 3  # 0 and 1 have fewer of their hooks and none of their own: test_stages_agree.py
 _EDGES = 1, 3  # where parameters rest whole, and where they rest as shards
+
+
+def _trains_as_ddp(
+    group: Group, recipe: parity.Recipe, stages: Iterable[int], **config: Any
+) -> None:
+    expected = parity.train_ddp(group, recipe)
+    for stage in stages:
+        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **config))
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
 
 
 @pytest.mark.parametrize(("turn", "name"), list(enumerate(zoo.ZOO)))
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_an_architecture_trains_as_under_ddp(group: Group, turn: int, name: str) -> None:
     """Whoever tries us tries a model of their own; no line of ours may know its class."""
-    recipe = zoo.ZOO[name].recipe(group.rank)
-    expected = parity.train_ddp(group, recipe)
-
-    for stage in (3,) if turn % 2 else (turn // 2 % 3, 3):
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
+    stages = (3,) if turn % 2 else (turn // 2 % 3, 3)
+    _trains_as_ddp(group, zoo.ZOO[name].recipe(group.rank), stages)
 
 
 # ---- Models that read parameters around the modules that own them ----
 
-_AROUND = pytest.mark.parametrize(
-    ("stages", "config"),
+
+@pytest.mark.parametrize(
+    ("stage", "config"),
     [
-        pytest.param((2,), {}, id="whole-at-rest"),
-        pytest.param((3,), {"units": ()}, id="one-unit"),  # what the error message advises
-        pytest.param((3,), {}, id="sharded-at-rest"),
+        pytest.param(2, {}, id="whole-at-rest"),
+        pytest.param(3, {"units": ()}, id="one-unit"),  # what the error message advises
+        pytest.param(3, {}, id="sharded-at-rest"),
     ],
 )
-
-
-@_AROUND
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_embeddings_that_are_never_called_train(
-    group: Group, stages: tuple[int, ...], config: dict[str, Any]
+def test_parameters_used_around_their_modules_train(
+    group: Group, stage: int, config: dict[str, Any]
 ) -> None:
-    """SAM adds `embedding.weight` of a list of embeddings, whose forward never runs."""
-    recipe = zoo.SAM.recipe(group.rank)
-    expected = parity.train_ddp(group, recipe)
+    """SAM never calls its embeddings; Reformer's backward calls parts of layers by hand."""
+    _trains_as_ddp(group, zoo.SAM.recipe(group.rank), (stage,), **config)
 
-    for stage in stages:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **config))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
-
-
-@_AROUND
-@pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_reversible_layers_train_as_one_process_does(
-    group: Group, stages: tuple[int, ...], config: dict[str, Any]
-) -> None:
-    """Reformer's backward calls the parts of each layer by hand; DDP: "ready only once"."""
-    recipe = zoo.REFORMER.recipe(group.rank)
-    expected = parity.train_alone_by_stage(group, recipe)
-
-    for stage in stages:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **config))
-        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
+    recipe = zoo.REFORMER.recipe(group.rank)  # of which DDP says: "ready only once"
+    expected = parity.train_alone_by_stage(group, recipe)[stage]
+    curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **config))
+    parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
 
 
 # ---- What users switch on ----
 
 
-@pytest.mark.parametrize(
-    ("name", "use_reentrant"),
-    [(name, False) for name in ("llama", "qwen2-moe", "vit", "whisper")]
-    + [(name, True) for name in ("gpt2", "t5", "lora")],
-)
-@pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_checkpointed_activations_change_no_number(
-    group: Group, name: str, use_reentrant: bool
-) -> None:
-    """`gradient_checkpointing_enable()` is the second thing, after ZeRO, that memory asks for."""
-    specimen = zoo.ZOO[name]
+def _checkpoints(model: nn.Module, *, use_reentrant: bool = False) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant and hasattr(model, "peft_config"):
+        model.enable_input_require_grads()  # else reentrant recomputation has no gradient
 
-    def make() -> nn.Module:
-        model = specimen.build(group.rank)
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-        )
-        if use_reentrant and name == "lora":
-            model.enable_input_require_grads()  # else reentrant recomputation has no gradient
-        return model
 
-    recipe = specimen.recipe(group.rank, num_steps=3, make=make)
-    expected = parity.train_ddp(group, recipe)
-    for stage in (3,) if use_reentrant else _STAGES:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
+def _checkpoints_reentrant(model: nn.Module) -> None:
+    _checkpoints(model, use_reentrant=True)
+
+
+def _returns_attentions(model: nn.Module) -> None:
+    model.set_attn_implementation("eager")
+
+
+def _resizes(model: nn.Module) -> None:
+    """Puts new Parameters, tied anew, in place of those that the constructor made."""
+    torch.manual_seed(0)  # the new rows are drawn at random
+    model.resize_token_embeddings(feeds.VOCABULARY + 6, mean_resizing=False)
+
+
+CHANGES: dict[Callable[[nn.Module], None], tuple[tuple[str, ...], tuple[int, ...]]] = {
+    _checkpoints: (("llama", "qwen2-moe", "vit", "whisper"), (2, 3)),
+    _checkpoints_reentrant: (("gpt2", "t5", "lora"), (3,)),
+    _returns_attentions: (("llama",), parity.STAGES),
+    _resizes: (("gpt2", "llama"), _EDGES),
+}
 
 
 def _loss_of_all_fields(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -119,22 +108,27 @@ def _loss_of_all_fields(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return output.loss + sum(field.square().mean() for field in fields)
 
 
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(number, name, id=f"{change.__name__.strip('_')}-{name}")
+        for number, (change, (names, _)) in enumerate(CHANGES.items())
+        for name in names
+    ],
+)
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_a_loss_over_every_field_of_the_output_trains(group: Group) -> None:
-    """Hidden states and attentions leave the model too, and backward may begin at any of them."""
+def test_what_users_switch_on_trains_as_under_ddp(group: Group, number: int, name: str) -> None:
+    """Recomputation is the second thing that memory asks for; backward may begin at any field."""
+    change, (_, stages) = list(CHANGES.items())[number]
 
     def make() -> nn.Module:
-        model = zoo.ZOO["llama"].build(group.rank)
-        model.set_attn_implementation("eager")  # the one that returns attentions
+        model = zoo.ZOO[name].make()
+        change(model)
+        torch.manual_seed(1000 + group.rank)
         return model
 
-    recipe = zoo.ZOO["llama"].recipe(
-        group.rank, num_steps=3, make=make, loss_of=_loss_of_all_fields
-    )
-    expected = parity.train_ddp(group, recipe)
-    for stage in parity.STAGES:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+    how = {"loss_of": _loss_of_all_fields} if change is _returns_attentions else {}
+    _trains_as_ddp(group, zoo.ZOO[name].recipe(group.rank, make=make, **how), stages)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +150,19 @@ def test_generation_gives_the_logits_of_plain_torch(group: Group, name: str) -> 
     ]
 
     for stage, over, context in ways:
-        model = parity.build(lambda: specimen.build(0))
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=over)
+        model, _ = _sharded(over, specimen, stage)
         with context(model):
             logits = _generate(model, specimen, over)
         assert len(logits) == len(expected)
         for ours, theirs in zip(logits, expected, strict=True):
             assert torch.equal(ours, theirs), f"{name}, stage {stage}, {context.__name__}"
+
+
+def _sharded(
+    group: Group, specimen: zoo.Specimen, stage: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(lambda: specimen.build(0))
+    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage), group=group)
 
 
 def _generate(model: nn.Module, specimen: zoo.Specimen, group: Group) -> tuple[Tensor, ...]:
@@ -189,25 +188,10 @@ def test_tied_weights_are_one_parameter_under_several_names(group: Group, name: 
     assert any(len(tied) > 1 for tied in names), f"{name} ties nothing"
 
     for stage in _EDGES:
-        model = parity.build(lambda: specimen.build(0))
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+        model, optimizer = _sharded(group, specimen, stage)
         assert _names_by_parameter(model) == names
         assert sum(len(entry["params"]) for entry in optimizer.param_groups) == len(names)
-        if stage == 3:
-            layouts = [
-                (buffer.plan.layout, buffer.plan.dtype.itemsize)
-                for unit in find_sharded(model).units
-                for buffer in unit.buffers
-            ]
-            elements = sum(layout.payload_numel for layout, _ in layouts)
-            assert elements == sum(param.numel() for param in plain.parameters())
-            held = sum(layout.payload_splits[group.rank] * size for layout, size in layouts)
-            assert memory_report(model).params_bytes == held
-
-        zoo.loss_of(model, specimen.batch(0, 0, group.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        parity.finish_step(zoo.loss_of(model, specimen.batch(0, 0, group.rank)), optimizer)
         saved = zero_engine.full_state_dict(model)
         if group.rank == 0:
             _assert_tied(saved, names)
@@ -240,37 +224,6 @@ def _on_every_rank(state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     return carried[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_a_resized_vocabulary_trains_as_under_ddp(group: Group, name: str) -> None:
-    """It puts new Parameters, tied anew, in place of those that the constructor made."""
-
-    def make() -> nn.Module:
-        model = zoo.ZOO[name].build(group.rank)
-        torch.manual_seed(0)  # the new rows are drawn at random
-        model.resize_token_embeddings(feeds.VOCABULARY + 6, mean_resizing=False)
-        torch.manual_seed(1000 + group.rank)
-        return model
-
-    recipe = zoo.ZOO[name].recipe(group.rank, num_steps=3, make=make)
-    expected = parity.train_ddp(group, recipe)
-    for stage in _EDGES:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
-
-
-@pytest.mark.parametrize("stage", parity.STAGES)
-@pytest.mark.ranks(timeout_s=_IMPORT_S)
-def test_resizing_after_shard_is_named(group: Group, stage: int) -> None:
-    """The new embedding would be nobody's shard, and full of what a parameter reads as at rest."""
-    specimen = zoo.ZOO["gpt2"]
-    model = parity.build(lambda: specimen.build(0))
-    zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage), group=group)
-    with pytest.raises(StateError, match=r"wte\.weight.*before shard\(\)"):
-        model.resize_token_embeddings(feeds.VOCABULARY + 6, mean_resizing=False)
-        zoo.loss_of(model, specimen.batch(0, 0, group.rank))
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
 @pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_tables_that_are_not_saved_stay_what_they_are(group: Group, name: str) -> None:
@@ -281,11 +234,8 @@ def test_tables_that_are_not_saved_stay_what_they_are(group: Group, name: str) -
     assert unsaved, f"{name} saves all its buffers"
 
     for stage in _EDGES:
-        model = parity.build(lambda: specimen.build(0))
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-        zoo.loss_of(model, specimen.batch(0, 0, group.rank)).backward()
-        optimizer.step()
+        model, optimizer = _sharded(group, specimen, stage)
+        parity.finish_step(zoo.loss_of(model, specimen.batch(0, 0, group.rank)), optimizer)
         for key, table in plain.named_buffers():
             assert torch.equal(dict(model.named_buffers())[key], table), f"stage {stage}: {key}"
         state = zero_engine.full_state_dict(model)

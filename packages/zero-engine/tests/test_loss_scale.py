@@ -1,7 +1,6 @@
 """The loss scale, step by step."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,27 +59,20 @@ def test_the_scale_follows_its_description_over_a_resumption() -> None:
         assert scales == _expected_scales(overflows, value), seed
 
 
-@pytest.mark.parametrize("minimum", [0.0, 0.3, 7.0])
-def test_the_scale_is_a_power_of_two_and_not_below_the_minimum(minimum: float) -> None:
-    """Only then does unscaling round nothing, whatever minimum a file names."""
+def test_the_scale_is_a_power_of_two_of_fp32_and_not_below_the_minimum() -> None:
+    """Only then does unscaling round nothing; and a loss times inf is no loss."""
     rng = np.random.default_rng(0)
-    scaler = LossScaler(DynamicLossScale(initial_power=3, window=3, minimum=minimum))
-    for overflowed in rng.random(1000) < 0.6:
-        scaler.update(bool(overflowed))
-
-        assert math.frexp(scaler.scale)[0] == 0.5
-        assert scaler.scale >= minimum
-
-
-@pytest.mark.parametrize("overflowed", [False, True])
-def test_the_scale_stays_a_number_of_fp32(overflowed: bool) -> None:
-    """Gradients that are zero for long double it without end; a loss times inf is no loss."""
-    scaler = LossScaler(DynamicLossScale(window=1, hysteresis=1, minimum=0.0))
-    for _ in range(400):
-        scaler.update(overflowed)
-
-    assert np.isfinite(np.float32(scaler.scale))
-    assert np.float32(1 / scaler.scale) > 0
+    for minimum in (0.0, 0.3, 7.0):
+        scaler = LossScaler(DynamicLossScale(initial_power=3, window=3, minimum=minimum))
+        for overflowed in rng.random(1000) < 0.6:
+            scaler.update(bool(overflowed))
+            assert math.frexp(scaler.scale)[0] == 0.5
+            assert scaler.scale >= minimum
+    for overflowed in (False, True):
+        scaler = LossScaler(DynamicLossScale(window=1, hysteresis=1, minimum=0.0))
+        for _ in range(400):
+            scaler.update(overflowed)
+        assert np.isfinite(np.float32(scaler.scale)) and np.float32(1 / scaler.scale) > 0
 
 
 def test_counters_from_other_settings_go_on_under_the_new_ones() -> None:
@@ -121,22 +113,19 @@ def test_a_static_scale_never_changes() -> None:
     assert scaler.state_dict() == {"scale": 128.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("initial_power", (True, -1, 0.5, 128, "16", None)),
-        ("window", (False, 0, math.nan)),
-        ("hysteresis", (True, 0, math.inf)),
-        ("minimum", (True, -1.0, math.inf, 2.0**17)),
-        ("consecutive_hysteresis", (1, None)),
-        ("raises_at_minimum", (0, "no")),
-    ],
-)
-def test_a_bad_setting_is_refused_by_name(name: str, values: tuple[Any, ...]) -> None:
+def test_a_bad_setting_is_refused_by_name() -> None:
     """These come from files that people write by hand; 1e3 is a float to every JSON reader."""
-    for bad in values:
-        with pytest.raises(ConfigError, match=rf"DynamicLossScale\.{name}: expected .*, got"):
-            DynamicLossScale(**{name: bad})
+    for name, values in {
+        "initial_power": (True, -1, 0.5, 128, "16", None),
+        "window": (False, 0, math.nan),
+        "hysteresis": (True, 0, math.inf),
+        "minimum": (True, -1.0, math.inf, 2.0**17),
+        "consecutive_hysteresis": (1, None),
+        "raises_at_minimum": (0, "no"),
+    }.items():
+        for bad in values:
+            with pytest.raises(ConfigError, match=rf"DynamicLossScale\.{name}: expected .*, got"):
+                DynamicLossScale(**{name: bad})
     for bad in (True, 0, math.inf, "auto", None, 1e-40, 1e39):
         with pytest.raises(ConfigError, match=r"StaticLossScale\.scale: expected .*, got"):
             StaticLossScale(bad)  # type: ignore[arg-type]

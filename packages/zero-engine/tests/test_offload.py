@@ -57,18 +57,15 @@ def test_a_wrong_value_says_what_was_expected(fields: Any, name: str, part: str)
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [("cpu", "host"), ("nvme", "disk"), ("none", "device")]
-)
-def test_deepspeeds_word_for_a_residence_points_to_ours(theirs: str, ours: str) -> None:
+def test_deepspeeds_word_for_a_residence_points_to_ours() -> None:
     """Who comes from there writes it, and "cpu" is where a device may be as well."""
-    for field in ("optimizer", "params"):
-        with pytest.raises(
-            ConfigError, match=rf"Offload\.{field}: .*got '{theirs}'.*'{ours}' here"
-        ):
-            Offload(**{field: theirs})
-    with pytest.raises(ConfigError, match=rf"to='disk', got '{theirs}'.*'{ours}' here"):
-        zero_engine.offload_states(torch.nn.Linear(1, 1), to=theirs)
+    for theirs, ours in (("cpu", "host"), ("nvme", "disk"), ("none", "device")):
+        for field in ("optimizer", "params"):
+            said = rf"Offload\.{field}: .*got '{theirs}'.*'{ours}' here"
+            with pytest.raises(ConfigError, match=said):
+                Offload(**{field: theirs})
+        with pytest.raises(ConfigError, match=rf"to='disk', got '{theirs}'.*'{ours}' here"):
+            zero_engine.offload_states(torch.nn.Linear(1, 1), to=theirs)
 
 
 @pytest.mark.parametrize(

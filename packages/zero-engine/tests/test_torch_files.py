@@ -89,26 +89,20 @@ def test_a_pickle_that_would_run_something_is_named_and_not_run(tmp_path: Path, 
     assert marker.exists(), "the file does what it is meant not to do here"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.ones(1)], "got a list"),
-        ({"epoch": 3, "model": {}}, "'epoch' is a int"),
-        ({"model": {"w": torch.ones(1)}}, "'model' is a dict"),
-        ({3: torch.ones(1)}, "3 is a Tensor"),
-        ({"w": torch.ones(3).to_sparse()}, "'w' is a torch.sparse_coo torch.float32 tensor"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_no_state_dict_is_said(tmp_path: Path, content: Any, message: str) -> None:
+def test_what_is_no_state_dict_is_said(tmp_path: Path) -> None:
     """Whole training states are saved under the same suffix."""
-    torch.save(content, tmp_path / "model.pt")
-
-    with pytest.raises(FileError) as caught:
-        zero_engine.checkpoint.open_weights(tmp_path / "model.pt")
-
-    assert "model.pt: expected a state dict" in str(caught.value)
-    assert message.split(" is a ", maxsplit=1)[0] in str(caught.value)
+    path = tmp_path / "model.pt"
+    for content, message in (
+        ([torch.ones(1)], "got a list"),
+        ({"epoch": 3, "model": {}}, "'epoch' is a"),
+        ({"model": {"w": torch.ones(1)}}, "'model' is a"),
+        ({3: torch.ones(1)}, "3 is a"),
+        ({"w": torch.ones(3).to_sparse()}, "'w' is a"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(FileError, match="expected a state dict") as caught:
+            zero_engine.checkpoint.open_weights(path)
+        assert message.removesuffix(" is a") in str(caught.value)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

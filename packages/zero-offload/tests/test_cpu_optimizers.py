@@ -246,11 +246,12 @@ def test_a_rollback_without_a_step_says_so() -> None:
         optimizer.rollback()
 
 
-@pytest.mark.parametrize("keeps", ["grads", "strides", "params", "state"])
+@pytest.mark.parametrize("keeps", ["grads", "strides", "params", "options", "state"])
 def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
     """Steps reuse what the last one found; a stale address would be silent corruption."""
     ours, torchs = _params(), _params()
-    mine, theirs = CPUAdam(ours), torch.optim.AdamW(torchs, weight_decay=0)
+    mine = CPUAdam(ours, betas=(0.5, 0.9), amsgrad=True)
+    theirs = torch.optim.AdamW(torchs, betas=(0.5, 0.9), weight_decay=0, amsgrad=True)
     for turn in range(8):
         for params, optimizer in ((ours, mine), (torchs, theirs)):
             _set_grads(params, turn)
@@ -261,13 +262,19 @@ def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
             elif keeps == "params":
                 params[0].data = params[0].data.clone()
                 params[4].data = params[4].data.flip(0).contiguous()
+            elif keeps == "options":
+                for param in params:
+                    param.grad.mul_(0.5**turn)  # else the largest moments are those of now
+                changes = ({}, {"amsgrad": False}, {"maximize": True}, {"amsgrad": True})
+                optimizer.param_groups[0].update(changes[turn % 4])
+            elif turn % 2:
+                optimizer.state[params[5]]["step"].fill_(turn % 3)
             elif turn:
                 entries = optimizer.state[params[0]]
                 entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
                 optimizer.state[params[4]] = {
                     name: value.clone() for name, value in optimizer.state[params[4]].items()
                 }
-                optimizer.state[params[5]]["step"].fill_(turn % 3)
             optimizer.step()
 
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)

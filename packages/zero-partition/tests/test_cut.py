@@ -138,15 +138,6 @@ def test_rows_and_blocks_even_out_what_whole_tensors_left_uneven() -> None:
     assert abs(held[0] - held[1]) <= 2 * 64  # a row of the widest matrix
 
 
-def test_ranks_far_more_than_tensors_leave_some_empty() -> None:
-    """Legal, and every rank still plans the same."""
-    buffers = _plan(64, lambda name, _: Cut.TENSOR)
-
-    assert sum(sum(buffer.layout.payload_splits) for buffer in buffers) == sum(
-        param.numel() for param in _Net().parameters()
-    )
-
-
 # ---- Which parameters form a unit ----
 
 

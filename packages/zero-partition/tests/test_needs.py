@@ -193,6 +193,8 @@ def test_a_chain_steps_as_its_optimizers_do() -> None:
 
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
     assert len(chain.state) == 4
+    cuts = choose_cuts(model, chain, None)
+    assert [str(cuts[id(param)]) for param in model.parameters()] == ["tensor", "flat"] * 2
 
 
 def test_a_chain_is_stepped_as_a_whole() -> None:
@@ -210,15 +212,6 @@ def test_a_chain_is_stepped_as_a_whole() -> None:
         ChainedOptimizer(muon, torch.optim.SGD(muon.param_groups[0]["params"], lr=0.1))
     with pytest.raises(PartitionError, match=r"expected one or more torch optimizers, got \[\]"):
         ChainedOptimizer()
-
-
-def test_each_member_of_a_chain_gets_the_cut_it_needs() -> None:
-    """Muon's matrices stay whole; AdamW's vectors may be cut anywhere."""
-    model, muon, adamw = _pair()
-    cuts = choose_cuts(model, ChainedOptimizer(muon, adamw), None)
-
-    for param in model.parameters():
-        assert cuts[id(param)] == (Cut.TENSOR if param.dim() == 2 else Cut.FLAT)
 
 
 # ---- Who decides ----
@@ -241,3 +234,13 @@ def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group() -> N
     assert cuts_of({"0.weight": "row", "*.weight": "tensor"}) == ["row", "flat", "tensor", "flat"]
     assert cuts_of(by_dims) == ["row", "flat", "flat", "flat"]
     assert cuts_of({"0.*": "row"}, *["tensor"] * 3) == ["row", "row", "tensor", "flat"]
+    for choice, of_groups, says in (
+        (
+            {"layers.*": "row"},
+            (),
+            r"cut: 'layers\.\*' matches no parameter; see model\.named_param",
+        ),
+        (None, ("whole",), "'cut' in param group 0 of the SGD: expected a Cut, or 'flat'"),
+    ):
+        with pytest.raises(PartitionError, match=says):
+            cuts_of(choice, *of_groups)

@@ -17,17 +17,15 @@ from zero_partition.seams import offload_states, reload_states
 
 
 def _partition(
-    group: Group, stage: int, *, dtype: torch.dtype = torch.float32, **options: Any
+    group: Group, stage: int, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After a backward."""
     model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 3, dtype=dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     placements = STAGES[Stage(stage)]
-    partition(model, optimizer, group=group, placements=placements, min_unit_bytes=0, **options)
-    return model, optimizer
-
-
-def _backward(model: nn.Module, group: Group, dtype: torch.dtype = torch.float32) -> None:
+    partition(model, optimizer, group=group, placements=placements, min_unit_bytes=0)
     model(torch.full((2, 3), float(group.rank + 1), dtype=dtype)).sum().backward()
+    return model, optimizer
 
 
 # ---- A parameter whose values are shards ----
@@ -36,15 +34,12 @@ def _backward(model: nn.Module, group: Group, dtype: torch.dtype = torch.float32
 def test_a_sharded_parameter_has_its_shape_and_no_bytes_of_another(group: Group) -> None:
     """It never shows another unit's values; values drawn at random would be lost without a word."""
     for dtype in (torch.float32, torch.bfloat16):
-        model, _ = _partition(group, 3, dtype=dtype)
-        params = list(model.parameters())
-        for _ in range(2):
-            assert [param.shape for param in params] == [(2, 3), (2,), (3, 2), (3,)]
-            assert all(param.dtype is dtype for param in params)
-            assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
-            # Detectors of tied weights compare addresses.
-            assert len({param.data_ptr() for param in params}) == len(params)
-            _backward(model, group, dtype)
+        params = list(_partition(group, 3, dtype)[0].parameters())
+        assert [param.shape for param in params] == [(2, 3), (2,), (3, 2), (3,)]
+        assert all(param.dtype is dtype for param in params)
+        assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
+        # Detectors of tied weights compare addresses.
+        assert len({param.data_ptr() for param in params}) == len(params)
         for write in (nn.init.normal_, nn.init.ones_):
             with pytest.raises(StateError, match="GatheredParameters"):
                 write(params[0])
@@ -72,7 +67,6 @@ def test_a_guard_refuses_every_use_of_values(group: Group) -> None:
     """A sharded gradient that reads as none would be a silent no-op."""
     for stage in (1, 2, 3):
         model, optimizer = _partition(group, stage)
-        _backward(model, group)
         param = model[0].weight
         for name, use in USES_OF_VALUES.items():
             with pytest.raises(StateError, match=r"clip_grad_norm_|would write to parameter"):
@@ -97,7 +91,6 @@ def test_a_guard_refuses_every_use_of_values(group: Group) -> None:
 def test_alone_a_shard_is_the_whole_gradient() -> None:
     """With one rank there is nothing to refuse."""
     model, optimizer = _partition(Group.solo(), 3)
-    _backward(model, Group.solo())
 
     grads = [param.grad for param in optimizer.param_groups[0]["params"]]
     norm = torch.stack([torch.linalg.vector_norm(grad) for grad in grads]).norm()
@@ -149,7 +142,6 @@ def test_a_parked_tensor_is_itself_and_raises_where_its_values_are_used() -> Non
     """
     # At stage 0 parameters and momenta have their own shapes.
     model, optimizer = _partition(Group.solo(), 0)
-    _backward(model, Group.solo())
     optimizer.step()
     weight = optimizer.param_groups[0]["params"][0]
     tensors = [weight, optimizer.state[weight]["momentum_buffer"]]

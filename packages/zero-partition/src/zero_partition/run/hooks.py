@@ -231,15 +231,16 @@ def arrival_hook(
     position: int,
     *,
     is_large: bool,
-    num_before: int,
+    registered: list[Any],
 ) -> Callable[[Tensor], None]:
     """What to call when autograd has put a parameter's gradient into `param.grad`.
 
     Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
     model that is deleted would never be freed. It is the one piece of ours that runs for each
     parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
-    Of such hooks there were `num_before` already. Those that follow find no gradient that is this
-    rank's alone, but a guard: an optimizer that steps in backward, say.
+    `registered` has a reference to the parameter's hooks, and how many they were with this one.
+    Those that follow find a guard, and no gradient of this rank's alone: optimizers that step in
+    backward, say.
     """
     whole = ShardState.UNSHARDED
 
@@ -254,7 +255,7 @@ def arrival_hook(
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)
-        is_followed = len(param._post_accumulate_grad_hooks) > num_before + 1  # type: ignore[attr-defined]
+        is_followed = len(registered[0]()) > registered[1]
         if is_large or is_followed or len(waiting) >= gradients.room:
             sharded.reducer.collect(gradients)
         if is_followed and gradients.shards_state:
@@ -395,14 +396,11 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         sharded.removers.append(AroundConversion(module, module._apply).install())
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
-            arrive = arrival_hook(
-                ref(sharded),
-                ref(gradients),
-                position,
-                is_large=param.nbytes > SMALL_BYTES,
-                num_before=len(param._post_accumulate_grad_hooks or ()),  # type: ignore[attr-defined]
-            )
+            is_large, registered = param.nbytes > SMALL_BYTES, list[Any]()
+            references = ref(sharded), ref(gradients)
+            arrive = arrival_hook(*references, position, is_large=is_large, registered=registered)
             handle = param.register_post_accumulate_grad_hook(arrive)
+            registered += [handle.hooks_dict_ref, len(handle.hooks_dict_ref())]  # type: ignore[arg-type]
             sharded.removers.append(handle.remove)
 
 
