@@ -6,7 +6,7 @@ docs/guides/pytorch.md lists it; what other files state is not repeated here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 from training import assert_weights_of
 from zero_comm import Group
 from zero_engine import Precision
@@ -235,7 +233,7 @@ def test_statistics_are_computed_again_for_an_average_of_the_weights(group: Grou
                 assert torch.equal(model(batches[0][0]), expected(batches[0][0])), stage
 
 
-# ---- Metrics and loaders ----
+# ---- Metrics ----
 
 
 def _accuracy() -> torchmetrics.Metric:
@@ -266,43 +264,6 @@ def test_metrics_reduce_over_all_ranks_beside_the_model_and_in_it(group: Group) 
             whole.update(torch.cat([o for o, _, _ in seen]), torch.cat([t for _, t, _ in seen]))
             assert torch.equal(found[0], whole.compute()), f"stage {stage}, step {step}"
             torch.testing.assert_close(found[1].item(), sum(s[2] for s in seen) / len(seen))
-
-
-class _Stream(IterableDataset):
-    """Each rank's own numbers, without end; where it is, is its state."""
-
-    def __init__(self, rank: int) -> None:
-        self._next = 1000 * rank
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            self._next += 1 + self._next % 3
-            yield self._next
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = state["next"]
-
-
-def test_each_ranks_loader_goes_on_where_it_was(group: Group, tmp_path: Path) -> None:
-    """Rank 0's `extra` is kept: one that has all ranks' states in it brings each its own back."""
-    loader = StatefulDataLoader(_Stream(group.rank), batch_size=2)
-    batches = iter(loader)
-    for _ in range(1 + group.rank):  # the ranks may have taken different numbers of batches
-        next(batches)
-    states: list[Any] = [None] * group.world_size
-    dist.all_gather_object(states, loader.state_dict())
-    model, optimizer = _shard(group, 3)
-    zero_engine.save(tmp_path, model, optimizer, step=1, extra={"loaders": states})
-    expected = [next(batches).tolist() for _ in range(3)]
-
-    again = StatefulDataLoader(_Stream(group.rank), batch_size=2)
-    report = zero_engine.load(tmp_path, model, optimizer)
-    again.load_state_dict(report.extra["loaders"][group.rank])
-    batches = iter(again)
-    assert [next(batches).tolist() for _ in range(3)] == expected
 
 
 # ---- What reads or writes the model ----

@@ -123,7 +123,7 @@ def test_rows_go_to_files_and_functions_on_one_rank(
             zero_engine.metrics(loop.model, to=[wrong]).__enter__()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_means_are_those_of_all_ranks(group: Group) -> None:
     """Of what a rank knows, where only some know it."""
     loop = Loop(group, stage=1)

@@ -252,16 +252,14 @@ FILLED: Final = {
 }
 
 
-def test_a_deepspeed_file_is_filled_as_trainer_fills_it(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_a_deepspeed_file_is_filled_as_trainer_fills_it(group: Group, tmp_path: Path) -> None:
     """The bits of an engine whose file has the numbers; in fp16, with steps that overflow."""
-    (tmp_path / "ds.json").write_text(json.dumps(FILE))
-    ranks(2).run(_compare_with_engine, folder=str(tmp_path), timeout_s=120)
-
-
-def _compare_with_engine(group: Group, folder: str) -> None:
     _as_torchrun(group)
+    file = tmp_path / f"{group.rank}.json"
+    file.write_text(json.dumps(FILE))
     args = _args(
-        folder,
+        tmp_path,
         max_steps=8,
         fp16=True,
         max_grad_norm=0.1,
@@ -272,7 +270,7 @@ def _compare_with_engine(group: Group, folder: str) -> None:
         warmup_steps=3,
     )
     data = _sequences(40)
-    trainer = _train(_gpt2(**STILL), args, zero=f"{folder}/ds.json", train_dataset=data)
+    trainer = _train(_gpt2(**STILL), args, zero=str(file), train_dataset=data)
     rates, applied = [], []
     engine, *_ = zero_engine.initialize(model=_gpt2(**STILL), config=FILLED)
     for batch, _ in zip(trainer.get_train_dataloader(), range(8), strict=False):
@@ -525,42 +523,24 @@ def _generate(group: Group, folder: str) -> None:
 # ---- What is refused ----
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"fsdp": "full_shard"}, r"leave fsdp= out: zero=ZeroConfig\(stage=3\)"),
-        ({"torch_compile": True}, "leave torch_compile= out: compile each block: for layer in"),
-        ({"save_on_each_node": True}, "let output_dir be a folder that all nodes see"),
-        ({"fp16": True}, "expected bf16, as zero= says, got fp16; change one of them"),
-    ],
-    ids=str,
-)
-def test_arguments_that_cannot_be_beside_zero_name_the_line_to_change(
-    tmp_path: Path, options: dict[str, Any], expected: str
-) -> None:
-    """Nothing is silently ignored."""
+def test_what_cannot_be_beside_zero_names_the_line_to_change(tmp_path: Path) -> None:
+    """Arguments, and the marks that transformers leaves on a model: nothing is ignored."""
     zero = ZeroConfig(precision=Precision(params=torch.bfloat16))
-    with mock.patch.dict(os.environ):  # Accelerate writes to it
-        args = _args(tmp_path, **options)
-        with pytest.raises(ConfigError, match=expected):
-            ZeroTrainer(_llama(), args, zero=zero)
-
-
-@pytest.mark.parametrize(
-    ("mark", "expected"),
-    [
-        ("hf_device_map", "leave device_map= out: load it in `with ZeroTrainer.Init"),
-        ("is_quantized", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
-    ],
-)
-def test_models_that_are_placed_or_quantized_already_are_refused(
-    tmp_path: Path, mark: str, expected: str
-) -> None:
-    """By the marks that transformers leaves on them."""
-    model = _llama()
-    setattr(model, mark, True)
-    with pytest.raises(ConfigError, match=expected):
-        ZeroTrainer(model, _args(tmp_path), zero=_zero(2))
+    quantized = "leave quantization_config= out: .* load with dtype=torch.bfloat16"
+    for mark, options, expected in (
+        ("", {"fsdp": "full_shard"}, r"leave fsdp= out: zero=ZeroConfig\(stage=3\)"),
+        ("", {"torch_compile": True}, "leave torch_compile= out: compile each block: for layer in"),
+        ("", {"save_on_each_node": True}, "let output_dir be a folder that all nodes see"),
+        ("", {"fp16": True}, "expected bf16, as zero= says, got fp16; change one of them"),
+        ("hf_device_map", {}, "leave device_map= out: load it in `with ZeroTrainer.Init"),
+        ("is_quantized", {}, quantized),
+    ):
+        model = _llama()
+        setattr(model, mark or "unmarked", True)
+        with mock.patch.dict(os.environ):  # Accelerate writes to it
+            args = _args(tmp_path, **options)
+            with pytest.raises(ConfigError, match=expected):
+                ZeroTrainer(model, args, zero=zero)
 
 
 def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
