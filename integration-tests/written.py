@@ -1,7 +1,7 @@
 """Files of every format, whose values follow from names: what an earlier version wrote must load.
 
-`python benchmarks/house/files.py` writes `written-files/` anew with the fixed commit that
-docs/decisions/0043-the-new-house.md names. What is expected of them comes from `value_of` alone.
+Run as a script, with PYTHONPATH naming the packages of a worktree of the commit that is the
+reference in docs/decisions/0043-the-new-house.md, it writes `written-files/` anew. What is expected of them comes from `value_of` alone.
 """
 
 from __future__ import annotations
