@@ -1,7 +1,8 @@
 """Files of every format, whose values follow from names: what an earlier version wrote must load.
 
 Run as a script, with PYTHONPATH naming the packages of a worktree of the commit that is the
-reference in docs/decisions/0043-the-new-house.md, it writes `written-files/` anew. What is expected of them comes from `value_of` alone.
+reference in docs/decisions/0043-the-new-house.md, it writes `written-files/` anew. What is
+expected of them comes from `value_of` alone.
 """
 
 from __future__ import annotations
