@@ -114,6 +114,23 @@ def test_a_step_that_is_skipped_takes_over_the_one_before(group: Group) -> None:
     zero_engine.unshard(model, optimizer)
 
 
+@pytest.mark.parametrize("make", [adam, sgd])  # with and without a native kernel
+def test_a_late_step_unscales_its_gradients(group: Group, make: Any) -> None:
+    """By the factor of its own step; the next one's is known by then."""
+    found = []
+    for scales in ((1.0, 1.0, 1.0), (4.0, 16.0, 2.0)):
+        model, optimizer = build(Case(on_host(), make=make), group)
+        for step, scale in enumerate(scales):
+            (parity.loss_of(model, parity.batch(step, 0, group.rank)) * scale).backward()
+            zero_engine.unscale_and_clip_(model, scale=scale, in_step=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(read(model))
+        zero_engine.unshard(model, optimizer)
+
+    assert all(map(torch.equal, *found))
+
+
 def test_a_closure_is_stepped_as_late(group: Group) -> None:
     """The other way to call step()."""
     case = Case(on_host(), make=sgd)
