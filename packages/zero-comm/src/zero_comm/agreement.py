@@ -54,7 +54,10 @@ def all_gather_json(
         TypeError: JSON cannot say it; on this rank, before anything is sent.
         CommError: A rank did not take part in time.
     """
-    own = torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
+    text = json.dumps(value)
+    if group.world_size == 1:  # nor need the host wait for the device
+        return [json.loads(text)]
+    own = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
     numels = _gather(torch.tensor([[own.numel()]]), group, tag=tag, timeout_s=timeout_s)
     splits = [int(numel) for numel in numels]
     # Padded to the longest: not every backend gathers uneven pieces.
