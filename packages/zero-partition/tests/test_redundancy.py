@@ -149,6 +149,9 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(group: Group, in_pl
                 each[3].grad = torch.ones(6)  # frozen after backward: it steps all the same
             optimizer.step()
         assert_alike(*optimizers)
+        for param in params_of(optimizers[1]):
+            if param.grad is None:  # it does not travel, and keeps nobody else's memory
+                assert param.untyped_storage().nbytes() == param.nbytes
 
 
 def _of_all_kinds() -> list[nn.Parameter]:
