@@ -213,7 +213,10 @@ def test_no_rank_has_more_state_than_its_part_and_one_parameter(group: Group) ->
         held = all_gather_json(tensor_bytes(moments), group=group)
         state = [2 * param.nbytes for param in params]
         assert sum(held) == sum(state)
-        assert max(held) <= sum(state) / group.world_size + max(state)
+        fullest = held.index(max(held))
+        dealt = [2 * p.nbytes for p in params[1:] if optimizer.owner_of(p) == fullest]
+        # The least of those came last, when that rank had least of all.
+        assert max(held) - min(dealt, default=max(held)) <= sum(state) / group.world_size
         sizes = list(optimizer.bytes_per_rank)
         for param in frozen:
             sizes[optimizer.owner_of(param)] -= param.nbytes

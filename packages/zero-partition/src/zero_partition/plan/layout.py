@@ -271,7 +271,9 @@ def in_batches(
 
 
 def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
-    """Give each size to one rank: the largest first, to whom has least. Returns the ranks.
+    """Give each size to one rank: the largest first, to whom has least (LPT; Graham, 1969).
+
+    Returns the ranks.
 
     No rank ends with more than the least loaded one has, plus one size; equal sizes go to ranks in
     turn, so that the parameters of one unit spread.
