@@ -85,6 +85,7 @@ FINEST = {  # the cuts under which each is right
     _RowNorm: {"row", "tensor"},
     _kind("BlockMax", _block_max): {"row", "block(8)", "tensor"},  # a row is some whole blocks
     _TensorNorm: {"tensor"},
+    _kind("FirstElement", lambda _, p, grads: p.grad / p.grad.view(-1)[0]): {"tensor"},
     _kind("OnlyMatrices", _only_matrices): {"tensor"},
     _kind("OnlyLargeFactored", _only_large_factored): {"tensor"},
     _GlobalNorm: set(),
