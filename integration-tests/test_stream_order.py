@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
 from zero_engine import Offload
+from zero_partition import StateKind
 
 # ---- The fake itself ----
 
@@ -218,6 +220,10 @@ def test_collectives_are_waited_for(group: Group, stage: int, place: str) -> Non
         zero_engine.shard(model, optimizer, config, group=across)
         for step in range(3):
             _step(model, optimizer, step, rank=across.rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # a gather on its way would keep what it reads
+                zero_engine.offload_states(model, [StateKind.PARAMS])
+            zero_engine.reload_states(model)
         zero_engine.full_state_dict(model)
     _check(recorder, copies_beside=place == "host")
     assert recorder.num_collectives

@@ -68,7 +68,6 @@ def offload_states(
             sharded.release_buffers()
         if StateKind.PARAMS in kinds:
             sharded.outside.forget()
-            sharded.schedule.settle()
             if sharded.residence.offload is not None:
                 sharded.residence.offload.let_go()
             if sharded.exposure is not None:
