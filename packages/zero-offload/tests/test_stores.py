@@ -154,7 +154,9 @@ def test_threads_share_a_store(store: AbstractStore) -> None:
 def test_what_would_be_half_a_value_or_none_is_refused_by_name(store: AbstractStore) -> None:
     """It would train on with noise; and the key is what to look for after a swap that failed."""
     store.allocate({"reserved": 64})
-    store.write("x", torch.zeros(8)).result()
+    store.write("x", torch.zeros(8))
+    with pytest.raises(StoreError, match="'x' is allocated already"):  # or will be
+        store.allocate({"x": 32})
     before = store.sizes()
     for use, words in (
         (lambda: store.read("nowhere", torch.empty(4)).result(), r"'nowhere'.*never written"),
