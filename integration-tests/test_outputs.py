@@ -11,13 +11,15 @@ from functools import partial, reduce
 from typing import Any, Final, NamedTuple
 
 import attrs
+import parity
 import pytest
 import torch
+import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils import _pytree
 from training import assert_trains_as_plain, train
-from zero_comm import Group
+from zero_comm import Group, record_traffic
 
 _DEPTH: Final = 6
 
@@ -231,6 +233,17 @@ def test_callers_may_use_an_output_as_any_tensor(group: Group, use: str, window:
     run = partial(train, loss_of=lambda m, step: m(_x(step)).square().mean(), num_steps=3)
     configs = [ZeroConfig(stage, window=window) for stage in (2, 3)]
     assert_trains_as_plain(group, lambda: _Caller(*USES[use]), run, *configs)
+
+
+def test_a_backward_round_a_unit_gathers_nothing(group: Group) -> None:
+    """Its output is a view of what it was given: what ends there is none of its computation."""
+    model = parity.build(partial(_Caller, *USES["view-of-the-input"]))
+    zero_engine.shard(model, parity.adamw(model), ZeroConfig(3, window=1), group=group)
+    x = _x(0).requires_grad_() * 2
+    model(x)
+    with record_traffic(group) as traffic:
+        x.sum().backward()
+    assert not traffic.payload_numel("all_gather")
 
 
 def _x(step: int) -> Tensor:
