@@ -185,6 +185,7 @@ def test_what_follows_from_arguments_is_filled_in(initialize: Any, dtype: torch.
     """An optimizer has its options, a model its dtype, and two batch sizes give the third."""
     model = nn.Linear(4, 4).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.8, 0.9))
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)  # has begun to warm up
     engine, same, _, scheduler = initialize(
         args=SimpleNamespace(train_micro_batch_size_per_gpu=3),
         model=model,
