@@ -18,7 +18,7 @@ from attrs import evolve
 from parity import ZeroConfig
 from residences import Cell, assert_same, cpu_adam, failing_disk, parts_of
 from zero_comm import Group
-from zero_engine import Offload
+from zero_engine import FileError, Offload
 from zero_offload import BudgetError, DiskSettings, DiskStore, StoreError, TornStepError
 from zero_offload.testing import SYSTEM, faults
 from zero_partition import PartitionError
@@ -166,4 +166,24 @@ def test_a_disk_that_fails_in_a_step_leaves_what_can_be_resumed(
     model.load_state_dict(weights, strict=False)
     parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
     assert_same(parts_of(model, optimizer), expected, "resumed")
+    zero_engine.unshard(model, optimizer)
+
+
+def test_a_disk_that_fails_in_a_load_is_told_by_it(group: Group, tmp_path: Path) -> None:
+    """Else the next step would say so, of values that nobody has written since."""
+    model, optimizer = _shard(group, BOTH.offload(tmp_path))
+    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+    zero_engine.save(tmp_path, model, optimizer, step=1)
+    expected = parts_of(model, optimizer)
+    write = DiskStore.write
+    with mock.patch.object(DiskStore, "write", autospec=True, side_effect=write) as writes:
+        zero_engine.load(tmp_path, model, optimizer)
+    last = sum("parameters" in call.args[1] for call in writes.call_args_list) - 1
+    with (
+        failing_disk("write", "parameters", after=last),
+        pytest.raises(FileError, match="no such disk.*load again"),
+    ):
+        zero_engine.load(tmp_path, model, optimizer)
+    zero_engine.load(tmp_path, model, optimizer)
+    assert_same(parts_of(model, optimizer), expected, "loaded again")
     zero_engine.unshard(model, optimizer)
