@@ -181,7 +181,7 @@ def test_a_disk_that_fails_in_a_load_is_told_by_it(group: Group, tmp_path: Path)
     last = sum("parameters" in call.args[1] for call in writes.call_args_list) - 1
     with (
         failing_disk("write", "parameters", after=last),
-        pytest.raises(FileError, match="no such disk.*load again"),
+        pytest.raises(FileError, match=r"no such disk.*load again"),
     ):
         zero_engine.load(tmp_path, model, optimizer)
     zero_engine.load(tmp_path, model, optimizer)
