@@ -38,6 +38,7 @@ class Mixed(parity.Tiny):
     def __init__(self) -> None:
         super().__init__()
         del self.unused, self.scale
+        self.factor = nn.Parameter(torch.tensor(0.5))
         self.head.bias = nn.Parameter(torch.zeros(parity.VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
@@ -45,7 +46,7 @@ class Mixed(parity.Tiny):
         for part in (*self.blocks, *self.gates):
             x = part(x)
         x = x + self.lift(self.adapter(x.to(self.lift.weight.dtype))).to(x.dtype)
-        return self.head(x).float()
+        return self.head(x).float() * self.factor
 
 
 def _groups(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -107,6 +108,13 @@ def _wide() -> nn.Module:
     return Nested(lambda: wide(wide(parity.Block())))
 
 
+def _descending() -> nn.Module:
+    """Two units, of which the larger one comes last in backward."""
+    embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+    head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+    return nn.Sequential(embed, parity.Block(), parity.Gate(), head)
+
+
 # ---- What rests on the device ----
 
 
@@ -155,6 +163,8 @@ SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
         {"make": _narrow, "max_unit_bytes": 1000, "window": 2, "prefetch_numel": 200},
         {"make": _narrow, "max_unit_bytes": 1000, "stage": 2},
     ],
+    # The second backward finds other slots free than the first.
+    "of two sizes": [{"make": _descending, "stage": 2, "units": ["1", "2"]}],
     # Two that enclose each other follow each other in backward: each needs memory of its own.
     "of one size": [{"make": _wide, "stage": stage, "units": OUTER + INNER} for stage in (2, 3)],
 }

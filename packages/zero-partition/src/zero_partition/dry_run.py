@@ -447,15 +447,17 @@ def _pool_bytes(plan: ModelPlan) -> int:
                 itemsize = plan.precision.wire_of(buffer.dtype).itemsize
                 gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
                 of_param |= {param.name: gradients for param in buffer.params}
-    missing = Counter(map(id, of_param.values()))
     reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))
-    for name in reversed([name for name in plan.user_bytes if name in of_param]):
-        gradients = of_param[name]
-        if gradients.slot is None:
-            reduction.collect(gradients)
-        missing[id(gradients)] -= 1
-        if not missing[id(gradients)]:
-            reduction.launch(gradients)
+    for _ in range(2):  # the second backward finds other slots free than the first
+        missing = Counter(map(id, of_param.values()))
+        for name in reversed([name for name in plan.user_bytes if name in of_param]):
+            gradients = of_param[name]
+            if gradients.slot is None:
+                reduction.collect(gradients)
+            missing[id(gradients)] -= 1
+            if not missing[id(gradients)]:
+                reduction.launch(gradients)
+        reduction.flush()
     return reduction.pool.num_bytes
 
 

@@ -146,7 +146,8 @@ def _kinds_of(plan: ModelPlan) -> list[Kind]:
             dtype = plan.rests.training_of(plan.precision, buffer, placement)
             for param in buffer.params if buffer.trainable else ():
                 if param.name in plan.group_of:
-                    shape = param.shape if is_whole else param.cut.shard_shape(param.shape, 0)
+                    numel, shape = param.shape.numel(), param.shape
+                    shape = shape if is_whole else param.cut.shard_shape(shape, numel)
                     kinds[plan.group_of[param.name], len(shape), dtype] = None
     return list(kinds)
 

@@ -420,13 +420,14 @@ class SlotPool(Generic[Owner]):
         return slot
 
     def take_again(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
-        """As `take`, but first one beyond the ring of just this size that nobody has.
+        """As `take`, but before there is one more, one beyond the ring of just this size is taken.
 
         Who has a slot alone finds it again in the next step.
         """
-        for slot in self.extra:
-            if slot.owner is None and slot.num_bytes == num_bytes:
-                return slot
+        if alone or self.find(num_bytes) is None:
+            for slot in self.extra:
+                if slot.owner is None and slot.num_bytes == num_bytes:
+                    return slot
         return self.take(num_bytes, alone=alone)
 
     def release(self) -> None:
@@ -479,6 +480,11 @@ class ReductionPlan:
         """The last of them has come."""
         self._in_flight.append(gradients)
         while len(self._in_flight) > REDUCTION_SLOTS - 1:
+            self._finish()
+
+    def flush(self) -> None:
+        """Backward has ended."""
+        while self._in_flight:
             self._finish()
 
     def _finish(self) -> None:
