@@ -1,4 +1,7 @@
-"""Save loops of a model whose every value is its step, so that what is loaded can be told."""
+"""Save loops of a model whose every value is its step, so that what is loaded can be told.
+
+Run as a script, it saves to a folder while its processes are killed, and says how that went.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from zero_comm import CommError, Group
 from zero_engine.testing import FileSystem, save
 
 REAL = FileSystem()
+NUM_KILLS = 10
 
 
 def make(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,10 +65,8 @@ def _reader() -> tuple[nn.Module, torch.optim.Optimizer]:
 def check_newest(folder: Path) -> int:
     """The step of the newest checkpoint, which is whole and as it was saved; 0 if there is none."""
     model, optimizer = _reader()
-    if (
-        not folder.exists()
-        or (report := zero_engine.load(folder, model, optimizer, missing_ok=True)) is None
-    ):
+    report = zero_engine.load(folder, model, optimizer, missing_ok=True)
+    if report is None:
         return 0
     assert (report.num_tensors, report.extra) == (4 + 3, report.step)
     for name, param in model.named_parameters():
@@ -76,11 +78,11 @@ def check_newest(folder: Path) -> int:
     return report.step
 
 
-def _kill_many(folder: Path, num_kills: int) -> None:
+def _kill_loops(folder: Path) -> None:
     """Fork a save loop, kill it at a random instant, look; and again."""
     model, optimizer = make(Group.solo())
     draw, last = random.Random(0), 0
-    for _ in range(num_kills):
+    for _ in range(NUM_KILLS):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -98,10 +100,10 @@ def _kill_many(folder: Path, num_kills: int) -> None:
         last = found
         hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
         assert len(hidden) <= 4, hidden  # the next save removes what this one has left
-    print(f"{num_kills} of {num_kills}, at step {last}")
+    print(f"{NUM_KILLS} killed, at step {last}", flush=True)
 
 
-def _die(folder: Path) -> None:
+def _kill_rank(folder: Path) -> None:
     """Two ranks, of which one dies while it writes; the other prints what it learns."""
     rank = int(os.fork() == 0)
     meeting = f"file://{folder}.meeting"
@@ -123,6 +125,5 @@ def _die(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "die":
-        _die(Path(sys.argv[1]))
-    _kill_many(Path(sys.argv[1]), int(sys.argv[2]))
+    _kill_loops(Path(sys.argv[1]))
+    _kill_rank(Path(sys.argv[2]))
