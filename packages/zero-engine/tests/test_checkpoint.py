@@ -12,7 +12,7 @@ import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError, ZeroConfig
-from zero_engine.testing import MANIFEST, damage, edit_manifest, write_manifest
+from zero_engine.testing import MANIFEST, damage, edit_manifest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64)
 
@@ -67,21 +67,6 @@ def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
     assert report is not None
     assert (report.path.name, report.step, report.missing) == ("one", 7, ("scalar", "empty"))
     return _values(model)
-
-
-def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path) -> None:
-    """The first start of a job that is to resume when it can."""
-    model, optimizer = _shard()
-    for index, inside in enumerate(("absent", ".", "one", ".one.partial-12")):
-        folder = tmp_path / str(index)
-        if inside != "absent":
-            (folder / inside).mkdir(parents=True)
-        if inside.endswith(("one", "12")):
-            (folder / inside / "rank-00000.safetensors").touch()
-        if inside.endswith("12"):
-            write_manifest(folder / inside, {})
-            (folder / "latest").write_text("one")
-        assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
 
 
 def _load(folder: Path, tag: str | None = None) -> tuple[str, int]:
