@@ -516,14 +516,14 @@ def test_ranks_that_differ_are_told(group: Group, tmp_path: Path) -> None:
 
 
 @needs_high_water
-@pytest.mark.parametrize("optimizer", ["device", "disk"])
+@pytest.mark.parametrize("where", ["device", "disk"])
 @pytest.mark.ranks(1)
-def test_neither_holds_more_than_two_buffers(group: Group, tmp_path: Path, optimizer: str) -> None:
+def test_neither_holds_more_than_two_buffers(group: Group, tmp_path: Path, where: str) -> None:
     """A job that fits when it trains must fit when it saves, and when it resumes."""
     model = parity.Chain(8, 1024)  # 32 MiB, and 64 MiB of moments
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     offload = Offload(optimizer="disk", path=tmp_path, subgroup_bytes=8 * MIB)
-    config = ZeroConfig(3, offload=offload if optimizer == "disk" else None)
+    config = ZeroConfig(3, offload=offload if where == "disk" else None)
     zero_engine.shard(model, optimizer, config, group=group)
     for _ in range(2):
         parity.finish_step(model(torch.randn(2, 1024)).sum(), optimizer)
