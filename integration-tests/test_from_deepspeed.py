@@ -73,7 +73,14 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("form", "stage", "world_size"),
-    [*zip(FORMS, (3, 2, 2, 3, 1, 3), (1, 3, 2, 2, 2, 2), strict=True)],
+    [
+        ("1x2", 3, 1),
+        ("1x3 elastic", 2, 3),
+        ("2x2 fp16", 2, 2),
+        ("2x4 bf16", 3, 2),
+        ("3x2", 1, 2),
+        ("3x3 bf16", 3, 2),
+    ],
 )
 def test_training_goes_on_as_if_it_had_been_here_all_along(
     ranks, tmp_path: Path, form: str, stage: int, world_size: int
@@ -196,7 +203,7 @@ def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
         zero_engine.export(_save(tmp_path / f"{name} saved", name), out)
 
         readers = zero_engine.checkpoint.open_weights(out)
-        found = {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
+        found = {name: reader.whole() for name, reader in readers.items()}
         expected = _trained()[0].state_dict()
         del expected["head.weight"]
         assert found.keys() == expected.keys()
