@@ -31,11 +31,12 @@ from zoo_of_constructors import CONSTRUCTORS, Mlp
 
 
 TRANSFORMERS = ("gpt2", "t5", "mixtral")  # `post_init()` initialises the children, and ties
+BATCHES = (600, 0, 2**20)  # bytes
 
 
 @pytest.mark.parametrize(
     ("name", "batch_bytes"),
-    [(name, (600, 0, 2**20)[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
+    [(name, BATCHES[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
 )
 @pytest.mark.ranks(timeout_s=90)
 def test_a_model_built_in_parts_has_the_plain_values(
