@@ -18,14 +18,14 @@ import zoo
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from zero_comm import AgreementError, Group
 from zero_comm.testing import RankPool
 from zero_engine import ConfigError
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
-from zoo_of_constructors import CONSTRUCTORS, Mlp
+from zoo_of_constructors import CONSTRUCTORS, Mlp, assert_built_as
 
 # ---- Values ----
 
@@ -65,16 +65,15 @@ def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes:
         assert type(param) is type(expected)
         assert (param.shape, param.dtype) == (expected.shape, expected.dtype)
         assert param.requires_grad == expected.requires_grad
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 def test_init_converts_a_model_that_exists(group: Group) -> None:
     """Built by others, whole: from here on each rank keeps its part; rank 0's values win."""
-    expected = parity.build().state_dict()
     model = parity.build(seed=group.rank)
     zero_engine.Init(model, group=group)
 
-    _assert_values(model, expected, group)
+    assert_built_as(model, parity.build(), group=group)
 
 
 def test_init_may_be_entered_again_to_change_values(group: Group) -> None:
@@ -91,7 +90,7 @@ def test_init_may_be_entered_again_to_change_values(group: Group) -> None:
     with zero_engine.Init(group=group):
         change(model)
 
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -236,7 +235,7 @@ def test_nested_contexts_shard_once(group: Group) -> None:
     nn.init.normal_(plain[0].up.weight)
     plain.append(Mlp())
 
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 # ---- Between Init and shard() ----
@@ -257,12 +256,11 @@ def test_nothing_takes_stand_ins_for_weights(group: Group) -> None:
         assert not torch.isnan(model(torch.ones(8))).any()
         assert not any(torch.isnan(value).any() for value in model.state_dict().values())
     reference = copy.deepcopy(model)
-    expected = parity.build(Mlp).state_dict()
     with torch.no_grad():
         model.up.weight.zero_()
     with pytest.raises(PartitionError, match=r"'up\.weight' was changed after Init"):
         zero_engine.shard(model, None, group=group)
-    _assert_values(reference, expected, group)
+    assert_built_as(reference, parity.build(Mlp), group=group)
 
 
 def test_ranks_that_build_different_models_are_told(group: Group) -> None:
@@ -302,12 +300,3 @@ def test_several_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPat
         zero_engine.shard(nn.Linear(2, 2))
     monkeypatch.setenv("WORLD_SIZE", "many")
     zero_engine.shard(nn.Linear(2, 2))
-
-
-def _assert_values(model: nn.Module, expected: dict[str, Tensor], group: Group) -> None:
-    for name, param in model.named_parameters():
-        assert param.untyped_storage().nbytes() == param.element_size(), name
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what="values")

@@ -6,14 +6,15 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import parity
 import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from torch import Tensor, nn
+from torch import nn
+from training import assert_weights_of
 from zero_comm import AgreementError, Group
 from zero_partition import PartitionError
+from zoo_of_constructors import assert_built_as
 
 
 class _Model(nn.Module):
@@ -54,13 +55,6 @@ def _on_meta(make: Callable[[], nn.Module] = _Model) -> nn.Module:
         return make()
 
 
-def _assert_values(model: nn.Module, expected: dict[str, Tensor], group: Group) -> None:
-    zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what="materialised")
-
-
 @pytest.mark.ranks(1, 2)
 def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     """Torch's own two steps are the oracle; ties, which its to_empty() cuts, are kept."""
@@ -76,9 +70,8 @@ def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     assert model.head.weight is model.embed.weight
     assert model.same is model.frequencies
     assert torch.equal(model.frequencies, plain.frequencies)
-    assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
     assert not model.scale.requires_grad and model.embed.weight.requires_grad
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 def test_reset_parameters_is_the_default_for_what_has_no_values(group: Group) -> None:
@@ -94,7 +87,8 @@ def test_reset_parameters_is_the_default_for_what_has_no_values(group: Group) ->
         module.reset_parameters()
     torch.manual_seed(0)
     zero_engine.materialise(model, group=group)
-    _assert_values(model, plain.state_dict(), group)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    assert_weights_of(model, plain, group=group, what="materialised")
 
 
 def test_what_was_left_unwritten_is_named(group: Group) -> None:
@@ -112,11 +106,7 @@ def test_what_was_left_unwritten_is_named(group: Group) -> None:
     found = str(caught.value).split(":")[0]
     assert found == "'scale', 'embed.weight', 'frequencies', 'mask', 'table'"
 
-
-@pytest.mark.ranks(1)
-def test_modules_that_cannot_reset_themselves_are_named_first(group: Group) -> None:
-    """All of them at once, with what to do."""
-    model = _on_meta()
+    model = _on_meta()  # whose own parameters no reset_parameters() fills: said at the beginning
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
         zero_engine.materialise(model, group=group)
     assert all(param.is_meta for param in model.parameters())

@@ -13,7 +13,10 @@ from typing import Final
 
 import parity
 import torch
+import zero_engine
 from torch import Tensor, nn
+from training import assert_weights_of
+from zero_comm import Group
 
 W: Final = 8
 
@@ -208,3 +211,14 @@ CONSTRUCTORS: Final[dict[str, Callable[[], nn.Module]]] = {
         *(torchs_own, converts),
     )
 }
+
+
+def assert_built_as(model: nn.Module, plain: nn.Module, *, group: Group) -> None:
+    """What was built in parts has a plain model's values, and no rank holds more than its part.
+
+    Shards the model. Collective.
+    """
+    for name, param in model.named_parameters():
+        assert param.untyped_storage().nbytes() == param.element_size(), name
+    zero_engine.shard(model, None, parity.ZeroConfig(3), group=group)
+    assert_weights_of(model, plain, group=group, what="built")
