@@ -17,8 +17,6 @@ from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, Engine, FileError, Precision
 from zero_engine.deepspeed import DynamicLossScale
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "cur_scale")
 
 

@@ -172,20 +172,21 @@ def test_a_file_is_on_disk_before_it_is_closed_and_closed_on_errors(
     assert not any("fsync" in of_file for of_file in calls.values())
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_any_other_error_of_opening_is_raised(tmp_path: Path, code: int) -> None:
-    """Only a refused flag is a reason to go on without it."""
-
-    def refuse(path: Path, flags: int, mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(code, os.strerror(code))
-        return os.open(path, flags, mode)
-
+def test_any_other_error_of_opening_is_raised(tmp_path: Path) -> None:
+    """Only a refused flag is a reason to go on without it; on a thread as well."""
     model = _of_file_size(PAGE)
-    with pytest.raises(FileError, match=os.strerror(code)):
-        save(tmp_path, model, step=1, system=_disk(open=refuse))
-    with (
-        pytest.raises(FileError, match=os.strerror(code)),
-        Saver(tmp_path, model, system=_disk(open=refuse)) as saver,
-    ):
-        saver.save(step=1)
+    for code in (errno.EACCES, errno.EIO):
+
+        def refuse(path: Path, flags: int, mode: int, code: int = code) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(code, os.strerror(code))
+            return os.open(path, flags, mode)
+
+        disk = _disk(open=refuse)
+        with pytest.raises(FileError, match=os.strerror(code)):
+            save(tmp_path, model, step=1, system=disk)
+        with (
+            pytest.raises(FileError, match=os.strerror(code)),
+            Saver(tmp_path, model, system=disk) as saver,
+        ):
+            saver.save(step=1)

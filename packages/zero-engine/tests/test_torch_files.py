@@ -32,12 +32,11 @@ def _weights() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
-def test_any_run_of_elements_is_read(tmp_path: Path, name: str) -> None:
+def test_any_run_of_elements_is_read(tmp_path: Path) -> None:
     """Of views and tied tensors too, as state dicts are full of them."""
-    torch.save(_weights(), tmp_path / name)
+    torch.save(_weights(), tmp_path / "model.pt")
 
-    readers = zero_engine.checkpoint.open_weights(tmp_path / name)
+    readers = zero_engine.checkpoint.open_weights(tmp_path / "model.pt")
 
     assert readers.keys() == _weights().keys()
     for key, value in _weights().items():
@@ -70,23 +69,25 @@ class _Runs:
         return self.call
 
 
-@pytest.mark.parametrize("which", ["eval", "touch", "nested"])
-def test_a_pickle_that_would_run_something_is_named_and_not_run(tmp_path: Path, which: str) -> None:
+def test_a_pickle_that_would_run_something_is_named_and_not_run(tmp_path: Path) -> None:
     """Model hubs hold thousands of those."""
-    marker = tmp_path / "marker"
-    evil = {
-        "eval": _Runs(eval, f"__import__('pathlib').Path({str(marker)!r}).touch()"),
-        "touch": _Runs(Path.touch, marker),
-        "nested": {"a": [_Runs(os.mkdir, str(marker))]},
-    }[which]
-    torch.save({"weight": torch.ones(2), "evil": evil}, tmp_path / "model.pt")
+    path, marker = tmp_path / "model.pt", tmp_path / "marker"
+    for evil in (
+        _Runs(eval, f"__import__('pathlib').Path({str(marker)!r}).touch()"),
+        _Runs(Path.touch, marker),
+        {"a": [_Runs(os.mknod, str(marker))]},
+    ):
+        torch.save({"weight": torch.ones(2), "evil": evil}, path)
 
-    with pytest.raises(FileError, match=r"model\.pt: .* nothing of it was run: it asks for .*\w\."):
-        zero_engine.load_pretrained(nn.Linear(3, 5), tmp_path / "model.pt")
+        with pytest.raises(
+            FileError, match=r"model\.pt: .* nothing of it was run: it asks for .*\w\."
+        ):
+            zero_engine.load_pretrained(nn.Linear(3, 5), path)
 
-    assert not marker.exists()
-    torch.load(tmp_path / "model.pt", weights_only=False)
-    assert marker.exists(), "the file does what it is meant not to do here"
+        assert not marker.exists()
+        torch.load(path, weights_only=False)
+        assert marker.exists(), "the file does what it is meant not to do here"
+        marker.unlink()
 
 
 def test_what_is_no_state_dict_is_said(tmp_path: Path) -> None:
