@@ -51,27 +51,11 @@ def _weights(seed: int = 1) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in state.items()}
 
 
-def _written(group: Group, folder: Path, weights: dict[str, Tensor], form: str = "file") -> str:
-    return parity.by_rank_0(group, lambda: _write(folder, weights, form))
-
-
-def _write(folder: Path, weights: dict[str, Tensor], form: str) -> str:
-    if form == "file":
-        save_file(weights, folder / "weights.safetensors")
-        return str(folder / "weights.safetensors")
-    if form == "folder":
-        save_file(weights, folder / "model.safetensors")
-        return str(folder)
-    names = list(weights)
-    files = {f"model-{i}.safetensors": names[i::3] for i in range(3)}
-    for file, chosen in files.items():
-        save_file({name: weights[name] for name in chosen}, folder / file, {"format": "pt"})
-    index = {name: file for file, chosen in files.items() for name in chosen}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return str(folder)
-
-
-HOW = ("init", "plain", "1", "3")
+def _written(group: Group, folder: Path, weights: dict[str, Tensor]) -> Path:
+    """A file of that name which a folder may have. Collective."""
+    path = folder / "model.safetensors"
+    parity.by_rank_0(group, lambda: save_file(weights, path))
+    return path
 
 
 def _on_meta() -> nn.Module:
@@ -92,15 +76,12 @@ def _prepare(how: str, group: Group) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("how", "form"),
-    [*(("meta", form) for form in ("file", "folder", "index")), *((how, "file") for how in HOW)],
-)
-def test_files_fill_every_kind_of_model(group: Group, tmp_path: Path, how: str, form: str) -> None:
-    """One file, a folder, or Hugging Face's many with an index; one that is sharded, or not yet."""
-    source, model = _written(group, tmp_path, _weights(), form), _prepare(how, group)
+@pytest.mark.parametrize("how", ["meta", "init", "plain", "1", "3"])
+def test_files_fill_every_kind_of_model(group: Group, tmp_path: Path, how: str) -> None:
+    """One that is sharded, at a stage, or not yet; from a file and from its folder."""
+    path, model = _written(group, tmp_path, _weights()), _prepare(how, group)
 
-    report = zero_engine.load_pretrained(model, source, group=group)
+    report = zero_engine.load_pretrained(model, tmp_path if how == "init" else path, group=group)
 
     assert (report.missing, report.unexpected) == ((), ())
     _assert_loaded(model, _weights(), group, is_sharded=how in "13")
@@ -132,47 +113,34 @@ def test_a_rank_reads_its_ranges_only(group: Group, tmp_path: Path) -> None:
     assert max(read) < 0.6 * whole + buffers
 
 
-def _count_reads(group: Group, source: str) -> int:
+def _count_reads(group: Group, source: Path) -> int:
     kind = type(next(iter(zero_engine.checkpoint.open_weights(source).values())))
-    plain_read, count = kind.read, 0
-
-    def read(self: Any, start: int, stop: int) -> Tensor:
-        nonlocal count
-        count += (stop - start) * self.dtype.itemsize
-        return plain_read(self, start, stop)
-
-    with mock.patch.object(kind, "read", read):
+    with mock.patch.object(kind, "read", autospec=True, side_effect=kind.read) as read:
         zero_engine.load_pretrained(_on_meta(), source, group=group)
-    return count
-
-
-def test_float_dtypes_are_rounded_to_the_models(group: Group, tmp_path: Path) -> None:
-    """Files are bf16 where training is fp32, and the other way round; torch's rule is the rule."""
-    weights = _weights()
-    mixed = {
-        name: value.to(torch.float64 if index % 2 else torch.float16)
-        if value.is_floating_point()
-        else value
-        for index, (name, value) in enumerate(weights.items())
-    }
-    expected = {name: value.to(weights[name].dtype) for name, value in mixed.items()}
-    model = _on_meta()
-    zero_engine.load_pretrained(model, _written(group, tmp_path, mixed), group=group)
-
-    _assert_loaded(model, expected, group)
+    return sum(
+        (stop - start) * of.dtype.itemsize for of, start, stop in (c.args for c in read.mock_calls)
+    )
 
 
 @pytest.mark.ranks(3)
-def test_a_tied_parameter_may_come_under_any_name(group: Group, tmp_path: Path) -> None:
-    """Savers drop one name or keep both. On three ranks the last part is shorter, or empty."""
-    for names in (["head.weight"], ["embed.weight", "head.weight"]):
-        weights = _weights()
-        value = weights.pop("embed.weight")
-        weights |= {name: value.clone() for name in names}
+def test_values_may_come_in_other_float_dtypes_and_under_any_name_of_a_tie(
+    group: Group, tmp_path: Path
+) -> None:
+    """Torch's rule of rounding is the rule. On three ranks the last part is shorter, or empty."""
+    weights, narrow = _weights(), {0: torch.float16, 1: torch.float64}
+    mixed = {
+        name: value.to(narrow[index % 2]) if value.is_floating_point() else value
+        for index, (name, value) in enumerate(weights.items())
+    }
+    other_name = {k: v for k, v in weights.items() if k != "embed.weight"}
+    other_name["head.weight"] = weights["embed.weight"]
+    both_names = other_name | {"embed.weight": weights["embed.weight"].clone()}
+    for given in (mixed, other_name, both_names):
+        rounded = {name: value.to(weights.get(name, value).dtype) for name, value in given.items()}
         model = _on_meta()
-        zero_engine.load_pretrained(model, _written(group, tmp_path, weights), group=group)
+        zero_engine.load_pretrained(model, _written(group, tmp_path, given), group=group)
 
-        _assert_loaded(model, _weights(), group)
+        _assert_loaded(model, {name: rounded.get(name, weights[name]) for name in weights}, group)
 
 
 def _edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
@@ -276,11 +244,10 @@ def test_a_buffer_that_no_file_has_is_refused_by_name(group: Group, tmp_path: Pa
 
 def test_ranks_with_different_files_are_told(group: Group, tmp_path: Path) -> None:
     """A stale copy on one host would be a model that no file holds."""
-    (folder := tmp_path / str(group.rank)).mkdir()
-    name = ("scale", "half.bias")[group.rank]
-    source = _write(folder, _edit(lambda w: w.pop(name)), "folder")
+    name, path = ("scale", "half.bias")[group.rank], tmp_path / f"{group.rank}.safetensors"
+    save_file(_edit(lambda w: w.pop(name)), path)
     with pytest.raises(AgreementError, match="weights to load"):
-        zero_engine.load_pretrained(_Model(), source, group=group)
+        zero_engine.load_pretrained(_Model(), path, group=group)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
