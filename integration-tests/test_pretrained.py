@@ -117,9 +117,8 @@ def _count_reads(group: Group, source: Path) -> int:
     kind = type(next(iter(zero_engine.checkpoint.open_weights(source).values())))
     with mock.patch.object(kind, "read", autospec=True, side_effect=kind.read) as read:
         zero_engine.load_pretrained(_on_meta(), source, group=group)
-    return sum(
-        (stop - start) * of.dtype.itemsize for of, start, stop in (c.args for c in read.mock_calls)
-    )
+    calls = (call.args for call in read.mock_calls)
+    return sum((stop - start) * reader.dtype.itemsize for reader, start, stop in calls)
 
 
 @pytest.mark.ranks(3)
@@ -127,9 +126,9 @@ def test_values_may_come_in_other_float_dtypes_and_under_any_name_of_a_tie(
     group: Group, tmp_path: Path
 ) -> None:
     """Torch's rule of rounding is the rule. On three ranks the last part is shorter, or empty."""
-    weights, narrow = _weights(), {0: torch.float16, 1: torch.float64}
+    weights, dtypes = _weights(), (torch.float16, torch.float64)
     mixed = {
-        name: value.to(narrow[index % 2]) if value.is_floating_point() else value
+        name: value.to(dtypes[index % 2]) if value.is_floating_point() else value
         for index, (name, value) in enumerate(weights.items())
     }
     other_name = {k: v for k, v in weights.items() if k != "embed.weight"}
