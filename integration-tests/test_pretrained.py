@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -346,81 +345,6 @@ def test_memory_of_an_export_does_not_grow_with_the_model(group: Group, tmp_path
 
     assert mark.rise_bytes() < 32 * MIB
     assert report.num_bytes > 120 * MIB
-
-
-# ---- Files ----
-
-
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """A download that was cut short has a header that promises more than there is."""
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(10.0)}, file)
-    good = file.read_bytes()
-
-    for content in (
-        good[:-1],
-        good + b"more",
-        good[:20],
-        b"x" * 4,
-        b"",
-        good[:8] + b"?" * int.from_bytes(good[:8], "little"),
-        good.replace(b"F32", b"F99"),
-        good.replace(b"[10]", b"[11]"),
-    ):
-        file.write_bytes(content)
-        message = r"model\.safetensors: expected a whole safetensors file \(.+\); .* again"
-        with pytest.raises(FileError, match=message):
-            zero_engine.checkpoint.open_weights(file)
-    file.unlink()
-    with pytest.raises(FileError, match="found none"):
-        zero_engine.checkpoint.open_weights(tmp_path)
-    with pytest.raises(FileError, match="no such file"):
-        zero_engine.checkpoint.open_weights(file)
-
-
-def test_an_index_is_held_to_its_word(tmp_path: Path) -> None:
-    """It may name tensors that its files lack, or files elsewhere."""
-    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for weight_map, message in (
-        ({"a": "one.safetensors", "b": "one.safetensors"}, "names 'b', which"),
-        ({"a": "../one.safetensors"}, "beside the index"),
-        ({"a": "two.safetensors"}, "json: names 'two.safetensors', but there is no such file"),
-        ([], "expected a 'weight_map'"),
-    ):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(FileError, match=message):
-            zero_engine.checkpoint.open_weights(tmp_path)
-    index.write_bytes(b"\xff{")
-    with pytest.raises(FileError, match="expected JSON"):
-        zero_engine.checkpoint.open_weights(index)
-    index.unlink()
-    with pytest.raises(FileError, match="json: no such file"):
-        zero_engine.checkpoint.open_weights(index)
-
-
-def test_any_range_of_any_dtype_is_what_was_written(tmp_path: Path) -> None:
-    """A shard begins and ends inside rows, which is where the library can cut."""
-    generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 2, (5, 16), generator=generator, dtype=torch.uint8)
-    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
-    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
-    tensors = {str(dtype): raw.to(dtype) for dtype in dtypes}
-    shapes = {"0-d": (), "1-d": (80,), "tall": (80, 1), "wide": (1, 80), "3-d": (2, 4, 10)}
-    tensors |= {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
-    tensors |= {str(shape): torch.empty(shape) for shape in ((0,), (0, 3), (3, 0))}
-    save_file(tensors, tmp_path / "all.safetensors")
-
-    readers = zero_engine.checkpoint.open_weights([tmp_path / "all.safetensors"])
-
-    assert readers.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        reader = readers[name]
-        assert (reader.shape, reader.dtype) == (tensor.shape, tensor.dtype)
-        for edges in ((0, 80), (3, 3), (7, 50), (79, 80)):
-            start, stop = (min(edge, tensor.numel()) for edge in edges)
-            found, expected = reader.read(start, stop), tensor.reshape(-1)[start:stop]
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (name, edges)
 
 
 @needs_high_water
