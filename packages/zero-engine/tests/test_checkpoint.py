@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,17 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in zero_engine.full_state_dict(model).items()}
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value)
-        for name, value in expected.items()
-    )
+_assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cuts", [(), (3, 4, 17)])
-def test_any_run_of_elements_is_read_whatever_files_it_lies_in(
-    ranks, tmp_path, by_hand, cuts
-) -> None:
+def test_any_run_of_elements_is_read_whatever_files_it_lies_in(ranks, tmp_path, by_hand) -> None:
     """Another world size asks for other runs than were written."""
     params = {name: param.detach() for name, param in _Values(seed=1).named_parameters()}
-    by_hand(tmp_path / "one", params, {}, cuts=cuts)
+    by_hand(tmp_path / "one", params, {}, cuts=(3, 4, 17))
 
     found, *_ = ranks(3).run(_load_by_hand, folder=tmp_path)
 
-    assert all(torch.equal(found[name], param) for name, param in params.items())
+    _assert_same({name: found[name] for name in params}, params)
 
 
 def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
@@ -115,9 +109,9 @@ def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -
     with pytest.raises(FileError, match="damaged"):
         zero_engine.load(tmp_path, model, optimizer)
     (path / MANIFEST).write_bytes(manifest)
-    assert _same(_values(model), before)
+    _assert_same(_values(model), before)
     zero_engine.load(tmp_path, model, optimizer)
-    assert _same(_values(model), _values(_shard()[0]))
+    _assert_same(_values(model), _values(_shard()[0]))
 
 
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
@@ -153,11 +147,9 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
 
     again = zero_engine.load(tmp_path, model, optimizer).extra
 
+    tensors = ("lr", "flags", "nothing")
     assert list(again) == list(value)
-    for key in ("lr", "flags", "nothing"):
-        mine, theirs = value.pop(key), again.pop(key)
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        assert torch.equal(mine, theirs)
+    _assert_same([again.pop(key) for key in tensors], [value.pop(key) for key in tensors])
     assert again == value
     with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a PosixPath"):
         zero_engine.save(tmp_path, model, optimizer, step=1, extra={"a": [1, Path("x")]})
