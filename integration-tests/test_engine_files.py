@@ -59,19 +59,16 @@ def _steps(engine: Engine, steps: range) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("stage", "then"), [(1, 1), (3, 2)])  # these reduce equally often
-def test_scale_counters_and_scheduler_go_on(
-    group: Group, tmp_path: Path, stage: int, then: int
-) -> None:
+def test_scale_counters_and_scheduler_go_on(group: Group, tmp_path: Path) -> None:
     """A scale that starts anew skips its first steps, and a schedule that does warms up twice."""
-    engine = _fp16(group, stage)
+    engine = _fp16(group, 3)
     _steps(engine, range(6))
     state = {"position": 12, "names": ("a", "b")}
     assert engine.save_checkpoint(str(tmp_path), client_state=state) is True
     saved, expected = _facts(engine), _steps(engine, range(6, 11))
     assert saved["skipped_steps"] > 0 and saved["cur_scale"] != 2.0**16
 
-    again = _fp16(group, then)
+    again = _fp16(group, 2)  # which reduces as often
     run_micro_batch(again, 0, 0)  # begun, and forgotten
     with pytest.warns(UserWarning, match="gradients are not saved"):
         again.save_checkpoint(tmp_path / "other")
@@ -141,17 +138,13 @@ def test_weights_alone_are_saved_for_others(group: Group, tmp_path: Path) -> Non
     assert engine.save_16bit_model(tmp_path) and engine.save_16bit_model(tmp_path, "m.safetensors")
     engine.save_16bit_model(tmp_path, "trained.safetensors", exclude_frozen_parameters=True)
 
-    expected = weights_of(engine)
+    expected = dict(weights_of(engine))
     if group.rank:
         return
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     parity.assert_same_weights(state, expected, what="torch.save")
     found: dict[str, Tensor] = load_file(tmp_path / "m.safetensors")
-    assert found.keys() == expected.keys() - {"head.weight"}
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert "frozen" not in load_file(tmp_path / "trained.safetensors")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "pytorch_model.bin",
-        "m.safetensors",
-        "trained.safetensors",
-    }
+    del expected["head.weight"]  # tied
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    trained = load_file(tmp_path / "trained.safetensors")
+    assert found.keys() - trained.keys() == {"frozen"} and len(list(tmp_path.iterdir())) == 3

@@ -117,9 +117,8 @@ def _warmup(step: int) -> float:
     return max(0, step - 1) / 20
 
 
-@pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
-def test_an_engine_resumes_from_what_deepspeeds_saved(ranks, tmp_path, scheduler: str) -> None:
-    """A script's `load_checkpoint` finds the old run's folder: it began anew, with a warning."""
+def _train_there(folder: Path, scheduler: str) -> list[float]:
+    """Save in the middle; returns the losses after that."""
     model, optimizer, _ = _trained(0)
     plain = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
     losses = []
@@ -133,16 +132,18 @@ def test_an_engine_resumes_from_what_deepspeeds_saved(ranks, tmp_path, scheduler
             more = {"lr_scheduler": said, "global_samples": 12, "skipped_steps": 1, "epoch": 4}
             more |= {"dp_world_size": 2, "ds_version": "0.19.8", "ds_config": {"zero": {}}}
             form = FORMS["3x2"]
-            save_as_deepspeed(tmp_path, model, optimizer, step=BEFORE, form=form, more=more)
+            save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=form, more=more)
         losses += parity.run_steps(model, optimizer, [step], rank=0)
         plain.step()
-
-    found = ranks(2).run(_resume_engine, folder=str(tmp_path), scheduler=scheduler)
-
-    assert found[0] == losses[BEFORE:] or scheduler == "none"
+    return losses[BEFORE:]
 
 
-def _resume_engine(group: Group, folder: str, scheduler: str) -> list[float]:
+@pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
+def test_an_engine_resumes_from_what_deepspeeds_saved(
+    group: Group, tmp_path: Path, scheduler: str
+) -> None:
+    """A script's `load_checkpoint` finds the old run's folder: it began anew, with a warning."""
+    expected = parity.by_rank_0(group, partial(_train_there, tmp_path, scheduler))
     model = _build(seed=9)
     optimizer, given = _adamw(model), None
     settings: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}
@@ -157,18 +158,18 @@ def _resume_engine(group: Group, folder: str, scheduler: str) -> list[float]:
     )
     anew = pytest.warns(UserWarning, match="begins anew: the scheduler")
     with anew if scheduler == "none" else nullcontext():
-        path, client_state = engine.load_checkpoint(folder)
-    assert path == f"{folder}/global_step{BEFORE}" and client_state == {"epoch": 4}
+        path, client_state = engine.load_checkpoint(str(tmp_path))
+    assert path == f"{tmp_path}/global_step{BEFORE}" and client_state == {"epoch": 4}
     assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (BEFORE, 1, 12)
     with pytest.raises(FileError, match="expected a folder 'x' in it"):
-        engine.load_checkpoint(folder, tag="x")
+        engine.load_checkpoint(tmp_path, tag="x")
     found = []
     for step in range(BEFORE, BEFORE + AFTER):
         loss = parity.loss_of(engine, parity.batch(step, 0, 0))
         found.append(loss.item())
         engine.backward(loss)
         engine.step()
-    return found
+    assert found == expected or scheduler == "none"
 
 
 def test_masters_are_the_saved_ones_to_the_last_bit(group: Group, tmp_path: Path) -> None:

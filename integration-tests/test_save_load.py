@@ -385,48 +385,33 @@ def test_what_does_not_fit_or_is_damaged_is_named_and_nothing_is_written(
     assert torch.equal(zero_engine.full_param(model.scale), before["scale"])
 
 
-@pytest.mark.parametrize("how", ["a byte", "the manifest's end"])
-def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, how: str) -> None:
-    """Who finds a job stopped at night wants to know where it can go on."""
-    model, optimizer = _build(Group.solo())
-    for step in range(1, 5):
-        path = zero_engine.save(tmp_path, model, optimizer, step=step).path
-    os.truncate(next((tmp_path / "step-2").glob("rank-*")), 10)
-    if how == "a byte":
-        damage(next(path.glob("rank-*")))
-    else:
-        os.truncate(path / MANIFEST, 10)
-
-    for tag in (None, "step-4"):
-        with pytest.raises(FileError, match=r"step-4/.*with tag='step-3' or 'step-1'$"):
-            zero_engine.load(tmp_path, model, optimizer, tag=tag)
-
-    assert zero_engine.load(tmp_path, model, optimizer, tag="step-3").step == 3
-
-
-def test_a_folder_whose_manifest_is_gone_is_replaced_by_the_next_save(
+def test_a_damaged_newest_is_said_with_the_tags_that_load_and_replaced_by_the_next_save(
     group: Group, tmp_path: Path
 ) -> None:
-    """It ended the training at the very step whose checkpoint was bad, after every restart."""
+    """Who finds a job stopped at night wants to know where it can go on."""
     model, optimizer = _build(group)
-    for step in (1, 2):
+    for step in range(1, 5):
         path = zero_engine.save(tmp_path, model, optimizer, step=step).path
-    if group.rank == 0:
-        (path / MANIFEST).unlink()
-        (tmp_path / "step-3").mkdir()
-        (tmp_path / "step-3" / "notes").touch()
-    for tag in (None, "step-2"):
-        with pytest.raises(FileError, match=r"step-2/manifest\.json.* with tag='step-1'"):
-            zero_engine.load(tmp_path, model, optimizer, tag=tag)
-    assert zero_engine.load(tmp_path, model, optimizer, tag="step-1").step == 1
+    too_short = next((tmp_path / "step-2").glob("rank-*"))
+    parity.by_rank_0(group, partial(os.truncate, too_short, 10))
+    manifest, file = path / MANIFEST, path / "rank-00000-00.safetensors"
+    for spoil in (partial(damage, file), partial(os.truncate, manifest, 10), manifest.unlink):
+        parity.by_rank_0(group, spoil)
 
-    zero_engine.save(tmp_path, model, optimizer, step=2)
+        for tag in (None, "step-4"):
+            with pytest.raises(FileError, match=r"step-4/.*with tag='step-3' or 'step-1'$"):
+                zero_engine.load(tmp_path, model, optimizer, tag=tag)
 
-    assert zero_engine.load(tmp_path, model, optimizer).step == 2
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        assert zero_engine.load(tmp_path, model, optimizer, tag="step-3").step == 3
+        zero_engine.save(tmp_path, model, optimizer, step=4)
+        assert zero_engine.load(tmp_path, model, optimizer).step == 4
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+    notes = tmp_path / "step-5" / "notes"  # somebody else's
+    parity.by_rank_0(group, lambda: [notes.parent.mkdir(), notes.touch()])
     with pytest.raises(FileError, match="choose another tag, or remove it"):
-        zero_engine.save(tmp_path, model, optimizer, step=3)
-    assert (tmp_path / "step-3" / "notes").exists()  # somebody else's
+        zero_engine.save(tmp_path, model, optimizer, step=5)
+    assert notes.exists()
 
 
 def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> None:
