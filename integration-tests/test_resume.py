@@ -13,9 +13,10 @@ import torch
 import zero_engine
 from one_dtype import OneDtype
 from parity import ZeroConfig
+from residences import Cell
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Offload, Precision
+from zero_engine import Precision
 from zero_offload import CPUAdam
 
 SAVED_AT, MORE = 2, 3
@@ -67,11 +68,6 @@ def _run(
     return losses
 
 
-def _offload(folder: Path, optimizer: str, params: str) -> Offload:
-    path = folder if "disk" in (optimizer, params) else None
-    return Offload(optimizer=optimizer, params=params, path=path, subgroup_bytes=2000)
-
-
 def _configs(
     folder: Path, precision: Precision | None = None, *, is_short: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -82,7 +78,7 @@ def _configs(
     places += [(3, optimizer, params) for optimizer in PLACES for params in PLACES]
     for stage, optimizer, params in SHORT if is_short else places[precision is not None :: 2]:
         what = f"stage {stage}, optimizer on {optimizer}, params on {params}"
-        offload = _offload(folder, optimizer, params)
+        offload = Cell(3, optimizer, params).offload(folder)
         yield what, ZeroConfig(stage, offload=offload, precision=precision)
 
 
@@ -91,7 +87,7 @@ def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[f
     precision = Precision(params=torch.bfloat16) if bf16 else None
     make = CPUAdam if own else torch.optim.AdamW
     place = "device" if not own else "disk" if bf16 else "host"
-    config = ZeroConfig(3, precision=precision, offload=_offload(folder, place, place))
+    config = ZeroConfig(3, precision=precision, offload=Cell(3, place, place).offload(folder))
     model, optimizer, scheduler = _build(group, config, seed=0, p=p, make=make)
     torch.manual_seed(100 + group.rank)
     rank = group.rank if p else 0
@@ -170,7 +166,7 @@ def test_masters_that_an_optimizer_keeps_of_its_own_are_saved(
     def build(place: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = parity.build(lambda: OneDtype().bfloat16(), seed=seed)
         optimizer = CPUAdam(parity.param_groups(model), lr=1e-2)
-        config = ZeroConfig(stage, offload=_offload(tmp_path, place, place))
+        config = ZeroConfig(stage, offload=Cell(3, place, place).offload(tmp_path))
         return zero_engine.shard(model, optimizer, config, group=group)
 
     places = ("device", "disk") if stage else ("device",)

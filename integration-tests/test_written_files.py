@@ -93,9 +93,11 @@ def _build(
 
 def _check_model(model: nn.Module, optimizer: str, *, has_frozen: bool = True) -> None:
     """Every value. Collective."""
-    found = zero_engine.full_state_dict(model)
-    for name, value in _weights().items() if found else ():
-        assert torch.equal(found[name].float(), value) or (name == "frozen" and not has_frozen)
+    expected, found = _weights(), zero_engine.full_state_dict(model)
+    if not has_frozen:
+        del expected["frozen"]
+    for name, value in expected.items() if found else ():
+        assert torch.equal(found[name].float(), value), name
     for name, param in _trained(model).items():
         _check_state(name, param, optimizer)
 
