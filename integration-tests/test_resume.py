@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +21,7 @@ from zero_offload import CPUAdam
 
 SAVED_AT, MORE = 2, 3
 PLACES = ("device", "host", "disk")
-SHORT: Final = (
-    (1, "host", "device"), (2, "device", "device"), (3, "device", "disk"), (3, "disk", "host")
-)  # fmt: skip
+SHORT: Final = (Cell(1, "host"), Cell(2), Cell(3, "device", "disk"), Cell(3, "disk", "host"))
 
 
 class _Model(parity.Tiny):
@@ -68,18 +66,12 @@ def _run(
     return losses
 
 
-def _configs(
-    folder: Path, precision: Precision | None = None, *, is_short: bool
-) -> Iterator[tuple[str, Any]]:
+def _cells(*, is_bf16: bool, is_short: bool) -> list[Cell]:
     """Every stage and residence, half for each precision; or, if short, every stage and place."""
-    if precision is None:
-        yield "stage 0", ZeroConfig(0)
-    places = [(stage, place, "device") for stage in (1, 2) for place in PLACES]
-    places += [(3, optimizer, params) for optimizer in PLACES for params in PLACES]
-    for stage, optimizer, params in SHORT if is_short else places[precision is not None :: 2]:
-        what = f"stage {stage}, optimizer on {optimizer}, params on {params}"
-        offload = Cell(3, optimizer, params).offload(folder)
-        yield what, ZeroConfig(stage, offload=offload, precision=precision)
+    cells = [Cell(stage, place) for stage in (1, 2) for place in PLACES]
+    cells += [Cell(3, *places) for places in itertools.product(PLACES, repeat=2)]
+    chosen = SHORT if is_short else cells[is_bf16::2]
+    return [*([] if is_bf16 else [Cell(0)]), *chosen]
 
 
 def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[float]:
@@ -104,12 +96,13 @@ def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[f
     return _run(model, optimizer, scheduler, range(SAVED_AT, SAVED_AT + MORE), rank=rank)
 
 
-def _resume(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> dict[str, list[float]]:
+def _resume(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> dict[Cell, list[float]]:
     found = {}
     make = CPUAdam if own else torch.optim.AdamW
     precision = Precision(params=torch.bfloat16) if bf16 else None
     # What is read from a file has a dtype and a place, but knows no number of ranks.
-    for what, config in _configs(folder, precision, is_short=group.world_size != 2):
+    for cell in _cells(is_bf16=bf16, is_short=group.world_size != 2):
+        config = ZeroConfig(cell.stage, offload=cell.offload(folder), precision=precision)
         model, optimizer, scheduler = _build(group, config, seed=7, p=p, make=make)
         torch.manual_seed(999)
         report = zero_engine.load(folder / "saved", model, optimizer, scheduler=scheduler)
@@ -117,7 +110,7 @@ def _resume(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> dict
         assert (report.step, report.extra) == (SAVED_AT, {"position": (3, 4.5)})
         assert report.num_tensors == report.num_tensors_saved > 80
         steps = range(report.step, report.step + MORE)
-        found[what] = _run(model, optimizer, scheduler, steps, rank=group.rank if p else 0)
+        found[cell] = _run(model, optimizer, scheduler, steps, rank=group.rank if p else 0)
         zero_engine.unshard(model, optimizer)
     return found
 
@@ -130,9 +123,9 @@ def test_the_next_steps_are_those_of_the_run_that_went_on(ranks, tmp_path, bf16,
     expected = ranks(2).run(_save, **arguments)
     for rank, found in enumerate(ranks(2).run(_resume, **arguments)):
         near = pytest.approx(expected[rank], abs=tolerance)
-        for what, losses in found.items():
-            rounds_alike = own or "optimizer" not in what or "optimizer on device" in what
-            assert losses == (expected[rank] if rounds_alike else near), f"rank {rank}, {what}"
+        for cell, losses in found.items():
+            rounds_alike = own or cell.optimizer == "device"
+            assert losses == (expected[rank] if rounds_alike else near), f"rank {rank}, {cell}"
 
 
 ON_THE_HOST: Final = {"p": 0.0, "bf16": False, "own": True}
@@ -150,8 +143,8 @@ def test_another_world_size_goes_on_within_rounding(ranks, saved_by_four, world_
     """Machines come and go; every rank sees the same batch, so that only sums differ."""
     folder, expected = saved_by_four
     for rank, found in enumerate(ranks(world_size).run(_resume, folder=folder, **ON_THE_HOST)):
-        for what, losses in found.items():
-            assert losses == pytest.approx(expected, abs=1e-5), f"rank {rank}, {what}"
+        for cell, losses in found.items():
+            assert losses == pytest.approx(expected, abs=1e-5), f"rank {rank}, {cell}"
 
 
 # ---- Masters that the optimizer keeps ----
