@@ -282,6 +282,9 @@ def test_ranks_that_build_different_models_are_told(group: Group) -> None:
         model = Mlp()
         torch.zeros(1)  # up to here all is sharded
         (model.up if group.rank else model.down).weight.sum()
+    blank = nn.Linear(4, 4 + group.rank, device="meta")
+    with pytest.raises(AgreementError, match=r"'weight' on the meta device.*\(5, 4\)"):
+        zero_engine.materialise(blank, group=group)
 
 
 @pytest.mark.ranks(1)
@@ -403,13 +406,6 @@ def test_what_was_left_unwritten_is_named(group: Group) -> None:
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
         zero_engine.materialise(model, group=group)
     assert all(param.is_meta for param in model.parameters())
-
-
-def test_ranks_that_materialise_different_models_are_told(group: Group) -> None:
-    """Else one waits for what the other never sends."""
-    model = nn.Linear(4, 4 + group.rank, device="meta")
-    with pytest.raises(AgreementError, match=r"'weight' on the meta device.*\(5, 4\)"):
-        zero_engine.materialise(model, group=group)
 
 
 DTYPES = (

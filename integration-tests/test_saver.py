@@ -88,11 +88,8 @@ def test_an_error_is_raised_on_every_rank_by_the_next_call(
 def test_a_copy_takes_the_memory_of_the_ranks_own_part(group: Group, tmp_path: Path) -> None:
     """A job that fits when it trains should know what a save needs on top."""
     gc.collect()  # what a failed save of another test holds
-    model = parity.Chain(4, 64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    model(torch.randn(2, 64)).sum().backward()
-    optimizer.step()
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3), num_blocks=4)
+    parity.step_chain(model, optimizer)
     with Saver(tmp_path, model, optimizer) as saver:
         snapshot = saver.save(step=1)
         held = [host_memory()["copies of a checkpoint"]]

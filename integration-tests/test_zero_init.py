@@ -36,10 +36,8 @@ def _init(group: Group, **options: Any) -> Any:
 
 
 def _engine(group: Group, model: nn.Module, *, optimizer: Any = None, **settings: Any) -> Any:
-    engine, *_ = initialize(
-        model=model, optimizer=optimizer, config=SETTINGS | settings, group=group
-    )
-    return engine
+    config = SETTINGS | settings
+    return initialize(model=model, optimizer=optimizer, config=config, group=group)[0]
 
 
 def _tiny_loss(model: Any, step: int) -> Tensor:
