@@ -10,26 +10,15 @@ import parity
 import pytest
 import torch
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
+from one_dtype import OneDtype
 from parity import ZeroConfig
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, Engine, FileError, Precision
 from zero_engine.deepspeed import DynamicLossScale
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "cur_scale")
-
-
-class _Small(nn.Module):
-    """Of one dtype whatever that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(tokens))).float()
 
 
 def _facts(engine: Engine) -> dict[str, Any]:
@@ -44,7 +33,7 @@ def _fp16(group: Group, stage: int) -> Engine:
         loss_scale=DynamicLossScale(initial_power=16, window=2, hysteresis=1),
     )
     zero = ZeroConfig(stage, precision=Precision(params=torch.float16))
-    return build_engine(group, attrs.evolve(settings, zero=zero), _Small)
+    return build_engine(group, attrs.evolve(settings, zero=zero), OneDtype)
 
 
 def _steps(engine: Engine, steps: range) -> list[Any]:
