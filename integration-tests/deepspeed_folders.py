@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -60,6 +61,10 @@ def save_as_deepspeed(
         groups = [
             (number, group[i : i + 2]) for number, group in groups for i in range(0, len(group), 2)
         ]
+    param_groups = [
+        {"lr": group["lr"], "params": [n for n, (of, _) in enumerate(groups) if of == number]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
     flats: dict[str, list[list[Tensor]]] = {}  # by group and rank
     for key in (MASTER, *ENTRIES):
         values = {name: _value(optimizer, param, key) for name, param in params.items()}
@@ -68,8 +73,9 @@ def save_as_deepspeed(
     with _classes_of_deepspeed() as made:
         for rank in range(form.world_size):
             own = {key: [of_group[rank] for of_group in flats[key]] for key in flats}
-            about = {"groups": groups, "step": step, "form": form, "rank": rank, "made": made}
-            said = _optimizer_of(own, optimizer=optimizer, **about)
+            said = _optimizer_of(own, param_groups, step=step, form=form, rank=rank, made=made)
+            if form.gap and form.stage < 3:
+                said["param_alignment_paddings"] = [[form.gap] * len(group) for _, group in groups]
             name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": said, "ds_version": "0"}, path / name)
     for rank in range(form.world_size if form.stage == 3 else 1):
@@ -103,24 +109,19 @@ def _part(value: Tensor, rank: int, form: Form) -> Tensor:
 
 def _optimizer_of(
     own: dict[str, list[Tensor]],
+    param_groups: list[dict[str, Any]],
     *,
-    optimizer: torch.optim.Optimizer,
-    groups: list[tuple[int, list[str]]],
     step: int,
     form: Form,
     rank: int,
-    made: dict[str, type],
+    made: dict[str, Any],
 ) -> dict[str, Any]:
     scaler = made["DynamicLossScaler" if form.dtype == torch.float16 else "LossScaler"]()
     scaler.cur_scale, scaler.dtype = 1.0, form.dtype
     said = {"zero_stage": made["ZeroStageEnum"](form.stage), "loss_scaler": scaler}
     states = [
-        {"step": torch.tensor(float(step))} | {key: own[key][index] for key in ENTRIES}
-        for index in range(len(groups))
-    ]
-    param_groups = [
-        {"lr": group["lr"], "params": [n for n, (of, _) in enumerate(groups) if of == number]}
-        for number, group in enumerate(optimizer.param_groups)
+        {"step": torch.tensor(float(step)), **dict(zip(ENTRIES, entries, strict=True))}
+        for entries in zip(*(own[key] for key in ENTRIES), strict=True)
     ]
     base: Any = {"state": dict(enumerate(states)), "param_groups": param_groups}
     if form.stage == 3:
@@ -138,10 +139,10 @@ def _optimizer_of(
     address.numel, address.start = 1, 0
     return {
         **said,
-        "partition_count": [form.world_size] * len(groups),
+        "partition_count": [form.world_size] * len(lean),
         "single_partition_of_fp32_groups": lean,
-        "param_slice_mappings": [OrderedDict(name=address) for _ in groups],
-        "param_alignment_paddings": [[form.gap] * len(g) for _, g in groups] if form.gap else None,
+        "param_slice_mappings": [OrderedDict(name=address) for _ in lean],
+        "param_alignment_paddings": None,
         "base_optimizer_state": base,
     }
 
@@ -167,27 +168,21 @@ def _model_of(model: nn.Module, step: int, form: Form, rank: int) -> dict[str, A
     }
 
 
-class _Stage(int):
-    """Pickled as an enum is: the class, called with the value."""
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return type(self), (int(self),)
-
-
 @contextmanager
-def _classes_of_deepspeed() -> Iterator[dict[str, type]]:
+def _classes_of_deepspeed() -> Iterator[dict[str, Any]]:
     """Classes that are pickled under the names of DeepSpeed's, which is not installed."""
-    made: dict[str, type] = {}
-    modules: dict[str, ModuleType] = {}
-    for name, module, base in (
-        ("ZeroStageEnum", "deepspeed.runtime.zero.config", _Stage),
-        ("LossScaler", "deepspeed.runtime.fp16.loss_scaler", object),
-        ("DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler", object),
-        ("fragment_address", "deepspeed.utils.tensor_fragment", object),
+    place = "deepspeed.runtime.zero.config"
+    made: dict[str, Any] = {"ZeroStageEnum": IntEnum("ZeroStageEnum", "a b c", module=place)}
+    for name, module in (
+        ("LossScaler", "deepspeed.runtime.fp16.loss_scaler"),
+        ("DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler"),
+        ("fragment_address", "deepspeed.utils.tensor_fragment"),
     ):
-        for parent in itertools.accumulate(module.split("."), "{}.{}".format):
+        made[name] = type(name, (), {"__module__": module})
+    modules: dict[str, ModuleType] = {}
+    for name, kind in made.items():
+        for parent in itertools.accumulate(kind.__module__.split("."), "{}.{}".format):
             modules.setdefault(parent, ModuleType(parent))
-        made[name] = type(name, (base,), {"__module__": module})
-        setattr(modules[module], name, made[name])
+        setattr(modules[kind.__module__], name, kind)
     with mock.patch.dict(sys.modules, modules):
         yield made

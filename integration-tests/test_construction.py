@@ -1,4 +1,7 @@
-"""Built in parts, a model has the values of plain construction, and nobody ever held the whole."""
+"""Built in parts, a model has the values of plain construction, and nobody ever held the whole.
+
+Inside `Init`, or from the meta device by `materialise`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +22,26 @@ import zoo
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from training import assert_weights_of
 from zero_comm import AgreementError, Group
 from zero_comm.testing import RankPool
 from zero_engine import ConfigError
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
-from zoo_of_constructors import CONSTRUCTORS, Mlp
+from zoo_of_constructors import CONSTRUCTORS, Mlp, assert_built_as
 
 # ---- Values ----
 
 
 TRANSFORMERS = ("gpt2", "t5", "mixtral")  # `post_init()` initialises the children, and ties
+BATCHES = (600, 0, 2**20)  # bytes
 
 
 @pytest.mark.parametrize(
     ("name", "batch_bytes"),
-    [(name, (600, 0, 2**20)[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
+    [(name, BATCHES[turn % 3]) for turn, name in enumerate([*CONSTRUCTORS, *TRANSFORMERS])],
 )
 @pytest.mark.ranks(timeout_s=90)
 def test_a_model_built_in_parts_has_the_plain_values(
@@ -64,16 +70,15 @@ def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes:
         assert type(param) is type(expected)
         assert (param.shape, param.dtype) == (expected.shape, expected.dtype)
         assert param.requires_grad == expected.requires_grad
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 def test_init_converts_a_model_that_exists(group: Group) -> None:
     """Built by others, whole: from here on each rank keeps its part; rank 0's values win."""
-    expected = parity.build().state_dict()
     model = parity.build(seed=group.rank)
     zero_engine.Init(model, group=group)
 
-    _assert_values(model, expected, group)
+    assert_built_as(model, parity.build(), group=group)
 
 
 def test_init_may_be_entered_again_to_change_values(group: Group) -> None:
@@ -90,7 +95,7 @@ def test_init_may_be_entered_again_to_change_values(group: Group) -> None:
     with zero_engine.Init(group=group):
         change(model)
 
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -235,7 +240,7 @@ def test_nested_contexts_shard_once(group: Group) -> None:
     nn.init.normal_(plain[0].up.weight)
     plain.append(Mlp())
 
-    _assert_values(model, plain.state_dict(), group)
+    assert_built_as(model, plain, group=group)
 
 
 # ---- Between Init and shard() ----
@@ -256,12 +261,11 @@ def test_nothing_takes_stand_ins_for_weights(group: Group) -> None:
         assert not torch.isnan(model(torch.ones(8))).any()
         assert not any(torch.isnan(value).any() for value in model.state_dict().values())
     reference = copy.deepcopy(model)
-    expected = parity.build(Mlp).state_dict()
     with torch.no_grad():
         model.up.weight.zero_()
     with pytest.raises(PartitionError, match=r"'up\.weight' was changed after Init"):
         zero_engine.shard(model, None, group=group)
-    _assert_values(reference, expected, group)
+    assert_built_as(reference, parity.build(Mlp), group=group)
 
 
 def test_ranks_that_build_different_models_are_told(group: Group) -> None:
@@ -278,6 +282,9 @@ def test_ranks_that_build_different_models_are_told(group: Group) -> None:
         model = Mlp()
         torch.zeros(1)  # up to here all is sharded
         (model.up if group.rank else model.down).weight.sum()
+    blank = nn.Linear(4, 4 + group.rank, device="meta")
+    with pytest.raises(AgreementError, match=r"'weight' on the meta device.*\(5, 4\)"):
+        zero_engine.materialise(blank, group=group)
 
 
 @pytest.mark.ranks(1)
@@ -303,10 +310,123 @@ def test_several_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPat
     zero_engine.shard(nn.Linear(2, 2))
 
 
-def _assert_values(model: nn.Module, expected: dict[str, Tensor], group: Group) -> None:
-    for name, param in model.named_parameters():
-        assert param.untyped_storage().nbytes() == param.element_size(), name
+# ---- From the meta device ----
+
+
+class _Blank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.batch = nn.BatchNorm1d(8)
+        self.listed = nn.ParameterList(torch.empty(3) for _ in range(2))
+        self.scale = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.register_buffer("mask", torch.empty(3, 3, dtype=torch.bool))
+        self.same = self.frequencies  # an alias that must not stay behind
+        self.table = torch.empty(3)
+
+
+def _fill_blank(module: nn.Module) -> None:
+    """Parents write to children, out of order; buffers are computed."""
+    if isinstance(module, nn.Linear | nn.LayerNorm | nn.BatchNorm1d):
+        module.reset_parameters()
+    if isinstance(module, nn.ParameterList):
+        for param in module:
+            nn.init.uniform_(param)
+    if isinstance(module, _Blank):
+        nn.init.normal_(module.embed.weight, std=0.1)
+        nn.init.ones_(module.scale)
+        module.head.weight.data[1:3] = 4.0
+        nn.init.normal_(module.frequencies)
+        module.mask.copy_(torch.ones(3, 3).tril())
+        module.table = torch.arange(3.0)
+
+
+def _on_meta(make: Callable[[], nn.Module] = _Blank) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.ranks(1, 2)
+def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
+    """Torch's own two steps are the oracle; ties, which its to_empty() cuts, are kept."""
+    plain = _Blank()
+    torch.manual_seed(0)
+    plain.apply(_fill_blank)
+    model = _on_meta()
+    faces = list(model.parameters())
+    torch.manual_seed(group.rank * 7)
+    zero_engine.materialise(model, _fill_blank, group=group)
+
+    assert all(a is b for a, b in zip(model.parameters(), faces, strict=True))
+    assert model.head.weight is model.embed.weight
+    assert model.same is model.frequencies
+    assert torch.equal(model.frequencies, plain.frequencies)
+    assert not model.scale.requires_grad and model.embed.weight.requires_grad
+    assert_built_as(model, plain, group=group)
+
+
+def test_reset_parameters_is_the_default_for_what_has_no_values(group: Group) -> None:
+    """Most modules of torch know how to fill themselves; a backbone that exists is kept."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Embedding(5, 8))
+
+    plain, model = make(), _on_meta(make)
+    model[0] = copy.deepcopy(plain[0])
+    torch.manual_seed(0)
+    for module in plain[1:]:
+        module.reset_parameters()
+    torch.manual_seed(0)
+    zero_engine.materialise(model, group=group)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what="values")
+    assert_weights_of(model, plain, group=group, what="materialised")
+
+
+def test_what_was_left_unwritten_is_named(group: Group) -> None:
+    """Junk in a table of positions, or in half a matrix, is NaN or nonsense hours later."""
+
+    def leave_out(module: nn.Module) -> None:
+        if isinstance(module, _Blank):
+            with torch.no_grad():
+                module.embed.weight[:5] = 0.0  # the rest is the other rank's
+        elif not (isinstance(module, nn.Linear) and module.bias is None):
+            _fill_blank(module)
+
+    with pytest.raises(PartitionError) as caught:
+        zero_engine.materialise(_on_meta(), leave_out, group=group)
+    found = str(caught.value).split(":")[0]
+    assert found == "'scale', 'embed.weight', 'frequencies', 'mask', 'table'"
+
+    model = _on_meta()  # whose own parameters no reset_parameters() fills: said at the beginning
+    with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
+        zero_engine.materialise(model, group=group)
+    assert all(param.is_meta for param in model.parameters())
+
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.int64, torch.uint8, torch.bool),
+)
+
+
+def test_every_dtype_can_say_that_it_was_not_written(group: Group) -> None:
+    """Of each, one element that is left out is found; memory holds anything."""
+    for dtype in DTYPES:
+        for until in (0, 2, 3):
+            model = nn.Linear(3, 1, bias=False, device="meta")
+            model.register_buffer("values", torch.empty(3, dtype=dtype, device="meta"))
+
+            @torch.no_grad()
+            def write(module: nn.Module, until: int = until) -> None:
+                module.weight.zero_()
+                module.values[:until] = 1
+
+            says = pytest.raises(PartitionError, match="values") if until < 3 else nullcontext()
+            with says:
+                zero_engine.materialise(model, init=write, group=group)
+        assert model.values.tolist() == [1, 1, 1]

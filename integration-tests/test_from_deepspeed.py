@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,10 +48,15 @@ def _trained(steps: int = BEFORE) -> tuple[nn.Module, torch.optim.Optimizer, lis
     return model, optimizer, parity.run_steps(model, optimizer, range(steps), rank=0)
 
 
-def _save(folder: Path, form: Form) -> str:
+def _save(folder: Path, form: str) -> str:
     model, optimizer, _ = _trained()
-    save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=form)
+    save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=FORMS[form])
     return str(folder)
+
+
+def _saved(group: Group, folder: Path, form: str) -> str:
+    """By rank 0. Collective."""
+    return parity.by_rank_0(group, partial(_save, folder, form))
 
 
 def _sharded(
@@ -66,7 +72,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("saved", "stage", "world_size"),
+    ("form", "stage", "world_size"),
     [
         ("1x2", 3, 1),
         ("1x3 elastic", 2, 3),
@@ -77,12 +83,10 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_training_goes_on_as_if_it_had_been_here_all_along(
-    ranks, tmp_path: Path, saved: str, stage: int, world_size: int
+    ranks, tmp_path: Path, form: str, stage: int, world_size: int
 ) -> None:
     """A wrong moment shows only as a curve that is a little worse, weeks later."""
-    folder = _save(tmp_path, FORMS[saved])
-
-    found = ranks(world_size).run(_go_on, folder=folder, stage=stage)
+    found = ranks(world_size).run(_go_on, folder=_save(tmp_path, form), stage=stage)
 
     expected = _trained(BEFORE + AFTER)[2][BEFORE:]
     if world_size < 3:
@@ -90,8 +94,19 @@ def test_training_goes_on_as_if_it_had_been_here_all_along(
     torch.testing.assert_close(found[0], expected)  # a third of three equal gradients is rounded
 
 
+def test_state_goes_where_it_rests(group: Group, tmp_path: Path) -> None:
+    """The reason to come here may be that the state no longer fits the device."""
+    folder = _saved(group, tmp_path / "saved", "3x3 bf16")
+    offload = Offload(optimizer="disk", params="disk", path=tmp_path, budget_bytes=2**28)
+
+    found = _go_on(group, folder, 3, offload)
+
+    torch.testing.assert_close(found, _trained(BEFORE + AFTER)[2][BEFORE:])
+
+
 def _go_on(group: Group, folder: str, stage: int, offload: Offload | None = None) -> list[float]:
     model, optimizer = _sharded(group, ZeroConfig(stage, offload=offload))
+    parity.loss_of(model, parity.batch(9, 0, 0)).backward()  # which is dropped
     report = zero_engine.load_deepspeed(folder, model, optimizer)
     assert (report.step, report.missing, report.unexpected) == (BEFORE, (), ())
     steps = range(report.step, report.step + AFTER)
@@ -103,9 +118,8 @@ def _warmup(step: int) -> float:
     return max(0, step - 1) / 20
 
 
-@pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
-def test_an_engine_resumes_from_what_deepspeeds_saved(ranks, tmp_path, scheduler: str) -> None:
-    """A script's `load_checkpoint` finds the old run's folder: it began anew, with a warning."""
+def _train_there(folder: Path, scheduler: str) -> list[float]:
+    """Save in the middle; returns the losses after that."""
     model, optimizer, _ = _trained(0)
     plain = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
     losses = []
@@ -119,16 +133,18 @@ def test_an_engine_resumes_from_what_deepspeeds_saved(ranks, tmp_path, scheduler
             more = {"lr_scheduler": said, "global_samples": 12, "skipped_steps": 1, "epoch": 4}
             more |= {"dp_world_size": 2, "ds_version": "0.19.8", "ds_config": {"zero": {}}}
             form = FORMS["3x2"]
-            save_as_deepspeed(tmp_path, model, optimizer, step=BEFORE, form=form, more=more)
+            save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=form, more=more)
         losses += parity.run_steps(model, optimizer, [step], rank=0)
         plain.step()
-
-    found = ranks(2).run(_resume_engine, folder=str(tmp_path), scheduler=scheduler)
-
-    assert found[0] == losses[BEFORE:] or scheduler == "none"
+    return losses[BEFORE:]
 
 
-def _resume_engine(group: Group, folder: str, scheduler: str) -> list[float]:
+@pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
+def test_an_engine_resumes_from_what_deepspeeds_saved(
+    group: Group, tmp_path: Path, scheduler: str
+) -> None:
+    """A script's `load_checkpoint` finds the old run's folder: it began anew, with a warning."""
+    expected = parity.by_rank_0(group, partial(_train_there, tmp_path, scheduler))
     model = _build(seed=9)
     optimizer, given = _adamw(model), None
     settings: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}
@@ -143,39 +159,25 @@ def _resume_engine(group: Group, folder: str, scheduler: str) -> list[float]:
     )
     anew = pytest.warns(UserWarning, match="begins anew: the scheduler")
     with anew if scheduler == "none" else nullcontext():
-        path, client_state = engine.load_checkpoint(folder)
-    assert path == f"{folder}/global_step{BEFORE}" and client_state == {"epoch": 4}
+        path, client_state = engine.load_checkpoint(str(tmp_path))
+    assert path == f"{tmp_path}/global_step{BEFORE}" and client_state == {"epoch": 4}
     assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (BEFORE, 1, 12)
     with pytest.raises(FileError, match="expected a folder 'x' in it"):
-        engine.load_checkpoint(folder, tag="x")
+        engine.load_checkpoint(tmp_path, tag="x")
     found = []
     for step in range(BEFORE, BEFORE + AFTER):
         loss = parity.loss_of(engine, parity.batch(step, 0, 0))
         found.append(loss.item())
         engine.backward(loss)
         engine.step()
-    return found
+    assert found == expected or scheduler == "none"
 
 
-def test_state_goes_where_it_rests(ranks, tmp_path: Path) -> None:
-    """The reason to come here may be that the state no longer fits the device."""
-    folder = _save(tmp_path / "saved", FORMS["3x3 bf16"])
-    offload = Offload(optimizer="disk", params="disk", path=tmp_path, budget_bytes=2**28)
-
-    found = ranks(2).run(_go_on, folder=folder, stage=3, offload=offload)
-
-    torch.testing.assert_close(found[0], _trained(BEFORE + AFTER)[2][BEFORE:])
-
-
-def test_masters_are_the_saved_ones_to_the_last_bit(ranks, tmp_path: Path) -> None:
+def test_masters_are_the_saved_ones_to_the_last_bit(group: Group, tmp_path: Path) -> None:
     """Parameters in bf16 are rounded; masters made of those would forget what was learnt."""
-    ranks(2).run(_load_masters, folder=_save(tmp_path, FORMS["2x4 bf16"]))
-
-
-def _load_masters(group: Group, folder: str) -> None:
     config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
     model, optimizer = _sharded(group, config)
-    zero_engine.load_deepspeed(folder, model, optimizer)
+    zero_engine.load_deepspeed(_saved(group, tmp_path, "2x4 bf16"), model, optimizer)
 
     expected = dict(_trained()[0].named_parameters())
     for name, param in model.named_parameters():
@@ -185,15 +187,11 @@ def _load_masters(group: Group, folder: str) -> None:
             assert torch.equal(param, expected[name].bfloat16()), name
 
 
-def test_weights_alone_go_into_a_model_that_is_not_there_yet(ranks, tmp_path: Path) -> None:
+def test_weights_alone_go_into_a_model_that_is_not_there_yet(group: Group, tmp_path: Path) -> None:
     """Inference, or fine-tuning with another optimizer: no rank holds the whole model."""
-    ranks(2).run(_load_weights, folder=_save(tmp_path, FORMS["3x3 bf16"]))
-
-
-def _load_weights(group: Group, folder: str) -> None:
     with zero_engine.Init(group=group):
         model = parity.tiny_float32()
-    zero_engine.load_deepspeed(folder, model, group=group)
+    zero_engine.load_deepspeed(_saved(group, tmp_path, "3x3 bf16"), model, group=group)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
 
     assert_weights_of(model, _trained()[0], group=group, what="loaded")
@@ -201,14 +199,13 @@ def _load_weights(group: Group, folder: str) -> None:
 
 def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
     """Without unpickling anything, on one process."""
-    for name, form in FORMS.items():
-        source, out = tmp_path / f"{name} saved", tmp_path / name
-        _save(source, form)
+    for name in FORMS:
+        out = tmp_path / name
 
-        zero_engine.export(source, out)
+        zero_engine.export(_save(tmp_path / f"{name} saved", name), out)
 
         readers = zero_engine.checkpoint.open_weights(out)
-        found = {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
+        found = {name: reader.whole() for name, reader in readers.items()}
         expected = _trained()[0].state_dict()
         del expected["head.weight"]
         assert found.keys() == expected.keys()
@@ -243,20 +240,12 @@ SPOILT: Final[list[tuple[Callable[[Path], Any], str]]] = [  # what is done to a 
 ]
 
 
-def test_a_folder_that_is_not_whole_is_refused(ranks, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_whole_is_refused(group: Group, tmp_path: Path) -> None:
     """On every rank, in words, with the model as it was."""
-    messages = {}
-    for index, (spoil, message) in enumerate(SPOILT):
-        folder = _save(tmp_path / str(index), FORMS["1x2"])
-        spoil(Path(folder) / f"global_step{BEFORE}")
-        messages[folder] = message
-
-    ranks(2).run(_refuse, messages=messages)
-
-
-def _refuse(group: Group, messages: dict[str, str]) -> None:
     model, optimizer = _sharded(group, ZeroConfig(3))
-    for folder, message in messages.items():
+    for index, (spoil, message) in enumerate(SPOILT):
+        folder = _saved(group, tmp_path / str(index), "1x2")
+        parity.by_rank_0(group, partial(spoil, Path(folder) / f"global_step{BEFORE}"))
         with pytest.raises(FileError, match=message):
             zero_engine.load_deepspeed(folder, model, optimizer)
 
@@ -271,39 +260,38 @@ class _Evil:
         return Path.touch, (Path(self.marker),)
 
 
-@pytest.mark.parametrize(
-    "file", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
-)
-def test_what_a_file_would_run_is_named_and_not_run(tmp_path: Path, file: str) -> None:
+def test_what_a_file_would_run_is_named_and_not_run(tmp_path: Path) -> None:
     """Checkpoints are downloaded from strangers."""
-    _save(tmp_path, FORMS["1x2"])
+    _save(tmp_path, "1x2")
     said = {"optimizer_state_dict": {"a": _Evil(str(tmp_path / "marker"))}}
-    torch.save(said, tmp_path / f"global_step{BEFORE}" / file)
-
-    with pytest.raises(FileError, match=rf"{file}: .* nothing of it was run: it asks for"):
-        zero_engine.load_deepspeed(tmp_path, _build())
+    for file in (SECOND, "mp_rank_00_model_states.pt"):
+        path = tmp_path / f"global_step{BEFORE}" / file
+        was = path.read_bytes()
+        torch.save(said, path)
+        with pytest.raises(FileError, match=rf"{file}: .* nothing of it was run: it asks for"):
+            zero_engine.load_deepspeed(tmp_path, _build())
+        path.write_bytes(was)
 
     assert not (tmp_path / "marker").exists()
     with pytest.raises(StateError, match="expected a model that was sharded"):
         zero_engine.load_deepspeed(tmp_path, *_trained()[:2])
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_written(ranks, tmp_path: Path) -> None:
-    """Half a checkpoint in a model is worse than none."""
+def _save_partly_frozen(folder: Path) -> None:
     model, _, _ = _trained()
     for param in model.blocks[1].parameters():
         param.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    save_as_deepspeed(tmp_path, model, optimizer, step=BEFORE, form=FORMS["3x2"])
-
-    ranks(2).run(_refuse_to_begin_anew, folder=str(tmp_path))
+    save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=FORMS["3x2"])
 
 
-def _refuse_to_begin_anew(group: Group, folder: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_written(group: Group, tmp_path: Path) -> None:
+    """Half a checkpoint in a model is worse than none."""
+    parity.by_rank_0(group, partial(_save_partly_frozen, tmp_path))
     model, optimizer = _sharded(group, ZeroConfig(3))
     with pytest.raises(LoadError, match=r"no optimizer state of 'blocks\.1\.up\.weight'"):
-        zero_engine.load_deepspeed(folder, model, optimizer)
+        zero_engine.load_deepspeed(tmp_path, model, optimizer)
     assert_weights_of(model, _build(seed=9), group=group, what="untouched")
 
-    zero_engine.load_deepspeed(folder, model, optimizer, is_strict=False)
+    zero_engine.load_deepspeed(tmp_path, model, optimizer, is_strict=False)
     parity.run_steps(model, optimizer, range(1), rank=group.rank)

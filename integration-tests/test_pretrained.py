@@ -1,8 +1,7 @@
-"""Weights go from files into shards: the right elements, or words and an untouched model."""
+"""Weights go from files into shards and back: the right elements, or words and nothing done."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,12 @@ from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import assert_weights_of
 from zero_comm import AgreementError, Group, all_gather_json
 from zero_engine import FileError
-from zero_partition import LoadError
+from zero_partition import LoadError, Precision
+
+MIB = 2**20
 
 
 class _Model(nn.Module):
@@ -48,27 +50,11 @@ def _weights(seed: int = 1) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in state.items()}
 
 
-def _written(group: Group, folder: Path, weights: dict[str, Tensor], form: str = "file") -> str:
-    return parity.by_rank_0(group, lambda: _write(folder, weights, form))
-
-
-def _write(folder: Path, weights: dict[str, Tensor], form: str) -> str:
-    if form == "file":
-        save_file(weights, folder / "weights.safetensors")
-        return str(folder / "weights.safetensors")
-    if form == "folder":
-        save_file(weights, folder / "model.safetensors")
-        return str(folder)
-    names = list(weights)
-    files = {f"model-{i}.safetensors": names[i::3] for i in range(3)}
-    for file, chosen in files.items():
-        save_file({name: weights[name] for name in chosen}, folder / file, {"format": "pt"})
-    index = {name: file for file, chosen in files.items() for name in chosen}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return str(folder)
-
-
-HOW = ("init", "plain", "0", "1", "2", "3")
+def _written(group: Group, folder: Path, weights: dict[str, Tensor]) -> Path:
+    """A file of that name which a folder may have. Collective."""
+    path = folder / "model.safetensors"
+    parity.by_rank_0(group, lambda: save_file(weights, path))
+    return path
 
 
 def _on_meta() -> nn.Module:
@@ -89,18 +75,15 @@ def _prepare(how: str, group: Group) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("how", "form"),
-    [*(("meta", form) for form in ("file", "folder", "index")), *((how, "file") for how in HOW)],
-)
-def test_files_fill_every_kind_of_model(group: Group, tmp_path: Path, how: str, form: str) -> None:
-    """One file, a folder, or Hugging Face's many with an index; one that is sharded, or not yet."""
-    source, model = _written(group, tmp_path, _weights(), form), _prepare(how, group)
+@pytest.mark.parametrize("how", ["meta", "init", "plain", "1", "3"])
+def test_files_fill_every_kind_of_model(group: Group, tmp_path: Path, how: str) -> None:
+    """One that is sharded, at a stage, or not yet; from a file and from its folder."""
+    path, model = _written(group, tmp_path, _weights()), _prepare(how, group)
 
-    report = zero_engine.load_pretrained(model, source, group=group)
+    report = zero_engine.load_pretrained(model, tmp_path if how == "init" else path, group=group)
 
     assert (report.missing, report.unexpected) == ((), ())
-    _assert_loaded(model, _weights(), group, is_sharded=how in "0123")
+    _assert_loaded(model, _weights(), group, is_sharded=how in "13")
 
 
 def _assert_loaded(
@@ -111,8 +94,8 @@ def _assert_loaded(
     full = zero_engine.full_state_dict(model)
     if group.rank == 0:
         tied = {**expected, "head.weight": expected["embed.weight"]}
-        parity.assert_same_weights(full, {key: tied[key] for key in full}, what="loaded")
         assert full.keys() == tied.keys()
+        parity.assert_same_weights(full, {key: tied[key] for key in full}, what="loaded")
 
 
 def test_a_rank_reads_its_ranges_only(group: Group, tmp_path: Path) -> None:
@@ -129,49 +112,33 @@ def test_a_rank_reads_its_ranges_only(group: Group, tmp_path: Path) -> None:
     assert max(read) < 0.6 * whole + buffers
 
 
-def _count_reads(group: Group, source: str) -> int:
+def _count_reads(group: Group, source: Path) -> int:
     kind = type(next(iter(zero_engine.checkpoint.open_weights(source).values())))
-    plain_read, count = kind.read, 0
-
-    def read(self: Any, start: int, stop: int) -> Tensor:
-        nonlocal count
-        count += (stop - start) * self.dtype.itemsize
-        return plain_read(self, start, stop)
-
-    with mock.patch.object(kind, "read", read):
+    with mock.patch.object(kind, "read", autospec=True, side_effect=kind.read) as read:
         zero_engine.load_pretrained(_on_meta(), source, group=group)
-    return count
+    calls = (call.args for call in read.mock_calls)
+    return sum((stop - start) * reader.dtype.itemsize for reader, start, stop in calls)
 
 
-def test_float_dtypes_are_rounded_to_the_models(group: Group, tmp_path: Path) -> None:
-    """Files are bf16 where training is fp32, and the other way round; torch's rule is the rule."""
-    weights = _weights()
+@pytest.mark.ranks(3)
+def test_values_may_come_in_other_float_dtypes_and_under_any_name_of_a_tie(
+    group: Group, tmp_path: Path
+) -> None:
+    """Torch's rule of rounding is the rule. On three ranks the last part is shorter, or empty."""
+    weights, dtypes = _weights(), (torch.float16, torch.float64)
     mixed = {
-        name: value.to(torch.float64 if index % 2 else torch.float16)
-        if value.is_floating_point()
-        else value
+        name: value.to(dtypes[index % 2]) if value.is_floating_point() else value
         for index, (name, value) in enumerate(weights.items())
     }
-    expected = {name: value.to(weights[name].dtype) for name, value in mixed.items()}
-    model = _on_meta()
-    zero_engine.load_pretrained(model, _written(group, tmp_path, mixed), group=group)
+    other_name = {k: v for k, v in weights.items() if k != "embed.weight"}
+    other_name["head.weight"] = weights["embed.weight"]
+    both_names = other_name | {"embed.weight": weights["embed.weight"].clone()}
+    for given in (mixed, other_name, both_names):
+        rounded = {name: value.to(weights.get(name, value).dtype) for name, value in given.items()}
+        model = _on_meta()
+        zero_engine.load_pretrained(model, _written(group, tmp_path, given), group=group)
 
-    _assert_loaded(model, expected, group)
-
-
-@pytest.mark.parametrize("names", [("head.weight",), ("embed.weight", "head.weight")])
-@pytest.mark.ranks(3)
-def test_a_tied_parameter_may_come_under_any_name(
-    group: Group, tmp_path: Path, names: tuple[str, ...]
-) -> None:
-    """Savers drop one name or keep both. On three ranks the last part is shorter, or empty."""
-    weights = _weights()
-    value = weights.pop("embed.weight")
-    given = weights | {name: value.clone() for name in names}
-    model = _on_meta()
-    zero_engine.load_pretrained(model, _written(group, tmp_path, given), group=group)
-
-    _assert_loaded(model, _weights(), group)
+        _assert_loaded(model, {name: rounded.get(name, weights[name]) for name in weights}, group)
 
 
 def _edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
@@ -180,50 +147,43 @@ def _edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
     return weights
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing": (
+WRONG: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
+    (
         lambda w: [w.pop("blocks.1.bias"), w.pop("norm.running_var")],
         r"missing: 'blocks\.1\.bias', 'norm\.running_var'",
     ),
-    "unexpected": (
-        lambda w: w.update({"a": torch.ones(1), "b": torch.ones(1)}),
-        r"unexpected: 'a', 'b'",
-    ),
-    "shape": (
+    (lambda w: w.update({"a": torch.ones(1), "b": torch.ones(1)}), "unexpected: 'a', 'b'"),
+    (
         lambda w: w.update({"scale": torch.ones(1), "half.bias": torch.ones(4)}),
         r"'half\.bias': expected shape \(3,\), got \(4,\)",
     ),
-    "dtype": (
+    (
         lambda w: w.update({"scale": torch.ones((), dtype=torch.int32)}),
         r"'scale': expected torch\.float32, got torch\.int32",
     ),
-    "ties": (
+    (
         lambda w: w.update({"head.weight": torch.ones(11, 7)}),
         r"'embed\.weight' and 'head\.weight' are one tensor, and differ",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("how", ["meta", "3"])
 def test_what_does_not_fit_is_named_and_nothing_is_written(
-    group: Group, tmp_path: Path, what: str, how: str
+    group: Group, tmp_path: Path, how: str
 ) -> None:
     """Half a checkpoint in a model is worse than none."""
-    change, message = WRONG[what]
-    source = _written(group, tmp_path, _edit(change))
     torch.manual_seed(0)
     model = _prepare(how, group)
-    with pytest.raises(LoadError, match=message):
-        zero_engine.load_pretrained(model, source, group=group)
+    for change, message in WRONG:
+        source = _written(group, tmp_path, _edit(change))
+        with pytest.raises(LoadError, match=message):
+            zero_engine.load_pretrained(model, source, group=group)
 
     if how == "meta":
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        return
-    expected = parity.build(_Model).state_dict()
-    full = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what="untouched")
+    else:
+        assert_weights_of(model, parity.build(_Model), group=group, what="untouched")
 
 
 def test_loading_may_leave_names_out(group: Group, tmp_path: Path) -> None:
@@ -254,141 +214,135 @@ class _Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.frequencies.copy_(torch.arange(4.0))
 
 
 def test_a_buffer_that_no_file_has_is_refused_by_name(group: Group, tmp_path: Path) -> None:
     """The table of rotary positions, on meta, would be junk; materialise() first fills it."""
-    source = _written(group, tmp_path, _Rotary().linear.state_dict())
+    source = _written(group, tmp_path, _Rotary().state_dict())
     with torch.device("meta"):
         model = _Rotary()
-
-    def rename(name: str) -> str:
-        return f"linear.{name}"
-
     with pytest.raises(LoadError, match=r"'frequencies': on the meta device.*materialise"):
-        zero_engine.load_pretrained(model, source, rename=rename, group=group)
+        zero_engine.load_pretrained(model, source, group=group)
 
-    def fill(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-        if isinstance(module, _Rotary):
-            module.frequencies.copy_(torch.arange(4.0))
-
-    zero_engine.materialise(model, fill, group=group)
-    zero_engine.load_pretrained(model, source, rename=rename, group=group)
+    zero_engine.materialise(model, group=group)
+    zero_engine.load_pretrained(model, source, group=group)
     assert torch.equal(model.frequencies, torch.arange(4.0))
 
 
 def test_ranks_with_different_files_are_told(group: Group, tmp_path: Path) -> None:
     """A stale copy on one host would be a model that no file holds."""
-    (folder := tmp_path / str(group.rank)).mkdir()
-    name = ("scale", "half.bias")[group.rank]
-    source = _write(folder, _edit(lambda w: w.pop(name)), "folder")
+    name, path = ("scale", "half.bias")[group.rank], tmp_path / f"{group.rank}.safetensors"
+    save_file(_edit(lambda w: w.pop(name)), path)
     with pytest.raises(AgreementError, match="weights to load"):
-        zero_engine.load_pretrained(_Model(), source, group=group)
+        zero_engine.load_pretrained(_Model(), path, group=group)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.ranks(timeout_s=90.0)
-def test_what_save_pretrained_wrote_goes_straight_into_shards(
+def test_hugging_faces_folders_go_straight_into_shards_and_come_out_again(
     group: Group, tmp_path: Path, name: str
 ) -> None:
-    """Folders as Hugging Face writes them: an index, many files, and one name of tied weights."""
+    """As it writes them, with embeddings tied (GPT-2) and not: many files, an index, its names."""
+    transformers = pytest.importorskip("transformers")
     saved = parity.build(zoo.ZOO[name].make, seed=1)
-    parity.by_rank_0(group, lambda: saved.save_pretrained(tmp_path, max_shard_size="8KB"))
-    assert (tmp_path / "model.safetensors.index.json").exists()
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    parity.by_rank_0(group, lambda: saved.save_pretrained(theirs, max_shard_size="8KB"))
+    assert (theirs / "model.safetensors.index.json").exists()
     with zero_engine.Init(group=group):
         model = parity.build(zoo.ZOO[name].make)
-    zero_engine.load_pretrained(model, tmp_path, group=group)
-
+    zero_engine.load_pretrained(model, theirs, group=group)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    full, expected = zero_engine.full_state_dict(model), saved.state_dict()
-    if group.rank == 0:
-        parity.assert_same_weights(full, expected, what=name)
+    assert_weights_of(model, saved, group=group, what="loaded")
+
+    zero_engine.save(tmp_path / "checkpoints", model, step=0)
+    if group.rank:
+        return
+    zero_engine.export(tmp_path / "checkpoints", ours, max_shard_bytes=8000)
+    assert (ours / "model.safetensors.index.json").exists()
+    saved.config.save_pretrained(ours)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        ours, output_loading_info=True, local_files_only=True
+    )
+    assert not any(report.values())
+    parity.assert_same_weights(dict(loaded.state_dict()), saved.state_dict(), what=name)
 
 
-# ---- Files ----
+# ---- Export of what was saved in shards ----
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """A download that was cut short has a header that promises more than there is."""
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(10.0)}, file)
-    good = file.read_bytes()
-
-    for content in (
-        good[:-1],
-        good + b"more",
-        good[:20],
-        b"x" * 4,
-        b"",
-        good[:8] + b"?" * int.from_bytes(good[:8], "little"),
-        good.replace(b"F32", b"F99"),
-        good.replace(b"[10]", b"[11]"),
-    ):
-        file.write_bytes(content)
-        message = r"model\.safetensors: expected a whole safetensors file \(.+\); .* again"
-        with pytest.raises(FileError, match=message):
-            zero_engine.checkpoint.open_weights(file)
-    file.unlink()
-    with pytest.raises(FileError, match="found none"):
-        zero_engine.checkpoint.open_weights(tmp_path)
-    with pytest.raises(FileError, match="no such file"):
-        zero_engine.checkpoint.open_weights(file)
+def _read(folder: Path) -> dict[str, Tensor]:
+    readers = zero_engine.checkpoint.open_weights(folder)
+    return {name: reader.whole() for name, reader in readers.items()}
 
 
-def test_an_index_is_held_to_its_word(tmp_path: Path) -> None:
-    """It may name tensors that its files lack, or files elsewhere."""
-    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for weight_map, message in (
-        ({"a": "one.safetensors", "b": "one.safetensors"}, "names 'b', which"),
-        ({"a": "../one.safetensors"}, "beside the index"),
-        ({"a": "two.safetensors"}, "json: names 'two.safetensors', but there is no such file"),
-        ([], "expected a 'weight_map'"),
-    ):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(FileError, match=message):
-            zero_engine.checkpoint.open_weights(tmp_path)
-    index.write_bytes(b"\xff{")
-    with pytest.raises(FileError, match="expected JSON"):
-        zero_engine.checkpoint.open_weights(index)
-    index.unlink()
-    with pytest.raises(FileError, match="json: no such file"):
-        zero_engine.checkpoint.open_weights(index)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_saved_in_shards_is_exported_whole(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
+    """From pieces of two ranks; a part of a model is not exported as one."""
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    zero_engine.save(tmp_path / "saved", model, optimizer, step=2)
+    zero_engine.save(tmp_path / "part", model, optimizer, step=2, exclude_frozen=True)
+    expected = dict(zero_engine.full_state_dict(model))
+    if group.rank:
+        return
+
+    zero_engine.export(tmp_path / "saved", tmp_path / "out", max_shard_bytes=500)
+
+    del expected["head.weight"]
+    found = _read(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    parity.assert_same_weights({n: found[n] for n in expected}, expected, what="exported")
+    with pytest.raises(FileError, match="exclude_frozen"):
+        zero_engine.export(tmp_path / "part", tmp_path / "whole")
 
 
-def test_any_range_of_any_dtype_is_what_was_written(tmp_path: Path) -> None:
-    """A shard begins and ends inside rows, which is where the library can cut."""
-    generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 2, (5, 16), generator=generator, dtype=torch.uint8)
-    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
-    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
-    tensors = {str(dtype): raw.to(dtype) for dtype in dtypes}
-    shapes = {"0-d": (), "1-d": (80,), "tall": (80, 1), "wide": (1, 80), "3-d": (2, 4, 10)}
-    tensors |= {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
-    tensors |= {str(shape): torch.empty(shape) for shape in ((0,), (0, 3), (3, 0))}
-    save_file(tensors, tmp_path / "all.safetensors")
+def test_masters_are_exported_and_round_to_what_was_computed_with(
+    group: Group, tmp_path: Path
+) -> None:
+    """Those who go on training want the masters; those who publish, the dtype of the model."""
+    config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
+    model, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
+    zero_engine.save(tmp_path / "saved", model, optimizer, step=2)
+    expected = zero_engine.full_state_dict(model)
+    if group.rank:
+        return
 
-    readers = zero_engine.checkpoint.open_weights([tmp_path / "all.safetensors"])
+    zero_engine.export(tmp_path / "saved", tmp_path / "whole")
+    zero_engine.export(tmp_path / "saved", tmp_path / "half", dtype=torch.bfloat16)
 
-    assert readers.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        reader = readers[name]
-        assert (reader.shape, reader.dtype) == (tensor.shape, tensor.dtype)
-        for start, stop in ((0, 80), (3, 3), (7, 50), (79, 80)):
-            expected = tensor.reshape(-1)[start:stop]
-            assert torch.equal(
-                reader.read(start, min(stop, tensor.numel())).view(torch.uint8)
-                if start < tensor.numel()
-                else torch.empty(0, dtype=torch.uint8),
-                expected.view(torch.uint8),
-            )
+    masters, halves = _read(tmp_path / "whole"), _read(tmp_path / "half")
+    assert masters["scale"].dtype == torch.float32
+    for name, value in halves.items():
+        assert value.dtype == torch.bfloat16, name
+        assert torch.equal(value, expected[name].bfloat16()), name
+        assert torch.equal(value, masters[name].bfloat16()), name
+    assert any(not torch.equal(masters[n].bfloat16().float(), masters[n]) for n in masters)
 
 
 @needs_high_water
-@pytest.mark.parametrize("shape", [(2**23,), (2**23, 1), (1, 2**23)], ids=["1-d", "tall", "wide"])
+@pytest.mark.ranks(1)
+def test_memory_of_an_export_does_not_grow_with_the_model(group: Group, tmp_path: Path) -> None:
+    """The machine that publishes a model is not the one that trained it."""
+    model = nn.ModuleList(nn.Linear(2**12, 2560, bias=False) for _ in range(3))
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    zero_engine.save(tmp_path / "saved", model, step=0)
+    mark = HighWater()
+
+    report = zero_engine.export(tmp_path / "saved", tmp_path / "out", max_shard_bytes=10**8)
+
+    assert mark.rise_bytes() < 32 * MIB
+    assert report.num_bytes > 120 * MIB
+
+
+@needs_high_water
+@pytest.mark.parametrize("shape", [(2**23, 1), (1, 2**23)], ids=["tall", "wide"])
 @pytest.mark.ranks(1)
 def test_reading_a_part_takes_the_memory_of_the_part(group: Group, tmp_path: Path, shape) -> None:
     """A tensor is as large as all memory, or is one row, or has a row per element."""
@@ -400,4 +354,4 @@ def test_reading_a_part_takes_the_memory_of_the_part(group: Group, tmp_path: Pat
     for start in range(0, 2**23, 2**20):
         out.copy_(reader.read(start, start + 2**20))
 
-    assert high_water.rise_bytes() <= 14 * 2**20  # 4 are kept, a part or two mapped; of 32
+    assert high_water.rise_bytes() <= 14 * MIB  # 4 are kept, a part or two mapped; of 32

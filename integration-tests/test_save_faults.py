@@ -1,26 +1,97 @@
-"""Whatever goes wrong in a save, the checkpoint before is whole, and all ranks know."""
+"""Whatever goes wrong in a save, the checkpoint before is whole, and all ranks know.
+
+Run as a script, it saves to a folder while its processes are killed, and says how that went.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
-import save_loops
+import torch
+import torch.distributed as dist
+import zero_engine
 from attrs import define, field
-from save_loops import REAL, check_newest, make, save_step
-from zero_comm import Group
+from torch import nn
+from zero_comm import CommError, Group
 from zero_engine import FileError
-from zero_engine.testing import FileSystem
+from zero_engine.testing import FileSystem, save
 
+REAL = FileSystem()
 CALLS = tuple(field.name for field in attrs.fields(FileSystem))
+NUM_KILLS = 10
+
+
+# ---- A model whose every value is its step, so that what is loaded can be told ----
+
+
+def _make(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Trained, and frozen, and with a momentum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, 0.9)
+    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, min_unit_bytes=0), group=group)
+    model(torch.ones(2, 9)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _save_step(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    system: FileSystem = REAL,
+    tag: str | None = None,
+    keep: int | None = 2,
+) -> None:
+    """Every value that is trained is the step; all others are 1. Collective."""
+    for param in model.parameters():
+        value = torch.full(param.shape, float(step) if param.requires_grad else 1.0)
+        zero_engine.set_full_param(param, value)
+        if param.requires_grad:
+            zero_engine.set_full_optimizer_state(param, "momentum_buffer", value)
+    save(folder, model, optimizer, step=step, system=system, extra=step, tag=tag, keep=keep)
+
+
+@functools.cache
+def _reader() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return _make(Group.solo())
+
+
+def _check_newest(folder: Path) -> int:
+    """The step of the newest checkpoint, which is whole and as it was saved; 0 if there is none."""
+    model, optimizer = _reader()
+    report = zero_engine.load(folder, model, optimizer, missing_ok=True)
+    if report is None:
+        return 0
+    assert (report.num_tensors, report.extra) == (4 + 3, report.step)
+    for name, param in model.named_parameters():
+        expected = float(report.step) if param.requires_grad else 1.0
+        values = [zero_engine.full_param(param)]
+        if param.requires_grad:
+            values.append(zero_engine.full_optimizer_state(param, "momentum_buffer"))
+        assert all((value == expected).all() for value in values), name
+    return report.step
+
+
+# ---- Faults ----
 
 
 class _CrashError(BaseException):
@@ -29,40 +100,31 @@ class _CrashError(BaseException):
 
 @define
 class _Faulty:
-    """Counts calls of a file system, and fails at one of them."""
+    """Counts calls of a file system, and fails at one of them: for good if that is a crash."""
 
     fails_at: int
     error: BaseException
-    is_dead_then: bool
     num_calls: int = 0
     failed_in: str = ""
     open_files: set[int] = field(factory=set)
 
     def system(self) -> FileSystem:
-        return FileSystem(**{name: self._wrap(name) for name in CALLS})
+        return FileSystem(**{name: functools.partial(self._call, name) for name in CALLS})
 
-    def _wrap(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self.num_calls += 1
-            is_dead = self.is_dead_then and self.num_calls > self.fails_at
-            if self.num_calls == self.fails_at or is_dead:
-                self.failed_in = self.failed_in or name
-                if name == "write" and not is_dead:  # as a full disk does: half of it
-                    os.write(args[0], args[1][: len(args[1]) // 2])
-                raise self.error
-            found = getattr(REAL, name)(*args)
-            if name == "open":
-                self.open_files.add(found)
-            elif name == "close":
-                self.open_files.remove(args[0])
-            return found
-
-        return call
-
-    def bury(self) -> None:
-        """What the kernel does for the dead."""
-        while self.open_files:
-            os.close(self.open_files.pop())
+    def _call(self, name: str, *args: Any) -> Any:
+        self.num_calls += 1
+        is_dead = isinstance(self.error, _CrashError) and self.num_calls > self.fails_at
+        if self.num_calls == self.fails_at or is_dead:
+            self.failed_in = self.failed_in or name
+            if name == "write" and not is_dead:  # as a full disk does: half of it
+                os.write(args[0], args[1][: len(args[1]) // 2])
+            raise self.error
+        found = getattr(REAL, name)(*args)
+        if name == "open":
+            self.open_files.add(found)
+        elif name == "close":
+            self.open_files.remove(args[0])
+        return found
 
 
 @pytest.mark.parametrize(
@@ -70,28 +132,30 @@ class _Faulty:
 )
 def test_a_fault_at_any_call_leaves_a_whole_checkpoint(tmp_path, is_crash: bool, tag) -> None:
     """Disks fill up, and machines stop, at every instruction."""
-    model, optimizer = make(Group.solo())
+    model, optimizer = _make(Group.solo())
     for step in (1, 2):
-        save_step(tmp_path / "before", model, optimizer, step, tag=tag)
+        _save_step(tmp_path / "before", model, optimizer, step, tag=tag)
     seen = set()
     for at in range(1, 200):
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         error = _CrashError() if is_crash else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        faulty = _Faulty(at, error, is_crash)
+        faulty = _Faulty(at, error)
         try:
-            save_step(folder, model, optimizer, 3, tag=tag, system=faulty.system(), keep=1)
+            _save_step(folder, model, optimizer, 3, tag=tag, system=faulty.system(), keep=1)
         except (FileError, _CrashError) as raised:
             assert is_crash or "No space left" in str(raised)
-            assert check_newest(folder) in (2, 3), faulty.failed_in
-            if not is_crash and check_newest(folder) == 2:
-                assert not [p for p in folder.iterdir() if "partial" in p.name], faulty.failed_in
+            assert _check_newest(folder) in (2, 3), faulty.failed_in
+            if not is_crash and _check_newest(folder) == 2:
+                left = {path.name for path in folder.iterdir()}
+                assert left == {"same", "latest"}, faulty.failed_in
         else:
-            assert check_newest(folder) == 3
+            assert _check_newest(folder) == 3
         seen.add(faulty.failed_in)
-        faulty.bury()
+        for file in faulty.open_files:  # as the kernel does for the dead
+            os.close(file)
         if is_crash or at % 8 == 0:  # nothing stands in the way of the next, and nothing stays
-            save_step(folder, model, optimizer, 4, tag=tag, keep=1)
-            assert check_newest(folder) == 4
+            _save_step(folder, model, optimizer, 4, tag=tag, keep=1)
+            assert _check_newest(folder) == 4
             hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
             stays = [path for path in hidden if any(path.iterdir())]  # young, it may be in the make
             assert not stays, (faulty.failed_in, stays)
@@ -100,102 +164,115 @@ def test_a_fault_at_any_call_leaves_a_whole_checkpoint(tmp_path, is_crash: bool,
     assert seen >= {"", "mkdir", "open", "write", "fsync", "close", "rename", "unlink", "link"}
 
 
-def test_a_killed_save_loop_leaves_a_whole_checkpoint_each_time(tmp_path: Path) -> None:
-    """The kernel's word: SIGKILL runs no handler, and lets nothing end well."""
-    script = Path(save_loops.__file__)
+def _kill_loops(folder: Path) -> None:
+    """Fork a save loop, kill it at a random instant, look; and again."""
+    model, optimizer = _make(Group.solo())
+    draw, last = random.Random(0), 0
+    for _ in range(NUM_KILLS):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            for step in range(last + 1, 1_000_000):
+                _save_step(folder, model, optimizer, step, tag="same" if step % 3 == 0 else None)
+                os.write(writing, b"x")
+        os.read(reading, 1)  # it has saved once
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+        found = _check_newest(folder)
+        assert found > last, (found, last)
+        last = found
+        hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
+        assert len(hidden) <= 4, hidden  # the next save removes what this one has left
+    print(f"{NUM_KILLS} killed, at step {last}", flush=True)
+
+
+def _kill_rank(folder: Path) -> None:
+    """Two ranks, of which one dies while it writes; the other prints what it learns."""
+    rank = int(os.fork() == 0)
+    meeting = f"file://{folder}.meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    group = Group.from_process_group(patience_s=0.2)
+    model, optimizer = _make(group)
+    _save_step(folder, model, optimizer, 1)
+
+    def die(*args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    system = FileSystem(write=die) if rank else REAL
+    try:
+        _save_step(folder, model, optimizer, 2, system=system)
+    except CommError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
+def test_what_is_killed_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A loop at any instant, and one of two ranks: SIGKILL runs no handler."""
+    loop, of_two = tmp_path / "loop", tmp_path / "two"
 
     done = subprocess.run(
-        [sys.executable, script, tmp_path, "10"],
+        [sys.executable, __file__, loop, of_two],
         check=False,
         capture_output=True,
         text=True,
         timeout=120,
     )
 
-    assert done.stdout.startswith("10 of 10"), done.stderr
+    assert done.stdout.startswith(f"{NUM_KILLS} killed"), done.stderr
+    # The rank's death is seen before the receive has begun, or while that waits.
+    assert re.search(r"rank 1.*did not (begin|finish)", done.stdout), done.stdout + done.stderr
+    assert _check_newest(of_two) == 1
+    _save_step(of_two, *_make(Group.solo()), 3)
+    assert {path.name for path in of_two.iterdir()} == {"step-1", "step-3", "latest"}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_write_stops_all(group: Group, tmp_path: Path, failing: int) -> None:
     """The others must not go on as if there were a checkpoint, nor wait for one."""
-    model, optimizer = make(group)
-    save_step(tmp_path, model, optimizer, 1)
-
-    def no_room(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    model, optimizer = _make(group)
+    _save_step(tmp_path, model, optimizer, 1)
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     system = FileSystem(write=no_room) if group.rank == failing else REAL
     expected = "free some space" if group.rank == failing else f"rank {failing} failed"
     with pytest.raises(FileError, match=expected):
-        save_step(tmp_path, model, optimizer, 2, system=system)
+        _save_step(tmp_path, model, optimizer, 2, system=system)
 
-    assert check_newest(tmp_path) == 1
+    assert _check_newest(tmp_path) == 1
     if group.rank == 0:  # which clears up after the others know
         assert {path.name for path in tmp_path.iterdir()} == {"step-1", "latest"}
-    save_step(tmp_path, model, optimizer, 3)
-    assert check_newest(tmp_path) == 3
+    _save_step(tmp_path, model, optimizer, 3)
+    assert _check_newest(tmp_path) == 3
 
 
-def test_a_rank_that_dies_in_the_middle_is_named_to_the_others(tmp_path: Path) -> None:
-    """A host is lost, and what it was writing with it."""
-    script, folder = Path(save_loops.__file__), tmp_path / "saved"
-
-    done = subprocess.run(
-        [sys.executable, script, folder, "die"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    # Its death is seen before the receive has begun, or while that waits.
-    assert re.search(r"rank 1.*did not (begin|finish)", done.stdout), done.stdout + done.stderr
-    assert check_newest(folder) == 1
-    save_step(folder, *make(Group.solo()), 3)
-    assert {path.name for path in folder.iterdir()} == {"step-1", "step-3", "latest"}
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("call", ["mkdir", "open", "listdir"])
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, call: str, code: int) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """With what to do."""
-    model, optimizer = make(Group.solo())
+    model, optimizer = _make(Group.solo())
+    for code in (errno.EROFS, errno.EACCES):
+        for call in ("mkdir", "open", "listdir"):
+            refuse = Mock(side_effect=OSError(code, os.strerror(code)))
+            with pytest.raises(FileError, match="save to a folder that this process may write to"):
+                _save_step(tmp_path / "a", model, optimizer, 1, system=FileSystem(**{call: refuse}))
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    system = FileSystem(**{call: refuse})
-    with pytest.raises(FileError, match="save to a folder that this process may write to"):
-        save_step(tmp_path / "there", model, optimizer, 1, system=system)
-
-
-def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
-    """A typing error in a path."""
-    (tmp_path / "there").touch()
-    model, optimizer = make(Group.solo())
-
-    with pytest.raises(FileError, match="there: cannot be written"):
-        save_step(tmp_path / "there", model, optimizer, 1)
-
-
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    """Somebody's folder of plots may have the name of a tag."""
-    model, optimizer = make(Group.solo())
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / "loss.png").touch()
-
-    with pytest.raises(FileError, match="choose another tag"):
-        save_step(tmp_path, model, optimizer, 1, tag="plots")
-
-    assert (tmp_path / "plots" / "loss.png").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="file: cannot be written"):
+        _save_step(tmp_path / "file", model, optimizer, 1)
 
 
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     """By when they were saved: a run that has gone back begins with smaller steps."""
-    model, optimizer = make(Group.solo())
+    model, optimizer = _make(Group.solo())
     for step in (5, 9, 3, 4):
-        save_step(tmp_path, model, optimizer, step, keep=2)
+        _save_step(tmp_path, model, optimizer, step, keep=2)
 
-        assert check_newest(tmp_path) == step
+        assert _check_newest(tmp_path) == step
     assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4", "latest"}
     assert (tmp_path / "latest").read_text() == "step-4"
+
+
+if __name__ == "__main__":
+    _kill_loops(Path(sys.argv[1]))
+    _kill_rank(Path(sys.argv[2]))

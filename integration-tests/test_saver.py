@@ -22,7 +22,6 @@ from zero_engine import (
     ConfigError,
     FileError,
     GatheredParameters,
-    Offload,
     Precision,
     Saver,
     full_state_dict,
@@ -31,15 +30,10 @@ from zero_engine.checkpoint import StopSignals
 from zero_engine.testing import FileSystem, held_copies
 from zero_offload import host_memory
 
-pytestmark = pytest.mark.xdist_group("ranks")
 
-
-@pytest.mark.parametrize("where", ["device", "disk"])
-def test_what_is_saved_is_what_was_there(group: Group, tmp_path: Path, where: str) -> None:
+def test_what_is_saved_is_what_was_there(group: Group, tmp_path: Path) -> None:
     """Training changes every value while they are written."""
-    path = tmp_path if where == "disk" else None
-    config = ZeroConfig(3, offload=Offload(optimizer=where, path=path, subgroup_bytes=2000))
-    model, optimizer = parity.build_sharded(group, config)
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     may_write = Event()
 
@@ -47,21 +41,19 @@ def test_what_is_saved_is_what_was_there(group: Group, tmp_path: Path, where: st
         assert may_write.wait(20)
         return os.write(file, view)
 
-    system = FileSystem(write=write_later)
-    with Saver(tmp_path / "saved", model, optimizer, keep=2, system=system) as saver:
+    with Saver(tmp_path, model, optimizer, keep=2, system=FileSystem(write=write_later)) as saver:
         snapshot = saver.save(step=2, extra="two")
         expected = parity.run_steps(model, optimizer, range(2, 5), rank=group.rank)
-        assert not (tmp_path / "saved" / "latest").exists()
+        assert not (tmp_path / "latest").exists()
         may_write.set()
         report = saver.wait()
         assert report is not None and report.path == snapshot.path
         assert saver.wait() is None
-        zero_engine.load(tmp_path / "saved", model, optimizer)
+        zero_engine.load(tmp_path, model, optimizer)
         assert parity.run_steps(model, optimizer, range(2, 5), rank=group.rank) == expected
         for step in (5, 6, 7):
             saver.save(step=step)
-    names = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert names == {"step-6", "step-7", "latest"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-6", "step-7", "latest"}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -96,11 +88,8 @@ def test_an_error_is_raised_on_every_rank_by_the_next_call(
 def test_a_copy_takes_the_memory_of_the_ranks_own_part(group: Group, tmp_path: Path) -> None:
     """A job that fits when it trains should know what a save needs on top."""
     gc.collect()  # what a failed save of another test holds
-    model = parity.Chain(4, 64)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    model(torch.randn(2, 64)).sum().backward()
-    optimizer.step()
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3), num_blocks=4)
+    parity.step_chain(model, optimizer)
     with Saver(tmp_path, model, optimizer) as saver:
         snapshot = saver.save(step=1)
         held = [host_memory()["copies of a checkpoint"]]
@@ -120,7 +109,6 @@ def test_a_copy_takes_the_memory_of_the_ranks_own_part(group: Group, tmp_path: P
 
 CONFIGS = {
     "stage 0": ZeroConfig(0),
-    "stage 1": ZeroConfig(1),
     "stage 2, masters": ZeroConfig(2, precision=Precision(params=torch.bfloat16)),
     "stage 3, masters": ZeroConfig(3, precision=Precision(params=torch.bfloat16)),
 }
@@ -150,42 +138,46 @@ def test_a_step_waits_for_the_copy(group: Group, tmp_path: Path, name: str) -> N
     saver.close()
 
 
-@pytest.mark.parametrize("how", ["gathered", "load_state_dict", "load", "parked", "unsharded"])
-def test_every_write_of_ours_waits_for_the_copy(group: Group, tmp_path: Path, how: str) -> None:
+def _double(model: nn.Module, *_: Any) -> None:
+    with GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def _park(model: nn.Module, *_: Any) -> None:
+    zero_engine.offload_states(model)
+    zero_engine.reload_states(model)
+
+
+WRITES: Any = (
+    _double,
+    _park,
+    lambda model, *_: model.load_state_dict(parity.build(Blocks).state_dict()),
+    lambda model, optimizer, folder: zero_engine.load(folder / "other", model, optimizer),
+    lambda model, *_: zero_engine.unshard(model),  # the last one: of a plain model
+)
+
+
+def test_every_write_of_ours_waits_for_the_copy(group: Group, tmp_path: Path) -> None:
     """A step is only the most frequent one."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(3), make=Blocks)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     zero_engine.save(tmp_path / "other", model, optimizer, step=1)
-    expected = full_state_dict(model)
-    with held_copies() as may_copy, Saver(tmp_path / "it", model, optimizer, overlap=True) as saver:
-        saver.save(step=2)
-        Timer(0.1, may_copy.set).start()
-        _write(how, model, optimizer, tmp_path)
-        assert may_copy.is_set(), "it has not waited"
-        saver.wait()
+    other, its = parity.build_sharded(group, ZeroConfig(3), make=Blocks)
+    for index, write in enumerate(WRITES):
+        expected = full_state_dict(model)
+        folder = tmp_path / str(index)
+        with held_copies() as may_copy, Saver(folder, model, optimizer, overlap=True) as saver:
+            saver.save(step=2)
+            Timer(0.1, may_copy.set).start()
+            write(model, optimizer, tmp_path)
+            assert may_copy.is_set(), f"write {index} has not waited"
+            saver.wait()
 
-    other, its_optimizer = parity.build_sharded(group, ZeroConfig(3), make=Blocks)
-    zero_engine.load(tmp_path / "it", other, its_optimizer)
-    found = full_state_dict(other)
-    if group.rank == 0:
-        parity.assert_same_weights(found, expected, what=how)
-
-
-def _write(how: str, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    if how == "gathered":
-        with GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
-            for param in model.parameters():
-                param.mul_(2)
-    elif how == "load_state_dict":
-        with torch.no_grad():
-            model.load_state_dict(parity.build(Blocks).state_dict())
-    elif how == "load":
-        zero_engine.load(folder / "other", model, optimizer)
-    elif how == "parked":
-        zero_engine.offload_states(model)
-        zero_engine.reload_states(model)
-    else:
-        zero_engine.unshard(model)
+        zero_engine.load(folder, other, its)
+        found = full_state_dict(other)
+        if group.rank == 0:
+            parity.assert_same_weights(found, expected, what=f"write {index}")
 
 
 def test_what_rests_elsewhere_is_copied_at_once(group: Group, tmp_path: Path) -> None:
@@ -204,39 +196,30 @@ def test_what_rests_elsewhere_is_copied_at_once(group: Group, tmp_path: Path) ->
         assert parity.run_steps(model, optimizer, range(2, 4), rank=group.rank) == expected
 
 
-def test_a_write_that_waits_for_nothing_is_noticed(ranks, tmp_path: Path) -> None:
+def test_a_write_that_waits_for_nothing_is_noticed(group: Group, tmp_path: Path) -> None:
     """Weights that are swapped for their average, say: no file may hold some of each."""
     for stage in (0, 1, 2):
-        ranks(2).run(_swap_meanwhile, folder=tmp_path / str(stage), stage=stage)
-
-
-def _swap_meanwhile(group: Group, folder: Path, stage: int) -> None:
-    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-    parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    with Saver(folder, model, optimizer, overlap=True) as saver:
-        saver.save(step=1)
-        saver.wait()
-        with held_copies() as may_copy:
-            saver.save(step=2)
-            with torch.no_grad():
-                next(model.parameters()).mul_(2)
-            may_copy.set()
-            with pytest.raises(FileError, match=r"written to while it was copied.*overlap=True"):
-                saver.wait()
-        report = zero_engine.load(folder, model, optimizer)
-        assert report is not None
-        assert report.step == 1
+        folder = tmp_path / str(stage)
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        with Saver(folder, model, optimizer, overlap=True) as saver:
+            saver.save(step=1)
+            saver.wait()
+            with held_copies() as may_copy:
+                saver.save(step=2)
+                with torch.no_grad():
+                    next(model.parameters()).mul_(2)
+                may_copy.set()
+                with pytest.raises(FileError, match=r"while it was copied.*overlap=True"):
+                    saver.wait()
+            report = zero_engine.load(folder, model, optimizer)
+            assert report is not None and report.step == 1
 
 
 # ---- A scheduler's warning ----
 
 
-def test_all_ranks_save_at_the_step_at_which_one_was_told(ranks, tmp_path: Path) -> None:
+def test_all_ranks_save_at_the_step_at_which_one_was_told(group: Group, tmp_path: Path) -> None:
     """Signals reach one host first, and a checkpoint needs every rank at the same step."""
-    assert ranks(2).run(_train_until_told, folder=tmp_path) == [3, 3]
-
-
-def _train_until_told(group: Group, folder: Path) -> int:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
     with StopSignals(model) as stop:
@@ -246,14 +229,13 @@ def _train_until_told(group: Group, folder: Path) -> int:
             parity.run_steps(model, optimizer, [step], rank=group.rank)
             if name := stop.arrived():
                 assert name == "SIGTERM"
-                zero_engine.save(folder, model, optimizer, step=step + 1)
+                zero_engine.save(tmp_path, model, optimizer, step=step + 1)
                 break
     assert {each: signal.getsignal(each) for each in before} == before
 
-    report = zero_engine.load(folder, model, optimizer)
+    report = zero_engine.load(tmp_path, model, optimizer)
+    assert report is not None and report.step == 3
     with StopSignals(model, [signal.SIGUSR1]) as stop:
         assert stop.arrived() is None
     with pytest.raises(ConfigError, match=r"signals: expected some of Python's"):
         StopSignals(model, [])
-    assert report is not None
-    return report.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +19,10 @@ import training
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_json
-from zero_engine import full_state_dict, initialize, shard
+from zero_comm import Group
+from zero_engine import initialize, shard
 from zero_engine.compat import deepspeed
 from zero_partition import PartitionError
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 2,
@@ -37,10 +36,8 @@ def _init(group: Group, **options: Any) -> Any:
 
 
 def _engine(group: Group, model: nn.Module, *, optimizer: Any = None, **settings: Any) -> Any:
-    engine, *_ = initialize(
-        model=model, optimizer=optimizer, config=SETTINGS | settings, group=group
-    )
-    return engine
+    config = SETTINGS | settings
+    return initialize(model=model, optimizer=optimizer, config=config, group=group)[0]
 
 
 def _tiny_loss(model: Any, step: int) -> Tensor:
@@ -171,11 +168,10 @@ def test_what_from_pretrained_loads_is_trained(
     group: Group, tmp_path: Path, way: str, kind: str
 ) -> None:
     """The usual first line of a fine-tuning at stage 3."""
-    if group.rank == 0:
-        _save(tmp_path, _config(tie_word_embeddings=kind == "tied"))
-    all_gather_json("saved", group=group)
+    config = _config(tie_word_embeddings=kind == "tied")
+    parity.by_rank_0(group, lambda: _save(tmp_path, config))
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    unstepped = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     expected = training.train(plain.train(), optimizer, _loss_of, num_steps=3)
 
@@ -183,9 +179,7 @@ def test_what_from_pretrained_loads_is_trained(
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = _engine(group, model.train(), optimizer=optimizer)
-    loaded = full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(loaded, weights, what="loaded")
+    training.assert_weights_of(model, unstepped, group=group, what="loaded")
     assert _train(engine, range(3), _loss_of) == expected
 
 
@@ -198,10 +192,8 @@ def test_no_rank_holds_the_whole_of_what_it_loads(group: Group, tmp_path: Path) 
     once wrote to theirs, and so held a copy of all.
     """
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
-    if group.rank == 0:
-        _save(tmp_path / "small", _config())
-        _save(tmp_path / "large", _config(**sizes))
-    all_gather_json("saved", group=group)
+    parity.by_rank_0(group, lambda: _save(tmp_path / "small", _config()))
+    parity.by_rank_0(group, lambda: _save(tmp_path / "large", _config(**sizes)))
     file_bytes = (tmp_path / "large" / "model.safetensors").stat().st_size
 
     def build(name: str) -> Any:

@@ -6,13 +6,17 @@ Called once plainly, as the oracle, and once inside `Init`.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Final
 
 import parity
 import torch
+import zero_engine
 from torch import Tensor, nn
+from training import assert_weights_of
+from zero_comm import Group
 
 W: Final = 8
 
@@ -29,83 +33,76 @@ class Mlp(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def applies() -> nn.Module:
+class _Built(nn.Module):
+    """Does in its constructor what a function says."""
+
+    def __init__(self, fill: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        fill(self)
+
+
+def _in_constructor(fill: Callable[[nn.Module], None]) -> Callable[[], nn.Module]:
+    return functools.update_wrapper(lambda: _Built(fill), fill)
+
+
+@_in_constructor
+def applies(self: nn.Module) -> None:
     """The usual weight init: the parent's constructor calls `self.apply(fn)`."""
+    self.blocks = nn.ModuleList(Mlp() for _ in range(3))
+    self.norm = nn.LayerNorm(W)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Mlp() for _ in range(3))
-            self.norm = nn.LayerNorm(W)
-            self.apply(self._init)
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+            module.weight.data.mul_(3.0)
 
-        def _init(self, module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
-                module.weight.data.mul_(3.0)
-
-    return Model()
+    self.apply(init)
 
 
-def writes_to_children() -> nn.Module:
+@_in_constructor
+def writes_to_children(self: nn.Module) -> None:
     """Initialisers called on a child's parameters, each in another way."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.children_ = nn.ModuleList(nn.Linear(W, W) for _ in range(12))
-            weights = [child.weight for child in self.children_]
-            nn.init.normal_(weights[0])
-            nn.init.xavier_uniform_(weights[1])
-            nn.init.orthogonal_(weights[2])
-            nn.init.trunc_normal_(weights[3])
-            weights[4].data.normal_()
-            weights[5].data = torch.randn(W, W)
-            with torch.no_grad():
-                weights[6][2:4] = 7.0
-                weights[7].add_(weights[6]).mul_(0.5)
-                weights[8].copy_(weights[0] @ weights[1].t())
-                torch._foreach_mul_([weights[9], weights[10]], 2.0)
-            weights[11].detach().numpy()[0] = 3.0
-
-    return Model()
+    self.children_ = nn.ModuleList(nn.Linear(W, W) for _ in range(12))
+    weights = [child.weight for child in self.children_]
+    nn.init.normal_(weights[0])
+    nn.init.xavier_uniform_(weights[1])
+    nn.init.orthogonal_(weights[2])
+    nn.init.trunc_normal_(weights[3])
+    weights[4].data.normal_()
+    weights[5].data = torch.randn(W, W)
+    with torch.no_grad():
+        weights[6][2:4] = 7.0
+        weights[7].add_(weights[6]).mul_(0.5)
+        weights[8].copy_(weights[0] @ weights[1].t())
+        torch._foreach_mul_([weights[9], weights[10]], 2.0)
+    weights[11].detach().numpy()[0] = 3.0
 
 
-def keeps_a_view_for_a_while() -> nn.Module:
+@_in_constructor
+def keeps_a_view_for_a_while(self: nn.Module) -> None:
     """A view is taken, other things are built, and then the view is written through."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(W, W)
-            view = self.first.weight.data[1:3]
-            array = self.first.bias.detach().numpy()
-            self.second = Mlp()
-            view.fill_(5.0)
-            array[:] = 6.0
-            self.third = Mlp()
-
-    return Model()
+    self.first = nn.Linear(W, W)
+    view = self.first.weight.data[1:3]
+    array = self.first.bias.detach().numpy()
+    self.second = Mlp()
+    view.fill_(5.0)
+    array[:] = 6.0
+    self.third = Mlp()
 
 
-def parameters_around_children() -> nn.Module:
+@_in_constructor
+def parameters_around_children(self: nn.Module) -> None:
     """A parameter of the parent's own, made before its children and initialised after them."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.empty(W, W))
-            self.tables = nn.ParameterList(torch.randn(3) for _ in range(2))
-            self.block = Mlp()
-            nn.init.normal_(self.table)
-            with torch.no_grad():
-                self.tables[0].mul_(2.0)
-
-    return Model()
+    self.table = nn.Parameter(torch.empty(W, W))
+    self.tables = nn.ParameterList(torch.randn(3) for _ in range(2))
+    self.block = Mlp()
+    nn.init.normal_(self.table)
+    with torch.no_grad():
+        self.tables[0].mul_(2.0)
 
 
-class Base(nn.Module):
+class _Base(nn.Module):
     """First of three levels."""
 
     def __init__(self) -> None:
@@ -114,7 +111,7 @@ class Base(nn.Module):
         nn.init.normal_(self.base.weight)
 
 
-class Middle(Base):
+class _Middle(_Base):
     """Second."""
 
     def __init__(self) -> None:
@@ -126,7 +123,7 @@ class Middle(Base):
 def several_levels() -> nn.Module:
     """Subclasses that call super().__init__() first, last and in between; defined inside."""
 
-    class Top(Middle):
+    class Top(_Middle):
         def __init__(self) -> None:
             super().__init__()
             self.top = nn.Linear(W, W)
@@ -161,40 +158,27 @@ def copies() -> nn.Module:
     return nn.ModuleList([encoder, linear, twins, late])
 
 
-def ties() -> nn.Module:
+@_in_constructor
+def ties(self: nn.Module) -> None:
     """Weights shared by assignment in a parent's constructor."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, W, padding_idx=0)
-            self.block = Mlp()
-            self.head = nn.Linear(W, 11, bias=False)
-            self.head.weight = self.embed.weight
-            nn.init.normal_(self.head.weight)
-
-    return Model()
+    self.embed = nn.Embedding(11, W, padding_idx=0)
+    self.block = Mlp()
+    self.head = nn.Linear(W, 11, bias=False)
+    self.head.weight = self.embed.weight
+    nn.init.normal_(self.head.weight)
 
 
-def runs_a_forward() -> nn.Module:
+@_in_constructor
+def runs_a_forward(self: nn.Module) -> None:
     """A constructor that learns a size from a forward, and a table from a child's weights."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            numel = self.conv(torch.zeros(1, 3, 8, 8)).numel()
-            self.head = nn.Linear(numel, 5)
-            self.register_buffer("table", self.head.weight.detach().sum(0))
-
-    return Model()
+    self.conv = nn.Conv2d(3, 4, 3)
+    numel = self.conv(torch.zeros(1, 3, 8, 8)).numel()
+    self.head = nn.Linear(numel, 5)
+    self.register_buffer("table", self.head.weight.detach().sum(0))
 
 
 def torchs_own() -> nn.Module:
     """Modules of torch whose constructors and utilities do more than assign."""
-    norm = nn.utils.parametrizations.weight_norm(nn.Linear(W, W))
-    spectral = nn.utils.spectral_norm(nn.Linear(W, W))
-    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(W, W))
     table = torch.randn(5, W)
     return nn.ModuleList(
         [
@@ -202,9 +186,9 @@ def torchs_own() -> nn.Module:
             nn.MultiheadAttention(W, 2),
             nn.Embedding.from_pretrained(table, freeze=True),
             nn.BatchNorm1d(W),
-            norm,
-            spectral,
-            orthogonal,
+            nn.utils.parametrizations.weight_norm(nn.Linear(W, W)),
+            nn.utils.spectral_norm(nn.Linear(W, W)),
+            nn.utils.parametrizations.orthogonal(nn.Linear(W, W)),
         ]
     )
 
@@ -222,17 +206,19 @@ def converts() -> nn.Module:
 CONSTRUCTORS: Final[dict[str, Callable[[], nn.Module]]] = {
     make.__name__: make
     for make in (
-        parity.Tiny,
-        applies,
-        writes_to_children,
-        keeps_a_view_for_a_while,
-        parameters_around_children,
-        several_levels,
-        skips_init,
-        copies,
-        ties,
-        runs_a_forward,
-        torchs_own,
-        converts,
+        *(parity.Tiny, applies, writes_to_children, keeps_a_view_for_a_while),
+        *(parameters_around_children, several_levels, skips_init, copies, ties, runs_a_forward),
+        *(torchs_own, converts),
     )
 }
+
+
+def assert_built_as(model: nn.Module, plain: nn.Module, *, group: Group) -> None:
+    """What was built in parts has a plain model's values, and no rank holds more than its part.
+
+    Shards the model. Collective.
+    """
+    for name, param in model.named_parameters():
+        assert param.untyped_storage().nbytes() == param.element_size(), name
+    zero_engine.shard(model, None, parity.ZeroConfig(3), group=group)
+    assert_weights_of(model, plain, group=group, what="built")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError, ZeroConfig
-from zero_engine.testing import MANIFEST, damage, edit_manifest, write_manifest
+from zero_engine.testing import MANIFEST, damage, edit_manifest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64)
 
@@ -41,24 +42,17 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in zero_engine.full_state_dict(model).items()}
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value)
-        for name, value in expected.items()
-    )
+_assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cuts", [(), (3, 4, 17)])
-def test_any_run_of_elements_is_read_whatever_files_it_lies_in(
-    ranks, tmp_path, by_hand, cuts
-) -> None:
+def test_any_run_of_elements_is_read_whatever_files_it_lies_in(ranks, tmp_path, by_hand) -> None:
     """Another world size asks for other runs than were written."""
     params = {name: param.detach() for name, param in _Values(seed=1).named_parameters()}
-    by_hand(tmp_path / "one", params, {}, cuts=cuts)
+    by_hand(tmp_path / "one", params, {}, cuts=(3, 4, 17))
 
     found, *_ = ranks(3).run(_load_by_hand, folder=tmp_path)
 
-    assert all(torch.equal(found[name], param) for name, param in params.items())
+    _assert_same({name: found[name] for name in params}, params)
 
 
 def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
@@ -67,21 +61,6 @@ def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
     assert report is not None
     assert (report.path.name, report.step, report.missing) == ("one", 7, ("scalar", "empty"))
     return _values(model)
-
-
-def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path) -> None:
-    """The first start of a job that is to resume when it can."""
-    model, optimizer = _shard()
-    for index, inside in enumerate(("absent", ".", "one", ".one.partial-12")):
-        folder = tmp_path / str(index)
-        if inside != "absent":
-            (folder / inside).mkdir(parents=True)
-        if inside.endswith(("one", "12")):
-            (folder / inside / "rank-00000.safetensors").touch()
-        if inside.endswith("12"):
-            write_manifest(folder / inside, {})
-            (folder / "latest").write_text("one")
-        assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
 
 
 def _load(folder: Path, tag: str | None = None) -> tuple[str, int]:
@@ -130,9 +109,9 @@ def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -
     with pytest.raises(FileError, match="damaged"):
         zero_engine.load(tmp_path, model, optimizer)
     (path / MANIFEST).write_bytes(manifest)
-    assert _same(_values(model), before)
+    _assert_same(_values(model), before)
     zero_engine.load(tmp_path, model, optimizer)
-    assert _same(_values(model), _values(_shard()[0]))
+    _assert_same(_values(model), _values(_shard()[0]))
 
 
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
@@ -168,11 +147,9 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
 
     again = zero_engine.load(tmp_path, model, optimizer).extra
 
+    tensors = ("lr", "flags", "nothing")
     assert list(again) == list(value)
-    for key in ("lr", "flags", "nothing"):
-        mine, theirs = value.pop(key), again.pop(key)
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        assert torch.equal(mine, theirs)
+    _assert_same([again.pop(key) for key in tensors], [value.pop(key) for key in tensors])
     assert again == value
     with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a PosixPath"):
         zero_engine.save(tmp_path, model, optimizer, step=1, extra={"a": [1, Path("x")]})

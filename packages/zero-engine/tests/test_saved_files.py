@@ -110,22 +110,34 @@ def test_a_file_of_any_size_holds_what_was_saved(tmp_path: Path, how: str) -> No
         _assert_saved(tmp_path, _disk(WRITES[how]), size)
 
 
-@pytest.mark.parametrize("makes_it", [False, True], ids=["refused", "made and refused"])
-def test_a_file_system_without_direct_writes_takes_the_usual_ones(tmp_path, makes_it: bool) -> None:
-    """Some refuse the flag before they make the file, and some after."""
-    seen = []
+def _refusing(code: int, *, makes_it: bool = False) -> FileSystem:
+    """A file system without direct writes: some refuse before they make the file, some after."""
 
     def open_usually(path: Path, flags: int, mode: int) -> int:
         if flags & os.O_DIRECT:
             if makes_it:
                 path.touch()
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        seen.append(path.name)
+            raise OSError(code, os.strerror(code))
         return os.open(path, flags, mode)
 
-    for size in SIZES:
-        _assert_saved(tmp_path, _disk(open=open_usually), size)
-    assert seen.count(NAME) == len(SIZES)
+    return _disk(open=open_usually)
+
+
+def test_only_a_refused_flag_is_a_reason_to_write_in_the_usual_way(tmp_path: Path) -> None:
+    """Any other error of opening is raised, also on the thread of a Saver."""
+    for makes_it in (False, True):
+        for size in SIZES:
+            system = _refusing(errno.EINVAL, makes_it=makes_it)
+            _assert_saved(tmp_path / str(makes_it), system, size)
+    model = _of_file_size(PAGE)
+    for code in (errno.EACCES, errno.EIO):
+        with pytest.raises(FileError, match=os.strerror(code)):
+            save(tmp_path, model, step=1, system=_refusing(code))
+        with (
+            pytest.raises(FileError, match=os.strerror(code)),
+            Saver(tmp_path, model, system=_refusing(code)) as saver,
+        ):
+            saver.save(step=1)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3])
@@ -170,22 +182,3 @@ def test_a_file_is_on_disk_before_it_is_closed_and_closed_on_errors(
         save(tmp_path, model, step=2, system=system)
     assert not names
     assert not any("fsync" in of_file for of_file in calls.values())
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_any_other_error_of_opening_is_raised(tmp_path: Path, code: int) -> None:
-    """Only a refused flag is a reason to go on without it."""
-
-    def refuse(path: Path, flags: int, mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(code, os.strerror(code))
-        return os.open(path, flags, mode)
-
-    model = _of_file_size(PAGE)
-    with pytest.raises(FileError, match=os.strerror(code)):
-        save(tmp_path, model, step=1, system=_disk(open=refuse))
-    with (
-        pytest.raises(FileError, match=os.strerror(code)),
-        Saver(tmp_path, model, system=_disk(open=refuse)) as saver,
-    ):
-        saver.save(step=1)
