@@ -22,8 +22,6 @@ from zero_ckpt import Checkpointer, CheckpointError, PackedSaver
 from zero_ckpt.testing import late
 from zero_comm import DivergenceError, Group, even_splits, record_traffic
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CPU = torch.device("cpu")
 NUMEL = 7354  # of which half is the size of nothing else
 

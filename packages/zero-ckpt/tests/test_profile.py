@@ -112,7 +112,7 @@ def test_measurements_are_added_up_before_they_are_many() -> None:
     """A run of a million steps must not keep a record of each."""
     clock = _Clock()
     checkpointer = _profiling(clock)
-    block, num_calls = _Block(clock, 1), 6000
+    block, num_calls = _Block(clock, 1), 3000
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(num_calls):

@@ -25,8 +25,6 @@ from zero_ckpt import (
 )
 from zero_comm import Group
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DEPTH: Final = 4
 DIM: Final = 8
 NUMEL: Final = 7354  # of which half is the size of nothing else
