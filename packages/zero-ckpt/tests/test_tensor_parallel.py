@@ -166,13 +166,14 @@ def test_a_call_that_says_how_inputs_are_kept_is_heard(group: Group) -> None:
         checkpointer = Checkpointer()
         checkpointer.configure(_mpu(group), partition_activations=is_configured)
         x = torch.ones(NUMEL, requires_grad=True)
-
-        output = checkpointer.checkpoint_distributed(torch.sin, choice, 2 * x)
+        outputs = [checkpointer.checkpoint_distributed(torch.sin, choice, 2 * x)]
+        checkpointer.partition_activations_in_checkpoint(choice)
+        outputs.append(checkpointer.checkpoint(torch.sin, 2 * x))
 
         num_shards = sum(type(t) is Tensor and t.shape == (NUMEL // 2,) for t in gc.get_objects())
-        assert num_shards == int(choice)
-        output.sum().backward()
-        assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(NUMEL)))
+        assert num_shards == (2 if choice else 0)
+        sum(outputs).sum().backward()
+        assert torch.equal(x.grad, 4 * torch.cos(2 * torch.ones(NUMEL)))
 
 
 def test_messages_between_ranks_are_measured_apart_from_copies(group: Group) -> None:
