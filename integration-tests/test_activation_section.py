@@ -12,10 +12,8 @@ import zero_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_ckpt import CheckpointError, KeepSaver, PackedSaver
+from zero_ckpt.testing import fresh_default
 from zero_comm import Group
-from zero_comm.testing import RankPool
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 _FILE = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
 
@@ -23,9 +21,10 @@ _FILE = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
 class _Net(nn.Module):
     """Megatron-style code: it imports the function and knows no engine."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any] = zero_ckpt.checkpoint) -> None:
         super().__init__()
         self.run = run
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,15 +33,7 @@ class _Net(nn.Module):
         return x.square().mean()
 
 
-def _run_anew(body: Callable[[Group], None]) -> None:
-    """On ranks of its own: what `zero_ckpt.configure` was told holds as long as a process."""
-    with RankPool(2) as pool:
-        pool.run(body)
-
-
-def _train(group: Group, run: Callable[..., Any], section: dict[str, Any] | None) -> list[float]:
-    torch.manual_seed(0)
-    model = _Net(run)
+def _train(model: nn.Module, section: dict[str, Any] | None) -> list[float]:
     config = _FILE | ({} if section is None else {"activation_checkpointing": section})
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     engine, *_ = zero_engine.initialize(
@@ -58,45 +49,39 @@ def _train(group: Group, run: Callable[..., Any], section: dict[str, Any] | None
     return losses
 
 
-def test_the_section_decides_how_checkpoints_keep_their_inputs() -> None:
+def test_the_section_decides_how_checkpoints_keep_their_inputs(group: Group) -> None:
     """Scripts say it in the file, and call `checkpoint` in the model."""
-    _run_anew(_follow_the_section)
-
-
-def _follow_the_section(group: Group) -> None:
-    expected = _train(group, lambda layer, x: layer(x), None)
-    assert not zero_ckpt.is_configured()
     section = {
         "partition_activations": True,
         "contiguous_memory_optimization": True,
         "number_checkpoints": 3,
     }
+    with fresh_default() as checkpointer:
+        expected = _train(_Net(lambda layer, x: layer(x)), None)
+        assert not zero_ckpt.is_configured()
 
-    assert _train(group, zero_ckpt.checkpoint, section) == expected
+        assert _train(_Net(), section) == expected
 
-    saver = zero_ckpt.default_checkpointer().saver
-    assert isinstance(saver, PackedSaver)
-    # Three slots for half of an input each: 2 x 6 floats.
-    assert saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
+        assert isinstance(checkpointer.saver, PackedSaver)
+        # Three slots for half of an input each: 2 x 6 floats.
+        assert checkpointer.saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
 
 
-def test_what_was_configured_before_stays() -> None:
+def test_what_was_configured_before_stays(group: Group) -> None:
     """An explicit call beats the file, as in DeepSpeed."""
-    _run_anew(_configure_before)
+    with fresh_default() as checkpointer:
+        zero_ckpt.configure(None)
+        _train(_Net(), {"partition_activations": True})
+
+        assert isinstance(checkpointer.saver, KeepSaver)
 
 
-def _configure_before(group: Group) -> None:
-    zero_ckpt.configure(None)
-    _train(group, zero_ckpt.checkpoint, {"partition_activations": True})
-    assert isinstance(zero_ckpt.default_checkpointer().saver, KeepSaver)
-
-
-def test_contiguous_buffers_without_a_number_are_refused_before_anything_is_sharded() -> None:
+def test_contiguous_buffers_without_a_number_are_refused_before_anything_is_sharded(
+    group: Group,
+) -> None:
     """By the file's own key, with the model as it was."""
-    _run_anew(_leave_the_number_out)
-
-
-def _leave_the_number_out(group: Group) -> None:
-    with pytest.raises(CheckpointError, match="number_checkpoints in the section"):
-        _train(group, zero_ckpt.checkpoint, {"contiguous_memory_optimization": True})
-    _train(group, zero_ckpt.checkpoint, None)
+    model = _Net()
+    with fresh_default():
+        with pytest.raises(CheckpointError, match="number_checkpoints in the section"):
+            _train(model, {"contiguous_memory_optimization": True})
+        _train(model, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import parity
@@ -12,183 +13,214 @@ import torch
 import training
 import zero_engine
 from torch import Tensor, nn
-from zero_ckpt import Checkpointer, PackedSaver, RngTracker
+from zero_ckpt import (
+    MATMULS,
+    Checkpointer,
+    ModulePolicy,
+    OperatorCall,
+    OperatorPolicy,
+    PackedSaver,
+    RngTracker,
+    by_name,
+    by_type,
+    checkpoint_modules,
+    every_nth,
+    inside,
+    within_bytes,
+)
 from zero_comm import Group
-from zero_engine import Precision, ZeroConfig
+from zero_engine import Precision
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
-Run = Callable[..., Any]
-
-
-def _plainly(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+DIM = 12
 
 
 class _Block(nn.Module):
-    def __init__(self, tracker: RngTracker, rank_of_adapter: int) -> None:
+    """Attention and an MLP, each rank with a dropout mask of its own inside the latter."""
+
+    def __init__(self, tracker: RngTracker) -> None:
         super().__init__()
         self.tracker = tracker
-        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
-        self.drop = nn.Dropout(0.25)
-        if rank_of_adapter:
-            self.requires_grad_(False)
-            self.into = nn.Linear(12, rank_of_adapter, bias=False)
-            self.out = nn.Linear(rank_of_adapter, 12, bias=False)
+        self.norm, self.drop = nn.LayerNorm(DIM), nn.Dropout(0.25)
+        self.attention = nn.MultiheadAttention(DIM, 2, dropout=0.2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 24), nn.GELU(), nn.Linear(24, DIM))
+        self.into, self.out = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
         with self.tracker.fork():
-            hidden = self.drop(self.up(self.norm(x)).relu())
-        y = x + self.drop(self.down(hidden))
-        return y + self.out(self.into(x)) if hasattr(self, "into") else y
+            hidden = self.drop(self.mlp(y))
+        return y + self.drop(hidden) + self.out(self.into(y))
 
 
-class _Stack(nn.Module):
-    """Blocks that share their first one, each called by `run`; `nests` adds a call around two."""
+class _Model(nn.Module):
+    """An embedding that is tied and a block that comes twice; a frozen base if `is_lora`."""
 
-    def __init__(self, run: Run, tracker: RngTracker, *, rank_of_adapter: int, nests: bool) -> None:
+    def __init__(self, tracker: RngTracker, *, is_lora: bool) -> None:
         super().__init__()
-        self.run, self.nests = run, nests
-        self.embed = nn.Embedding(20, 12)
-        self.blocks = nn.ModuleList(_Block(tracker, rank_of_adapter) for _ in range(4))
-        if rank_of_adapter:
-            self.embed.requires_grad_(False)
+        self.embed = nn.Embedding(20, DIM)
+        self.blocks = nn.ModuleList(_Block(tracker) for _ in range(4))
+        if is_lora:
+            for name, param in self.named_parameters():
+                param.requires_grad_(".into." in name or ".out." in name)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        for two in (self.blocks[:2], self.blocks[2:]):
-            x = self.run(self._pass, x, two) if self.nests else self._pass(x, two)
-        return self.run(self.blocks[0], x) @ self.embed.weight.T
-
-    def _pass(self, x: Tensor, blocks: nn.ModuleList) -> Tensor:
-        for block in blocks:
-            x = self.run(block, x)
-        return x
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, mask=mask)
+        return x @ self.embed.weight.T
 
 
-def _train(group: Group, run: Run, tracker: RngTracker, config: ZeroConfig, **options: Any) -> Any:
-    torch.manual_seed(0)
-    tracker.reset()
-    tracker.add("model-parallel-rng", 100 + group.rank)
-    model = _Stack(run, tracker, **options)
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-    zero_engine.shard(model, optimizer, config, group=group)
-    losses = training.train(
-        model, optimizer, partial(training.token_loss, rank=group.rank), num_steps=3
+def _everything(call: OperatorCall) -> bool:
+    return True
+
+
+Apply = Callable[[nn.Module, RngTracker], Any]
+
+
+def _checkpointed(policy: ModulePolicy, keeps: OperatorPolicy | None = None) -> Apply:
+    return lambda model, tracker: checkpoint_modules(
+        model, policy, checkpointer=Checkpointer(tracker=tracker, keeps=keeps)
     )
+
+
+def _keeping_inside(model: nn.Module, tracker: RngTracker) -> None:
+    attention = inside(model, by_name("blocks.*.attention"))
+    _checkpointed(BLOCKS, attention)(model, tracker)
+
+
+BLOCKS = by_type(_Block)
+CASES: dict[str, Apply] = {
+    "blocks": _checkpointed(BLOCKS),
+    "nested": _checkpointed(by_name("blocks.*", "blocks.*.mlp"), MATMULS),
+    "every second, matmuls": _checkpointed(every_nth(2, BLOCKS), MATMULS),
+    "budget": _checkpointed(BLOCKS, within_bytes(2000, MATMULS)),
+    "everything": _checkpointed(BLOCKS, _everything),
+    "model": _checkpointed(by_name(""), _everything),
+    "model and blocks": _checkpointed(by_name("", "blocks.*"), _everything),
+    "attention": _keeping_inside,
+}
+
+
+def _make(
+    group: Group,
+    config: zero_engine.ZeroConfig,
+    *,
+    is_lora: bool = False,
+    before: Apply | None = None,
+    after: Apply | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer, RngTracker]:
+    """Sharded, and checkpointed before or after that."""
+    torch.manual_seed(0)
+    tracker = RngTracker("cpu")
+    tracker.add("model-parallel-rng", 100 + group.rank)
+    model = _Model(tracker, is_lora=is_lora)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    if before is not None:
+        before(model, tracker)
+    zero_engine.shard(model, optimizer, config, group=group)
+    if after is not None:
+        after(model, tracker)
+    return model, optimizer, tracker
+
+
+def _train(
+    group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, tracker: RngTracker
+) -> tuple[Any, dict[str, Tensor]]:
+    """Losses and where all rngs are; the weights."""
+    loss_of = partial(training.token_loss, rank=group.rank)
+    losses = training.train(model, optimizer, loss_of, num_steps=2)
     states = [torch.get_rng_state(), *tracker.get_states().values()]
-    return losses, states, zero_engine.full_state_dict(model)
+    return (losses, [state.tolist() for state in states]), zero_engine.full_state_dict(model)
 
 
 @pytest.mark.parametrize(
-    ("stage", "rank_of_adapter", "nests"),
-    [(stage, rank, bool((stage + rank // 2) % 2)) for stage in parity.STAGES for rank in (0, 2)],
+    ("stage", "params", "is_lora"),
+    [
+        (0, None, True),
+        (1, None, False),
+        (1, torch.bfloat16, True),
+        (2, None, True),
+        (3, None, False),
+        (3, None, True),
+        (3, torch.bfloat16, False),  # rounded values are gathered into slots in another order
+    ],
 )
 def test_a_sharded_model_trains_the_same_with_and_without(
-    ranks, stage: int, rank_of_adapter: int, nests: bool
+    group: Group, stage: int, params: torch.dtype | None, is_lora: bool
 ) -> None:
-    """What users checkpoint is what does not fit, and so is what they shard."""
-    ranks(2).run(_compare, config=ZeroConfig(stage), rank_of_adapter=rank_of_adapter, nests=nests)
+    """Units are gathered between the operators that are kept, and not twice in the same order."""
+    config = parity.ZeroConfig(stage, precision=Precision(params=params))
+    numbers, weights = _train(group, *_make(group, config, is_lora=is_lora))
+    for index, (name, apply) in enumerate(CASES.items()):
+        if (stage, params) != (3, None) and index % 4 != stage:
+            continue  # each with stage 3, and in turn another way
+        for order in ("before", "after") if index == 0 else (("before", "after")[index % 2],):
+            made = _make(group, config, is_lora=is_lora, **{order: apply})
+            found_numbers, found = _train(group, *made)
 
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_so_does_one_in_bf16_with_masters(ranks, stage: int) -> None:
-    """Gathers of rounded values into slots come in another order, and may change no bit."""
-    config = ZeroConfig(stage, precision=Precision(params=torch.bfloat16))
-    ranks(2).run(_compare, config=config, rank_of_adapter=0, nests=False)
-
-
-def _compare(group: Group, config: ZeroConfig, **options: Any) -> None:
-    tracker = RngTracker("cpu")
-    train = partial(_train, group, tracker=tracker, config=config, **options)
-    losses, states, weights = train(_plainly)
-
-    found_losses, found_states, found = train(Checkpointer(tracker=tracker).checkpoint)
-
-    assert found_losses == losses
-    assert all(torch.equal(a, b) for a, b in zip(found_states, states, strict=True))
-    if group.rank == 0:
-        parity.assert_same_weights(found, weights, what="checkpointed")
+            assert found_numbers == numbers, (name, order)
+            if group.rank == 0:
+                parity.assert_same_weights(found, weights, what=f"{name}, applied {order}")
 
 
 def test_an_exception_in_the_second_run_leaves_the_model_usable(group: Group) -> None:
     """Units that were gathered for it have to be put down again."""
-    calls = 0
+    expected, weights = _train(group, *_make(group, parity.ZeroConfig(3)))
+    model, optimizer, tracker = _make(group, parity.ZeroConfig(3), after=CASES["blocks"])
+    states, calls = tracker.get_states(), count(1)
 
-    def fail(function: Callable[..., Any], *args: Any) -> Any:
-        def counted(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            result = function(*args)
-            if calls == 7:  # five in forward
-                raise KeyError("in the middle")
-            return result
+    def fail(*_: Any) -> None:
+        if next(calls) == 2:
+            raise KeyError("in the middle")
 
-        return Checkpointer(tracker=tracker, stops_early=False).checkpoint(counted, *args)
-
-    tracker = RngTracker("cpu")
-    tracker.add("model-parallel-rng", 1)
-    torch.manual_seed(0)
-    model = _Stack(fail, tracker, rank_of_adapter=0, nests=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    ids = torch.arange(6).reshape(1, 6)
-    before = zero_engine.full_state_dict(model)
-    with pytest.raises(KeyError, match="in the middle"):
-        model(ids).square().sum().backward()
+    torch_state = torch.get_rng_state()
+    with (
+        model.blocks[2].mlp.register_forward_hook(fail),
+        pytest.raises(KeyError, match="in the middle"),
+    ):
+        model(torch.arange(6)[None]).square().sum().backward()
     optimizer.zero_grad()
-    model.run = Checkpointer(tracker=tracker).checkpoint
+    torch.set_rng_state(torch_state)
+    tracker.set_states(states)
 
-    model(ids).square().sum().backward()
-    optimizer.zero_grad()
+    found, found_weights = _train(group, model, optimizer, tracker)
 
-    after = zero_engine.full_state_dict(model)
+    assert found == expected
     if group.rank == 0:
-        parity.assert_same_weights(after, before, what="after an exception")
+        parity.assert_same_weights(found_weights, weights, what="after an exception")
 
 
 # ---- Inputs as shards ----
 
 
-class _PackedStack(nn.Module):
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU(), nn.Dropout(0.2))
-            for _ in range(4)
+def _normed_linears() -> nn.Module:
+    layers = (
+        nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU(), nn.Dropout(0.2))
+        for _ in range(4)
+    )
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("num_slots", [None, 4])
+def test_one_group_gathers_parameters_and_inputs(group: Group, num_slots: int | None) -> None:
+    """Messages of the two must not be taken for each other, nor in another order."""
+    savers = [PackedSaver(group=group, num_slots=num_slots) for _ in range(3)]
+    unused = iter(savers)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        checkpointer = Checkpointer(saver=next(unused))
+        checkpoint_modules(model, by_name("?"), checkpointer=checkpointer)
+        torch.manual_seed(0)
+        return training.train(
+            model,
+            optimizer,
+            lambda model, step: model(torch.randn(5, 9)).square().sum(),
+            num_steps=3,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.run(block, x)
-        return x
-
-
-def _train_packed(group: Group, run: Callable[..., Any], stage: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = _PackedStack(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-    numbers = []
-    for _ in range(3):
-        x = torch.randn(5, 9)  # the same on all ranks, as in a model-parallel group
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        numbers += [loss.detach(), torch.get_rng_state()]
-    return numbers + list(zero_engine.full_state_dict(model).values())
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_one_group_gathers_parameters_and_inputs(group: Group, stage: int) -> None:
-    """Messages of the two must not be taken for each other, nor in another order."""
-    expected = _train_packed(group, lambda function, *args: function(*args), stage)
-    for num_slots in (None, 4):
-        saver = PackedSaver(group=group, num_slots=num_slots)
-        found = _train_packed(group, Checkpointer(saver=saver).checkpoint, stage)
-
-        assert all(map(torch.equal, found, expected))
-        assert saver.kept_bytes() == {}
+    configs = parity.ZeroConfig(1), parity.ZeroConfig(3)
+    training.assert_trains_as_plain(group, _normed_linears, run, *configs)
+    assert [saver.kept_bytes() for saver in savers] == [{}] * 3

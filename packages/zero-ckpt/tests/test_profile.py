@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,8 +21,7 @@ from zero_ckpt.testing import clocked
 class _Clock:
     """Moves when it is told to."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -113,7 +112,7 @@ def test_measurements_are_added_up_before_they_are_many() -> None:
     """A run of a million steps must not keep a record of each."""
     clock = _Clock()
     checkpointer = _profiling(clock)
-    block, num_calls = _Block(clock, 1), 6000
+    block, num_calls = _Block(clock, 1), 3000
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(num_calls):
@@ -131,10 +130,10 @@ def test_a_call_that_raises_is_measured_and_ends() -> None:
 
     def failing(x: Tensor) -> Tensor:
         clock.run(4)
-        raise ValueError
+        raise KeyError
 
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^$"):
+        with pytest.raises(KeyError):
             checkpointer.checkpoint(failing, _x())
 
     assert [timing.forward_s for timing in checkpointer.timings()] == [8]
@@ -160,35 +159,10 @@ def test_the_table_has_a_line_for_each_layer() -> None:
 
 def test_without_tabulate_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself needs only torch and attrs."""
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "tabulate":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "tabulate", None)
 
     with pytest.raises(CheckpointError, match=r"zero-ckpt\[table\]"):
         Checkpointer(profiles=True).profile_table()
-
-
-def test_methods_of_one_module_are_layers_of_their_own() -> None:
-    """Attention and feed-forward of a block are often checkpointed apart."""
-
-    class Two(nn.Module):
-        def one(self, x: Tensor) -> Tensor:
-            return x.sin()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.cos()
-
-    checkpointer, module = Checkpointer(profiles=True), Two()
-    for function in (module, module.one, module.forward):
-        checkpointer.checkpoint(function, _x())
-
-    found = [(timing.layer, timing.num_calls) for timing in checkpointer.timings()]
-    assert found == [("Two", 2), ("Two.one", 1)]
 
 
 @pytest.mark.gpu
@@ -218,45 +192,43 @@ def test_on_a_device_time_is_the_streams_and_nobody_waits() -> None:
 
 
 class _Scaling(nn.Module):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return x * scale
 
-
-_FORMS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    "module": lambda block: block,
-    "method": lambda block: block.forward,
-    "partial-of-module": lambda block: partial(block, scale=2.0),
-    "partial-of-call": lambda block: partial(block.__call__, scale=2.0),
-    "partial-of-function": lambda block: partial(type(block).forward, block, scale=2.0),
-    "partial-of-partial": lambda block: partial(partial(type(block).forward, block), scale=2.0),
-}
+    def inverse(self, x: Tensor) -> Tensor:
+        return 1 / x
 
 
-def _layers(*functions: Callable[..., Any]) -> list[tuple[str, int]]:
-    """Names of the layers that were called, and how often."""
-    checkpointer = Checkpointer(profiles=True)
-    for function in functions:
-        checkpointer.checkpoint(function, torch.ones(3, requires_grad=True))
-    return [(timing.layer, timing.num_calls) for timing in checkpointer.timings()]
+def _closure(scale: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor) -> Tensor:
+        return x * scale
+
+    return scaled
 
 
 def test_a_block_is_one_layer_in_whatever_form_it_is_called() -> None:
-    """Libraries bind keyword arguments anew for every call."""
-    block = _Scaling()
+    """Libraries bind keyword arguments anew for every call; a closure has nothing but its name."""
+    block, checkpointer = _Scaling(), Checkpointer(profiles=True)
+    forms = [
+        block,
+        block.forward,
+        partial(block, scale=2.0),
+        partial(block.__call__, scale=2.0),
+        partial(_Scaling.forward, block, scale=2.0),
+        partial(nn.Module.__call__, block, scale=2.0),
+    ]
+    for function in (*forms, block.inverse, _closure(1.0), abs, _closure(2.0)):
+        checkpointer.checkpoint(function, _x())
 
-    assert _layers(*(form(block) for form in _FORMS.values())) == [("_Scaling", len(_FORMS))]
-
-
-def test_functions_of_one_name_are_one_layer() -> None:
-    """A closure is made anew for every call, and has nothing but its name."""
-
-    def make(scale: float) -> Callable[[Tensor], Tensor]:
-        def scaled(x: Tensor) -> Tensor:
-            return x * scale
-
-        return scaled
-
-    assert [num_calls for _, num_calls in _layers(make(1.0), torch.sin, make(2.0))] == [2, 1]
+    assert [(timing.layer, timing.num_calls) for timing in checkpointer.timings()] == [
+        ("_Scaling", len(forms)),
+        ("_Scaling.inverse", 1),
+        ("_closure.<locals>.scaled", 2),
+        ("abs", 1),
+    ]
 
 
 def test_a_module_that_is_gone_is_forgotten() -> None:
@@ -264,15 +236,11 @@ def test_a_module_that_is_gone_is_forgotten() -> None:
     checkpointer = Checkpointer(profiles=True)
     for _ in range(3):
         block = _Scaling()
-        checkpointer.checkpoint(block, torch.ones(3, requires_grad=True))
+        checkpointer.checkpoint(block, _x())
         seen = weakref.ref(block)
         del block
 
         assert seen() is None
 
     names = [timing.layer for timing in checkpointer.timings()]
-    assert names == [
-        "_Scaling",
-        "_Scaling 2",
-        "_Scaling 3",
-    ]
+    assert names == ["_Scaling", "_Scaling 2", "_Scaling 3"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from same_numbers import Run, assert_equal, plainly
-from tensor_parallel import ParallelLayer, Whole
 from torch import Tensor, nn
+from torch.nn import functional
 from zero_ckpt import (
     Checkpointer,
     CheckpointFunction,
@@ -23,12 +25,9 @@ from zero_ckpt import (
 )
 from zero_comm import Group
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DEPTH: Final = 4
 DIM: Final = 8
 NUMEL: Final = 7354  # of which half is the size of nothing else
-BATCH: Final = (2, 5)  # an odd length: 2 x 5 x 8 elements
 
 
 def _mpu(group: Group) -> Any:
@@ -39,20 +38,51 @@ def _mpu(group: Group) -> Any:
     )
 
 
-def _layers(group: Group, dropout: float) -> nn.ModuleList:
+class _Sum(torch.autograd.Function):
+    """Over the ranks: of values that leave a split region, of gradients that do so backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, leaves: bool) -> Tensor:
+        ctx.group, ctx.leaves = group, leaves
+        return _sum_over(group, x) if leaves else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] if ctx.leaves else _sum_over(ctx.group, grads[0]), None, None
+
+
+def _sum_over(group: Group, tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=group.process_group)
+    return total
+
+
+class _Layer(nn.Module):
+    """Hidden units are split, and their dropout is the model-parallel rng's; the rest is not."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self.tracker = group, get_cuda_rng_tracker()
+        up, down = torch.randn(4 * DIM, DIM), torch.randn(DIM, 4 * DIM)
+        self.up = nn.Parameter(up.chunk(group.world_size)[group.rank].clone())
+        self.down = nn.Parameter(down.chunk(group.world_size, dim=1)[group.rank].clone())
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = functional.linear(_Sum.apply(self.norm(x), self.group, False), self.up)
+        with self.tracker.fork():
+            hidden = functional.dropout(hidden.relu(), 0.25)
+        y = _Sum.apply(functional.linear(hidden, self.down), self.group, True)
+        return x + functional.dropout(y.masked_fill(mask, 0.0), 0.25)
+
+
+def _train(group: Group, run: Run, *, dtype: torch.dtype, chunk: int) -> list[Tensor]:
+    """Outputs, gradients, and where all rngs are, of each step."""
     torch.manual_seed(0)
-    wholes = [Whole.draw(DIM, heads=4) for _ in range(DEPTH)]
-    tracker = get_cuda_rng_tracker()
-    return nn.ModuleList(ParallelLayer(whole, group, tracker, dropout) for whole in wholes)
-
-
-def _train(group: Group, run: Run, *, dtype: torch.dtype, chunk: int, steps: int) -> list[Tensor]:
-    """Losses, outputs, gradients, and where all rngs are, of each step."""
-    layers = _layers(group, dropout=0.25).to(dtype)
+    layers = nn.ModuleList(_Layer(group) for _ in range(DEPTH)).to(dtype)
     model_parallel_cuda_manual_seed(1234)
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
-    mask = torch.ones(BATCH[1], BATCH[1], dtype=torch.bool).triu(1)
-    feed = torch.Generator().manual_seed(7)
+    mask = torch.arange(DIM) == 3
     numbers: list[Tensor] = []
 
     def part(start: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -63,16 +93,15 @@ def _train(group: Group, run: Run, *, dtype: torch.dtype, chunk: int, steps: int
 
         return forward
 
-    for _ in range(steps):
-        x = torch.randn(*BATCH, DIM, generator=feed).to(dtype).requires_grad_()
+    for _ in range(2):
+        x = torch.randn(2, 5, DIM, dtype=dtype, requires_grad=True)
         output = x
         for start in range(0, DEPTH, chunk):
             output = run(part(start), output, mask)
-        loss = output.float().square().mean()
-        loss.backward()
+        output.float().square().mean().backward()
         grads = [param.grad.clone() for param in layers.parameters()]
         states = [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
-        numbers += [loss.detach(), output.detach(), x.grad, *grads, *states]
+        numbers += [output.detach(), x.grad, *grads, *states]
         optimizer.step()
         optimizer.zero_grad()
     return numbers
@@ -83,6 +112,15 @@ def _by_apply(choice: bool) -> Run:
         return CheckpointFunction.apply(function, choice, *args)
 
     return run
+
+
+_flags = itertools.cycle((False, True))
+
+
+def _in_turn(function: Callable[..., Any], *args: Any) -> Any:
+    """Megatron-style code turns it off around layers that it must not split."""
+    partition_activations_in_checkpoint(next(_flags))
+    return checkpoint(function, *args)
 
 
 CASES: Final = {  # how it is configured, and how it is called
@@ -102,42 +140,40 @@ CASES: Final = {  # how it is configured, and how it is called
         },
         checkpoint,
     ),
+    "partitioned in turn": ({}, _in_turn),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_a_model_split_over_ranks_trains_as_it_does_without_checkpoints(
-    group: Group, name: str, dtype: torch.dtype
+    group: Group, dtype: torch.dtype, chunk: int
 ) -> None:
     """Masks of parts must differ and masks of wholes agree in the second run as in the first."""
-    options, run = CASES[name]
-    configure(_mpu(group), **options)
+    configure(_mpu(group))
+    expected = _train(group, plainly, dtype=dtype, chunk=chunk)
+    for name, (options, run) in CASES.items():
+        configure(None, **options)
+        try:
+            assert_equal(_train(group, run, dtype=dtype, chunk=chunk), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: number {error}") from error
 
-    for chunk in (1, 2):
-        expected = _train(group, plainly, dtype=dtype, chunk=chunk, steps=3)
-        found = _train(group, run, dtype=dtype, chunk=chunk, steps=3)
 
-        assert_equal(found, expected)
-
-
-@pytest.mark.parametrize("is_configured", [False, True])
-@pytest.mark.parametrize("choice", [False, True])
-def test_a_call_that_says_how_inputs_are_kept_is_heard(
-    group: Group, choice: bool, is_configured: bool
-) -> None:
+def test_a_call_that_says_how_inputs_are_kept_is_heard(group: Group) -> None:
     """Megatron's flag is the call's, DeepSpeed's is the process's; code may have both."""
-    checkpointer = Checkpointer()
-    checkpointer.configure(_mpu(group), partition_activations=is_configured)
-    x = torch.ones(NUMEL, requires_grad=True)
+    for is_configured, choice in itertools.product((False, True), repeat=2):
+        checkpointer = Checkpointer()
+        checkpointer.configure(_mpu(group), partition_activations=is_configured)
+        x = torch.ones(NUMEL, requires_grad=True)
+        outputs = [checkpointer.checkpoint_distributed(torch.sin, choice, 2 * x)]
+        checkpointer.partition_activations_in_checkpoint(choice)
+        outputs.append(checkpointer.checkpoint(torch.sin, 2 * x))
 
-    output = checkpointer.checkpoint_distributed(torch.sin, choice, 2 * x)
-
-    num_shards = sum(type(t) is Tensor and t.shape == (NUMEL // 2,) for t in gc.get_objects())
-    assert num_shards == int(choice)
-    output.sum().backward()
-    assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(NUMEL)))
+        num_shards = sum(type(t) is Tensor and t.shape == (NUMEL // 2,) for t in gc.get_objects())
+        assert num_shards == (2 if choice else 0)
+        sum(outputs).sum().backward()
+        assert torch.equal(x.grad, 4 * torch.cos(2 * torch.ones(NUMEL)))
 
 
 def test_messages_between_ranks_are_measured_apart_from_copies(group: Group) -> None:
@@ -151,41 +187,3 @@ def test_messages_between_ranks_are_measured_apart_from_copies(group: Group) -> 
 
         (timing,) = checkpointer.timings()
         assert (timing.gather_s > 0) == is_split
-
-
-def test_partitioning_is_turned_off_and_on_between_steps(group: Group) -> None:
-    """Megatron-style code does so around layers that it must not split."""
-    configure(_mpu(group), partition_activations=True)
-    flag = False
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        nonlocal flag
-        partition_activations_in_checkpoint(flag)
-        flag = not flag
-        return checkpoint(function, *args)
-
-    found = _train(group, run, dtype=torch.float32, chunk=1, steps=2)
-
-    assert_equal(found, _train(group, plainly, dtype=torch.float32, chunk=1, steps=2))
-
-
-def test_the_layer_computes_what_it_does_in_one_piece(group: Group) -> None:
-    """Else these tests would be about something that is no tensor parallelism."""
-    configure(_mpu(group))
-    model_parallel_cuda_manual_seed(1234)
-    whole_layers = _layers(Group.solo(), dropout=0.0)
-    x = torch.randn(*BATCH, DIM)
-    mask = torch.ones(BATCH[1], BATCH[1], dtype=torch.bool).triu(1)
-    outcomes = []
-
-    for layers in (whole_layers, _layers(group, dropout=0.0)):
-        y = x.clone().requires_grad_()
-        output = y
-        for layer in layers:
-            output = checkpoint(layer, output, mask)
-        output.square().sum().backward()
-        assert y.grad is not None
-        outcomes.append((output.detach(), y.grad))
-
-    for one, other in zip(*outcomes, strict=True):
-        torch.testing.assert_close(one, other)
