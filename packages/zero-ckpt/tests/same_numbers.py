@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,41 @@ Run = Callable[..., Any]  # calls a function on arguments: directly, or checkpoi
 def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The oracle: no checkpoint."""
     return function(*args, **kwargs)
+
+
+def nested(run: Run) -> Run:
+    """A checkpoint in a checkpoint."""
+    return lambda function, *args, **kwargs: run(partial(run, function), *args, **kwargs)
+
+
+def everything(call: Any) -> bool:
+    """A policy over operators."""
+    return True
+
+
+def changing(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that is another one in each run."""
+    rest = iter(functions)
+
+    def function(x: Tensor) -> Tensor:
+        return next(rest)(x)
+
+    return function
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Cycles stay: memory of a GPU is full before the garbage collector comes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradient of the sum of what a function returns."""
+    return torch.autograd.grad(function(x).sum(), x)[0]
 
 
 class Block(nn.Module):
@@ -107,8 +145,8 @@ def train(
     return numbers + [value.detach().clone() for value in model.state_dict().values()]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_equal(found: list[Tensor], expected: list[Tensor], what: object = "") -> None:
     """To the bit."""
-    assert len(found) == len(expected)
+    assert len(found) == len(expected), what
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), index
+        assert torch.equal(one, other), (what, index)
