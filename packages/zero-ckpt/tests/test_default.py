@@ -59,22 +59,22 @@ def _as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_megatron, _as_deepspeed])
-def test_every_name_recomputes_with_the_rngs_of_the_default_tracker(run: Run) -> None:
+def test_every_name_recomputes_with_the_rngs_of_the_default_tracker() -> None:
     """A model takes its tracker from one function and its checkpoint from another."""
     tracker = get_cuda_rng_tracker()
 
     def numbers(run: Run) -> list[Tensor]:
         return train(run, lambda: Stack(tracker=tracker), tracker=tracker)
 
-    assert_equal(numbers(run), numbers(plainly))
+    expected = numbers(plainly)
+    for run in (checkpoint, non_reentrant_checkpoint, _as_megatron, _as_deepspeed):
+        assert_equal(numbers(run), expected, run)
 
 
-def _as_the_method(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return Checkpointer().checkpoint(function, *args, **kwargs)
+NAMES = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint])
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
+@NAMES
 def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) -> None:
     """transformers, timm and torchvision give these; a layer that takes any keyword computes on."""
     seen: list[dict[str, Any]] = []
@@ -128,23 +128,21 @@ def test_what_torch_would_do_and_we_do_not_is_refused_by_name(
         checkpoint(torch.sin, torch.ones(2, requires_grad=True), **wrong)
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run, flag: bool) -> None:
+@NAMES
+def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run) -> None:
     """Taken for either, the other's script would compute on with a wrong argument."""
 
     def layer(*args: Any, causal: bool | None = None) -> Tensor:
         return args[-1].sin()
 
     x = torch.ones(2, requires_grad=True)
+    remedy = r"distribute_saved_activations.*CheckpointFunction\.apply.*partial"
 
-    with pytest.raises(
-        CheckpointError, match=r"distribute_saved_activations.*CheckpointFunction\.apply.*partial"
-    ):
-        run(layer, flag, x)
-    assert torch.equal(CheckpointFunction.apply(layer, False, x), x.sin())  # as Megatron means it
-    for own in (partial(layer, flag), partial(layer, causal=flag)):
-        assert torch.equal(run(own, x), x.sin())
+    for flag in (True, False):
+        with pytest.raises(CheckpointError, match=remedy):
+            run(layer, flag, x)
+        for own in (partial(layer, flag), partial(layer, causal=flag)):
+            assert torch.equal(run(own, x), x.sin())
 
 
 def test_the_list_gets_every_output_in_order() -> None:
@@ -205,7 +203,7 @@ def _drawn_in_fork() -> Tensor:
 
 AXES = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 MPUS = {  # and this rank's number among those that split layers
-    **{f"{axis} {rank}": (_mpu(axis, rank), rank) for axis in AXES for rank in (0, 3)},
+    **{axis: (_mpu(axis, 3), 3) for axis in AXES},
     # Megatron's model-parallel group has the pipeline's stages in it, its tensor-parallel not.
     "both": (SimpleNamespace(**(vars(_mpu(AXES[0], 1)) | vars(_mpu(AXES[2], 3)))), 1),
     "none": (None, 0),
@@ -226,6 +224,8 @@ def test_ranks_share_the_default_seed_and_have_one_each_besides(mpu: Any, rank: 
 def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
     """Layers that are split get new masks; the default rng goes on."""
     configure(_mpu("model_parallel", 2))
+    with pytest.raises(UnknownRngError, match="call model_parallel_cuda_manual_seed"):
+        model_parallel_reconfigure_tp_seed(2000)
     model_parallel_cuda_manual_seed(1000)
     expected = torch.random.get_rng_state()
 
@@ -235,24 +235,17 @@ def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
     assert torch.equal(_drawn_in_fork(), _numbers_of(2000 + 2718 + 2))
 
 
-def test_seeding_anew_needs_a_seeded_rng_and_a_free_seed() -> None:
-    """The first is a call that was forgotten, the second equal masks."""
-    with pytest.raises(UnknownRngError, match="call model_parallel_cuda_manual_seed"):
-        model_parallel_reconfigure_tp_seed(2000)
+def test_a_seed_that_is_refused_changes_nothing() -> None:
+    """2**64 - 1 is one itself, but not with an offset; two rngs of one seed give equal masks."""
     model_parallel_cuda_manual_seed(1000)
     get_cuda_rng_tracker().add("another", 2000 + 2718)
+
     with pytest.raises(SeedInUseError, match="rng 'another'"):
         model_parallel_reconfigure_tp_seed(2000)
-
-
-@pytest.mark.parametrize("seed", ["1", 1.5, None, True, 2**64 - 1])
-def test_a_seed_that_is_refused_changes_nothing(seed: Any) -> None:
-    """The last is one itself, but not with an offset."""
-    model_parallel_cuda_manual_seed(1000)
-
-    for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
-        with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
-            call(seed)
+    for seed in ("1", 1.5, None, True, 2**64 - 1):
+        for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
+            with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
+                call(seed)
 
     assert torch.equal(_drawn(), _numbers_of(1000))
     assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
@@ -399,12 +392,17 @@ def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> 
 
 def test_two_checkpointers_differ(default: Checkpointer) -> None:
     """Two models in one process have each their own: there is no other state."""
-    other = Checkpointer()
+    saver = KeepSaver()
+    other = Checkpointer(saver=saver)
+    other.set_num_layers(3)
+    assert other.saver is saver  # the number concerns only those that configure makes
 
-    other.configure(_mpu("model_parallel", 1), profile=True, num_checkpoints=3)
+    other.configure(_mpu("model_parallel", 1), profile=True)
     other.model_parallel_cuda_manual_seed(5)
 
     assert other.is_configured()
+    assert other.saver is not saver
+    assert choices_of(other) == DEFAULTS | {"profile": True, "num_checkpoints": 3}
     assert not is_configured()
     assert choices_of(default) == DEFAULTS
     assert not get_cuda_rng_tracker().is_initialized()
@@ -467,18 +465,6 @@ def test_times_are_measured_when_that_is_configured() -> None:
         default_checkpointer().timings()
 
 
-def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
-    """The number of layers concerns those alone that configure makes."""
-    saver = KeepSaver()
-    checkpointer = Checkpointer(saver=saver)
-
-    checkpointer.set_num_layers(3)
-    assert checkpointer.saver is saver
-
-    checkpointer.configure(None)
-    assert checkpointer.saver is not saver
-
-
 def test_buffers_are_free_after_a_reset() -> None:
     """Evaluation that forgot no_grad() leaves graphs behind that nobody runs backward on."""
     configure(None, contiguous_checkpointing=True, num_checkpoints=2)
@@ -495,23 +481,18 @@ def test_buffers_are_free_after_a_reset() -> None:
 
 
 def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:
-    """Code that came after Megatron has a DeviceMesh."""
+    """Code that came after Megatron has a DeviceMesh. Of two, nobody knows which splits layers."""
     checkpointer = Checkpointer()
-    checkpointer.configure(DeviceMesh("cpu", [0, 1]))
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
+        checkpointer.configure(mesh)
+
+    checkpointer.configure(mesh["tp"])
     checkpointer.model_parallel_cuda_manual_seed(10)
 
     with checkpointer.tracker.fork():
         drawn = torch.rand(3, device=checkpointer.tracker.device)
-
     assert torch.equal(drawn, _numbers_of(10 + 2718 + group.rank))
-
-
-def test_a_mesh_of_two_dimensions_will_not(group: Group) -> None:
-    """Nobody knows which of them splits layers."""
-    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
-    with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
-        configure(mesh)
-    configure(mesh["tp"])
 
 
 def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:
