@@ -25,7 +25,7 @@ RUNS = pytest.mark.parametrize("run", [checkpoint, nested(checkpoint)], ids=["fl
 
 
 class _Pair(NamedTuple):
-    left: Tensor
+    left: Any
     right: Any
 
 
@@ -86,7 +86,8 @@ def test_tensors_anywhere_in_arguments_and_results_are_found() -> None:
 def test_arguments_arrive_as_the_very_objects_that_were_passed() -> None:
     """A function may look at identity, and its caller at what it wrote into a dict."""
     seen: list[Any] = []
-    options = {"x": torch.randn(2, requires_grad=True), "log": []}
+    x = torch.randn(2, requires_grad=True)
+    options = {"x": x, "log": [], "bundle": _Bundle([x], "one"), "pair": _Pair(None, (x,))}
 
     def note(options: dict[str, Any]) -> Tensor:
         seen.append(options)
@@ -94,8 +95,10 @@ def test_arguments_arrive_as_the_very_objects_that_were_passed() -> None:
 
     checkpoint(note, options).sum().backward()
 
-    assert seen[0] is options
-    assert seen[1] is not options and seen[1]["log"] is options["log"]
+    first, second = seen
+    assert first is options
+    assert second is not options and second["log"] is options["log"]
+    assert second["x"] is second["bundle"].tensors[0] is second["pair"].right[0] is not x
 
 
 # ---- What is kept ----
@@ -220,16 +223,19 @@ def test_after_an_exception_all_goes_on_as_without(run: Run, fails_in: str) -> N
 
 def test_the_stop_passes_through_code_that_catches_exceptions() -> None:
     """Retry loops and loggers around a layer must not swallow it."""
+    caught: list[Exception] = []
 
     def careful(x: Tensor) -> Tensor:
         try:
             return x.sin().exp() + 1
-        except Exception:
+        except Exception as error:
+            caught.append(error)
             return x
 
     x = torch.randn(3, requires_grad=True)
 
     assert torch.equal(slope(partial(checkpoint, careful), x), slope(careful, x))
+    assert not caught
 
 
 def _writes(x: Tensor) -> Tensor:
