@@ -57,7 +57,7 @@ def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A transformer block with dropout in three places, one of them in the tracker's rng."""
+    """A transformer block with dropout in three places, one in the tracker's rng."""
 
     def __init__(self, dim: int, tracker: RngTracker | None = None) -> None:
         super().__init__()
@@ -65,6 +65,7 @@ class Block(nn.Module):
         self.attention = nn.MultiheadAttention(dim, 2, dropout=0.2, batch_first=True)
         self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
         self.norm, self.drop = nn.LayerNorm(dim), nn.Dropout(0.3)
+        self.statistics = nn.BatchNorm1d(4)  # of the length
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         """Of shape (batch, length, dim), as x is."""
@@ -75,7 +76,7 @@ class Block(nn.Module):
         else:
             with self.tracker.fork("model-parallel-rng"):
                 hidden = self.drop(hidden)
-        return x + scale * self.drop(self.down(hidden))
+        return self.statistics(x + scale * self.drop(self.down(hidden)))
 
 
 class Stack(nn.Module):

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from same_numbers import Block, Run, assert_equal, everything, plainly, train
-from torch import Tensor, nn
+from same_numbers import Run, Stack, assert_equal, everything, plainly, train
 from zero_ckpt import (
     MATMULS,
     Checkpointer,
@@ -66,28 +65,10 @@ def _sample() -> list[Choices]:
     return found
 
 
-class _Layer(nn.Module):
-    """A block with dropout in two rngs, and statistics that it writes to."""
-
-    def __init__(self, tracker: RngTracker) -> None:
-        super().__init__()
-        self.block, self.norm = Block(8, tracker), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor, *, scale: float) -> Tensor:
-        """Of the shape of x."""
-        return self.norm(self.block(x, scale=scale))
-
-
-class _Model(nn.Module):
-    def __init__(self, tracker: RngTracker) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(tracker) for _ in range(2))
-        self.layers[0].block.up.requires_grad_(False)
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        for layer in self.layers:
-            x = run(layer, x, scale=0.5)
-        return x
+def _model(tracker: RngTracker) -> Stack:
+    model = Stack(2, tracker=tracker)
+    model.blocks[0].up.requires_grad_(False)
+    return model
 
 
 def _run(choices: Choices, tracker: RngTracker, group: Group | None = None) -> Run:
@@ -122,7 +103,7 @@ def _closure(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(group: Group | None = None) -> None:
     tracker = RngTracker("cpu")
-    make = partial(_Model, tracker)
+    make = partial(_model, tracker)
     expected = {
         dtype: train(plainly, make, dtype=dtype, tracker=tracker) for dtype in CHOICES["dtype"]
     }
