@@ -8,7 +8,6 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,25 +105,6 @@ def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) 
         assert seen == [{"scale": 2}] * 4
 
 
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
-        ({"use_reentrant": "no"}, "expected True or False or None"),
-        ({"determinism_check": "none"}, "always compared"),
-        ({"context_fn": lambda: (nullcontext(), nullcontext())}, r"Checkpointer\(keeps="),
-        ({"debug": True}, r"Checkpointer\(verifies="),
-        ({"early_stop": False}, r"Checkpointer\(stops_early="),
-    ],
-)
-def test_what_torch_would_do_and_we_do_not_is_refused_by_name(
-    wrong: dict[str, Any], remedy: str
-) -> None:
-    """Selective checkpointing that is not done takes memory that was counted on."""
-    (name,) = wrong
-    with pytest.raises(CheckpointError, match=rf"checkpoint\({name}=\).*{remedy}.*partial"):
-        checkpoint(torch.sin, torch.ones(2, requires_grad=True), **wrong)
-
-
 @NAMES
 def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run) -> None:
     """Taken for either, the other's script would compute on with a wrong argument."""
@@ -174,13 +154,10 @@ def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
 # Seeds.
 
 
-def _mpu(axis: str, rank: int) -> Any:
+def _mpu(axis: str, rank: int, group: Any = None) -> Any:
+    facts = {"rank": rank, "world_size": 4, "group": group}
     return SimpleNamespace(
-        **{
-            f"get_{axis}_rank": lambda: rank,
-            f"get_{axis}_world_size": lambda: 4,
-            f"get_{axis}_group": lambda: None,
-        }
+        **{f"get_{axis}_{name}": lambda fact=fact: fact for name, fact in facts.items()}
     )
 
 
@@ -250,27 +227,30 @@ def test_a_seed_that_is_refused_changes_nothing() -> None:
 
 # What configure is told.
 
-KEYS = {  # by argument: the file's key, the value where nobody says one, and two others
-    "partition_activations": ("partition_activations", False, (False, True)),
-    "contiguous_checkpointing": ("contiguous_memory_optimization", False, (False, True)),
-    "num_checkpoints": ("number_checkpoints", 9, (3, 5)),
-    "checkpoint_in_cpu": ("cpu_checkpointing", False, (False, True)),
-    "synchronize": ("synchronize_checkpoint_boundary", False, (False, True)),
-    "profile": ("profile", False, (False, True)),
+KEYS = {  # of the file, by argument
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
 }
-DEFAULTS = {argument: default for argument, (_, default, _) in KEYS.items()}
-DEFAULTS["num_checkpoints"] = None
+DEFAULTS = dict.fromkeys(KEYS, False) | {"num_checkpoints": None}
+
+
+def _section(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys, "train_batch_size": 8}
 
 
 @pytest.mark.parametrize("argument", KEYS)
 def test_an_argument_beats_the_file_which_beats_the_default(argument: str) -> None:
     """A script's flags correct the file that it is started with."""
-    key, unset, values = KEYS[argument]
+    values, unset = ((3, 5), 9) if argument == "num_checkpoints" else ((False, True), False)
 
     for given, written in itertools.product((None, *values), repeat=2):
         checkpointer = Checkpointer()
         checkpointer.set_num_layers(9)
-        source = {"activation_checkpointing": {key: written}, "train_batch_size": 8}
+        source = _section(**{KEYS[argument]: written})
         checkpointer.configure(None, deepspeed_config=source, **{argument: given})
 
         expected = next((one for one in (given, written) if one is not None), unset)
@@ -288,12 +268,12 @@ def test_the_file_comes_in_every_form_that_scripts_have_it_in(
     As DeepSpeed's, each starts from the defaults: what one model asked for the next does not.
     """
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"activation_checkpointing": SECTION}))
+    path.write_text(json.dumps(_section(**SECTION)))
     parsed = SimpleNamespace(
         **SECTION, profile=False, partition_activations=False, cpu_checkpointing=False
     )
     forms: list[Any] = [
-        {"activation_checkpointing": SECTION},
+        _section(**SECTION),
         path,
         str(path),
         SimpleNamespace(activation_checkpointing_config=SECTION),
@@ -309,44 +289,38 @@ def test_the_file_comes_in_every_form_that_scripts_have_it_in(
             assert choices_of(default) == DEFAULTS | {"num_checkpoints": 4}
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown key": (
-        {"deepspeed_config": {"activation_checkpointing": {"partition": True}}},
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"deepspeed_config": _section(partition=True)},
         r"activation_checkpointing\.partition: expected one of partition_activations, ",
     ),
-    "a value of the wrong type in the file": (
-        {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": "true"}}},
+    (
+        {"deepspeed_config": _section(cpu_checkpointing="true")},
         r"activation_checkpointing\.cpu_checkpointing: expected True or False, got 'true'",
     ),
-    "a wrong value that an argument beats": (
-        {"deepspeed_config": {"activation_checkpointing": {"profile": 1}}, "profile": True},
+    (  # though an argument beats it
+        {"deepspeed_config": _section(profile=1), "profile": True},
         r"activation_checkpointing\.profile: expected True or False, got 1",
     ),
-    "an argument of the wrong type": (
-        {"partition_activations": 1},
-        r"configure\(partition_activations=\): expected True or False, got 1",
-    ),
-    "no layers": ({"num_checkpoints": 0}, r"configure\(num_checkpoints=\): expected an int of 1"),
-    "a flag as number": ({"num_checkpoints": True}, "expected an int of 1 or more, got True"),
-    "a section that is none": (
+    (
         {"deepspeed_config": {"activation_checkpointing": 3}},
         "expected 'activation_checkpointing' to be a section",
     ),
-    "no file": ({"deepspeed_config": "/no/such.json"}, "path of a JSON file, got '/no/such.json'"),
-    "no configuration": ({"deepspeed_config": 3}, "expected a dict, the path of a JSON file"),
-    "contiguous buffers of nobody knows how many layers": (
+    ({"deepspeed_config": "/no/such.json"}, "path of a JSON file, got '/no/such.json'"),
+    ({"deepspeed_config": 3}, "expected a dict, the path of a JSON file"),
+    ({"partition_activations": 1}, r"configure\(partition_activations=\): expected True or False"),
+    ({"num_checkpoints": 0}, r"configure\(num_checkpoints=\): expected an int of 1"),
+    ({"num_checkpoints": True}, "expected an int of 1 or more, got True"),
+    (
         {"contiguous_checkpointing": True},
         r"number of checkpointed layers, got none; give configure\(num_checkpoints=\)",
     ),
-    "no mpu": ({"mpu_": object()}, "expected None, a DeviceMesh of one dimension or an object"),
-    "an mpu that lacks a getter": (
-        {"mpu_": SimpleNamespace(get_model_parallel_rank=lambda: 0)},
-        "each of rank, world_size and group",
-    ),
-}
+    ({"mpu_": object()}, "expected None, a DeviceMesh of one dimension or an object"),
+    ({"mpu_": SimpleNamespace(get_model_parallel_rank=int)}, "each of rank, world_size and group"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_what_makes_no_sense_is_refused_and_changes_nothing(
     arguments: dict[str, Any], message: str, default: Checkpointer
 ) -> None:
@@ -392,13 +366,13 @@ def test_two_checkpointers_differ(default: Checkpointer) -> None:
     assert not get_cuda_rng_tracker().is_initialized()
 
 
-LAYERS = {"contiguous_checkpointing": True, "num_checkpoints": 3}
+CONTIGUOUS = {"contiguous_checkpointing": True}
 CONFIGURED = {  # options, and the number of layers that is said before, and after
     "split over nobody": ({"partition_activations": True}, None, None),
-    "contiguous": (LAYERS, None, None),  # DeepSpeed wants partitioning too; no buffer needs it
-    "contiguous on the host": (LAYERS | {"checkpoint_in_cpu": True}, None, None),
-    "announced": ({"contiguous_checkpointing": True, "checkpoint_in_cpu": True}, 3, None),
-    "grown": (LAYERS | {"num_checkpoints": 1}, None, 3),
+    # DeepSpeed wants partitioning for these too; no buffer needs it.
+    "on the host": ({**CONTIGUOUS, "num_checkpoints": 3, "checkpoint_in_cpu": True}, None, None),
+    "announced": (CONTIGUOUS, 3, None),
+    "grown": ({**CONTIGUOUS, "num_checkpoints": 1}, None, 3),
 }
 
 
@@ -485,9 +459,8 @@ def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:
         (None, "as many ranks as its world size says, 4, got 2"),
         ("tp", "process group of torch.distributed, got 'tp'"),
     ):
-        mpu = _mpu("model_parallel", group.rank)
-        mpu.get_model_parallel_group = lambda found=process_group: found
         checkpointer = Checkpointer()
         with pytest.raises(CheckpointError, match=message):
+            mpu = _mpu("model_parallel", group.rank, process_group)
             checkpointer.configure(mpu, partition_activations=True)
         assert not checkpointer.is_configured()
