@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import Block, Stack, assert_equal, no_collector, plainly, train
+from same_numbers import Block, Run, Stack, assert_equal, no_collector, plainly, train
 from torch import Tensor, nn
 from zero_ckpt import (
     MATMULS,
-    CheckpointedModules,
     Checkpointer,
     CheckpointError,
     ModulePolicy,
@@ -55,6 +54,17 @@ def _stack(depth: int = 3) -> Stack:
 # ---- The law ----
 
 
+def _assert_trains_as_plain(
+    make: Callable[[], nn.Module], policy: ModulePolicy, keeps: Any
+) -> None:
+    def applied() -> nn.Module:
+        model = make()
+        checkpoint_modules(model, policy, checkpointer=Checkpointer(keeps=keeps))
+        return model
+
+    assert_equal(train(plainly, applied), train(plainly, make))
+
+
 @pytest.mark.parametrize(
     ("policy", "keeps"),
     [
@@ -68,13 +78,43 @@ def _stack(depth: int = 3) -> Stack:
 )
 def test_a_model_trains_the_same_with_and_without(policy: ModulePolicy, keeps: Any) -> None:
     """Also where a module that is selected lies in another. Statistics are written once."""
+    _assert_trains_as_plain(Stack, policy, keeps)
 
-    def applied() -> nn.Module:
-        model = Stack()
-        checkpoint_modules(model, policy, checkpointer=Checkpointer(keeps=keeps))
-        return model
 
-    assert_equal(train(plainly, applied), train(plainly, Stack))
+class _OfTransformers(nn.Module):
+    """Its blocks take keywords, masks and tuples of positions."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        import transformers
+
+        super().__init__()
+        config = getattr(transformers, f"{name}Config")(vocab_size=8, use_cache=False, **options)
+        self.model = getattr(transformers, f"{name}Model")(config)
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+        return self.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "policy"),
+    [
+        ("GPT2", {"n_layer": 3, "n_head": 2, "n_embd": 8}, by_name("model.h.*")),
+        (
+            "Llama",
+            {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 8,
+             "intermediate_size": 24, "attention_dropout": 0.1},
+            by_name("model.layers.*", "model.layers.*.mlp"),
+        ),
+    ],
+)  # fmt: skip
+def test_models_of_transformers_train_the_same(
+    name: str, options: dict[str, Any], policy: ModulePolicy
+) -> None:
+    """As they are, with their own calls of their blocks."""
+    pytest.importorskip("transformers")
+    _assert_trains_as_plain(partial(_OfTransformers, name, **options), policy, MATMULS)
 
 
 def test_selected_modules_run_twice_and_no_others() -> None:
@@ -225,41 +265,30 @@ def test_a_model_goes_without_the_garbage_collector() -> None:
 # ---- A forward that was there before, or came after ----
 
 
-def test_a_forward_of_the_instance_is_what_is_checkpointed() -> None:
-    """Libraries patch forward too, and theirs goes on."""
-    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+def test_forwards_of_others_stay_where_they_are() -> None:
+    """Libraries patch forward too. Taking ours out from under theirs would undo theirs."""
+    block, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(3, 4)
     inner = block.forward
-
-    def doubled(x: Tensor) -> Tensor:
-        return 2 * inner(x)
-
-    x = torch.randn(3, 4)
-    expected = 2 * block(x)
-    block.forward = doubled
+    block.forward = before = lambda x: 2 * inner(x)
+    expected = block(x)
     calls = _calls_of(block)
     applied = checkpoint_modules(block, by_name(""))
-    y = block(x)
-    y.sum().backward()
+    ours = block.forward
+    block.forward = after = lambda x: 3 * ours(x)
 
-    assert torch.equal(y, expected)
-    assert len(calls) == 2
+    for is_removed in (False, True):
+        if is_removed:
+            applied.remove()
+        calls.clear()
+        y = block(x)
+        y.sum().backward()
+        assert torch.equal(y, 3 * expected)
+        assert len(calls) == (1 if is_removed else 2)
+        assert block.forward is after
+
+    block.forward = ours
     applied.remove()
-    assert block.forward is doubled
-
-
-def test_inside_of_a_later_patch_it_goes_idle() -> None:
-    """Taking it out from under another would undo what is not ours."""
-    block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
-    applied = checkpoint_modules(block, by_name(""))
-    inner = block.forward
-    block.forward = patched = lambda x: 2 * inner(x)
-    calls = _calls_of(block)
-
-    applied.remove()
-    block(torch.randn(3, 4)).sum().backward()
-
-    assert block.forward is patched
-    assert len(calls) == 1
+    assert block.forward is before
 
 
 # ---- Misuse ----
@@ -284,62 +313,3 @@ def test_a_selection_that_cannot_be_meant_is_refused(policy: ModulePolicy, messa
     applied.remove()
     assert all("forward" not in vars(module) for module in model.modules())
     assert checkpoint_modules(model, BLOCKS).names == ("blocks.0", "blocks.1", "blocks.2")
-
-
-# ---- Models of others ----
-
-
-def _gpt2() -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=32, n_layer=3, n_head=2, n_embd=16, n_positions=16, use_cache=False
-    )
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def _llama() -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=2, max_position_embeddings=16, attention_dropout=0.1, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "policy", "keeps"),
-    [
-        (_gpt2, by_name("transformer.h.*"), MATMULS),
-        (_llama, by_name("model.layers.*", "model.layers.*.mlp"), MATMULS),
-    ],
-    ids=["gpt2", "llama"],
-)
-def test_models_of_transformers_train_the_same(
-    make: Callable[[], nn.Module], policy: ModulePolicy, keeps: Any
-) -> None:
-    """Their blocks take keywords, masks and tuples of positions."""
-    pytest.importorskip("transformers")
-
-    def numbers(apply: Callable[[nn.Module], CheckpointedModules | None]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = make()
-        apply(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found: list[Tensor] = []
-        for step in range(2):
-            ids = torch.arange(12).reshape(2, 6) + step
-            mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-            loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-            loss.backward()
-            found += [loss.detach(), *(param.grad.clone() for param in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*found, torch.get_rng_state()]
-
-    checkpointer = Checkpointer(keeps=keeps)
-    apply = partial(checkpoint_modules, policy=policy, checkpointer=checkpointer)
-
-    assert_equal(numbers(apply), numbers(lambda model: None))
