@@ -94,6 +94,13 @@ class Stack(nn.Module):
         return x
 
 
+def linears(count: int = 2, *, bias: bool = True) -> nn.Sequential:
+    """Each calls `addmm` in forward (`mm` without a bias), and only `mm` in backward."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(count) for layer in (nn.Linear(8, 8, bias=bias), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
 class Random(nn.Module):
     """Draws in operators that return new tensors, attention and one that torch does not know."""
 

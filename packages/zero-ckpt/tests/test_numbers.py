@@ -12,16 +12,36 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import Random, Run, Stack, assert_equal, everything, nested, plainly, train
+from same_numbers import (
+    Random,
+    Run,
+    Stack,
+    assert_equal,
+    everything,
+    linears,
+    nested,
+    plainly,
+    train,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
-from zero_ckpt import MATMULS, Checkpointer, CheckpointError, PackedSaver, Verification
+from zero_ckpt import (
+    MATMULS,
+    Checkpointer,
+    CheckpointError,
+    PackedSaver,
+    Verification,
+    by_operator,
+)
 from zero_ckpt.testing import late
 
 Program = Callable[[Run], list[Tensor]]
+
+
+DRAWS = by_operator("native_dropout", "rand", "zero_ckpt_tests::noise")
 
 
 def _on_host(**options: Any) -> Run:
@@ -40,8 +60,16 @@ def _in_closure(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return Checkpointer(stops_early=False).checkpoint(partial(forward), *args, **kwargs)
 
 
+def _called(*args: Any, called: Callable[..., Any], **kwargs: Any) -> Any:
+    return called(*args, **kwargs)
+
+
 def _in_partial(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return Checkpointer().checkpoint(partial(function, **kwargs), *args)
+    return Checkpointer().checkpoint(partial(_called, called=function, **kwargs), *args)
+
+
+def _in_argument(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return Checkpointer().checkpoint(_called, *args, called=function, **kwargs)
 
 
 RUNS: dict[str, Callable[[], Run]] = {
@@ -49,10 +77,13 @@ RUNS: dict[str, Callable[[], Run]] = {
     "nested": lambda: nested(Checkpointer().checkpoint),
     "in a closure": lambda: _in_closure,
     "in a partial": lambda: _in_partial,
+    "in an argument": lambda: _in_argument,
     "on the host": _on_host,
     "without a device": lambda: Checkpointer(saver=PackedSaver(on_host=True)).checkpoint,
     "keeps matmuls": lambda: Checkpointer(keeps=MATMULS).checkpoint,
     "keeps everything": lambda: Checkpointer(keeps=everything).checkpoint,
+    # The next dropout would get the numbers of one that did not run.
+    "keeps what draws": lambda: Checkpointer(keeps=DRAWS).checkpoint,
     "keeps, nested": lambda: nested(Checkpointer(keeps=everything).checkpoint),
     "verifies": lambda: Checkpointer(verifies=Verification()).checkpoint,
     "all": lambda: _on_host(keeps=everything, verifies=Verification(), profiles=True),
@@ -145,15 +176,10 @@ PROGRAMS |= {
 # ---- More than one backward, more than one call ----
 
 
-def _linears() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-
-
 @program
 def autocast_of_forward_only(run: Run) -> list[Tensor]:
     """Backward runs outside of it, and fp32 would give other numbers."""
-    model, x = _linears(), torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    model, x = linears(), torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     with torch.autocast("cpu", torch.bfloat16):
         y = run(model, x).float()  # whose casts of weights the next call need not make
         loss = run(lambda x: model(model(x).float() + 1), y).float().square().sum()
@@ -164,7 +190,7 @@ def autocast_of_forward_only(run: Run) -> list[Tensor]:
 @program
 def autocast_of_backward_only(run: Run) -> list[Tensor]:
     """Who calls backward inside autocast has run forward outside of it, in fp32."""
-    model = _linears()
+    model = linears()
     loss = run(model, torch.ones(4, 8)).square().sum()
     with torch.autocast("cpu", torch.bfloat16):
         return list(torch.autograd.grad(loss, list(model.parameters())))
@@ -173,7 +199,7 @@ def autocast_of_backward_only(run: Run) -> list[Tensor]:
 @program
 def gradients_of_gradients(run: Run) -> list[Tensor]:
     """autograd.grad() runs no backward of parameters, and gradient penalties call it twice."""
-    model, x = _linears(), torch.ones(4, 8, requires_grad=True)
+    model, x = linears(), torch.ones(4, 8, requires_grad=True)
     (slope,) = torch.autograd.grad(run(model, x).sum(), x, create_graph=True)
     return [
         slope,
@@ -184,7 +210,7 @@ def gradients_of_gradients(run: Run) -> list[Tensor]:
 @program
 def a_gradient_taken_inside(run: Run) -> list[Tensor]:
     """Forces are gradients of energies. In forward it makes the function run within itself."""
-    layer, x = _linears(), torch.ones(2, 8, requires_grad=True)
+    layer, x = linears(), torch.ones(2, 8, requires_grad=True)
 
     def force(x: Tensor) -> Tensor:
         return torch.autograd.grad(layer(x).tanh().square().sum(), x, create_graph=True)[0]
@@ -193,7 +219,7 @@ def a_gradient_taken_inside(run: Run) -> list[Tensor]:
 
 
 def _partly(guard: Callable[[], Any], run: Run) -> list[Tensor]:
-    model = _linears()
+    model = linears()
 
     def function(x: Tensor) -> Tensor:
         with guard():
@@ -225,7 +251,7 @@ def views_of_one_another(run: Run) -> list[Tensor]:
 @program
 def an_output_that_the_caller_writes_to(run: Run) -> list[Tensor]:
     """Long after the function has returned; what was kept of it is another value by then."""
-    layer, x = _linears()[0], torch.ones(4, 8, requires_grad=True)
+    layer, x = linears()[0], torch.ones(4, 8, requires_grad=True)
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = layer(x)
