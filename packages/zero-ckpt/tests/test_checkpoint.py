@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,22 +36,13 @@ class _Bundle:
     note: str
 
 
-class _Opaque:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _mix(x: Tensor, *rest: Any, **options: Any) -> Any:
-    bundle, pair, opaque = rest[0], options["pair"], options["opaque"]
+def _mix(x: Tensor, bundle: _Bundle, none: None, **options: Any) -> Any:
+    pair, opaque = options["pair"], options["opaque"]
     total = (x * bundle.tensors[0]).sin() * pair.right["deep"][0].exp() + opaque.tensor.tanh()
     total = torch.where(options["mask"], total, total.square())
     index = total.argmax()
-    return OrderedDict(
-        loss=total.sum() * options["factor"],
-        index=index,
-        none=None,
-        rest=(total * pair.left, [index > 1, "text"], options["nothing"]),
-    )
+    rest = total * pair.left, [index > 1, "text"], none
+    return OrderedDict(loss=total.sum() * options["factor"], index=index, rest=rest)
 
 
 def _mixed(run: Run) -> tuple[Any, list[Any]]:
@@ -59,10 +51,9 @@ def _mixed(run: Run) -> tuple[Any, list[Any]]:
     a, b, c, d, e = (leaf * 1 for leaf in leaves)
     options = {
         "pair": _Pair(a, {"deep": (b, 3)}),
-        "opaque": _Opaque(c),
+        "opaque": SimpleNamespace(tensor=c),
         "mask": torch.tensor([True, False, True, False, True]),
         "factor": 0.5,
-        "nothing": None,
     }
     out = run(_mix, d, _Bundle([e], "five"), None, **options)
     (out["loss"] + out["rest"][0].sum()).backward()
@@ -78,8 +69,9 @@ def test_tensors_anywhere_in_arguments_and_results_are_found() -> None:
     assert type(found) is OrderedDict and list(found) == list(expected)
     assert torch.equal(found["loss"], expected["loss"])
     assert torch.equal(found["index"], expected["index"])
-    assert not found["index"].requires_grad and not found["rest"][1][0].requires_grad
-    assert found["none"] is None and found["rest"][1][1] == "text" and found["rest"][2] is None
+    _, (flag, text), none = found["rest"]
+    assert not found["index"].requires_grad and not flag.requires_grad
+    assert (text, none) == ("text", None)
     assert all(map(torch.equal, found_gradients, gradients))
 
 
