@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from same_numbers import Run, Stack, assert_equal, everything, plainly, train
+from same_numbers import Run, Stack, assert_equal, closure, everything, plainly, train
 from zero_ckpt import (
     MATMULS,
     Checkpointer,
@@ -32,7 +32,7 @@ CHOICES: Final[dict[str, list[Any]]] = {
     "num_slots": [None, 16],
     "on_host": [False, True],
     "keeps": [None, MATMULS, within_bytes(2000, everything), by_operator("bernoulli", "mul")],
-    "every": [None, 1, 2],
+    "verifies": [None, Verification(1), Verification(2)],
     "profiles": [False, True],
     "synchronizes": [False, True],
     "stops_early": [True, False],
@@ -42,7 +42,7 @@ CHOICES: Final[dict[str, list[Any]]] = {
 
 
 def _sample() -> list[Choices]:
-    """Few, among which are every two choices together; the last of each are the first."""
+    """Few, among which are every two choices together."""
     drawn = random.Random(0)
     missing = {
         ((one, i), (other, j))
@@ -53,15 +53,15 @@ def _sample() -> list[Choices]:
     def covered(numbers: dict[str, int]) -> set[Any]:
         return missing & set(combinations(numbers.items(), 2))
 
-    numbers, found = {name: len(values) - 1 for name, values in CHOICES.items()}, []
+    found = []
     while missing:
-        missing -= covered(numbers)
-        found.append({name: CHOICES[name][number] for name, number in numbers.items()})
         some = (
             {name: drawn.randrange(len(values)) for name, values in CHOICES.items()}
             for _ in range(20)
         )
         numbers = max(some, key=lambda each: len(covered(each)))
+        missing -= covered(numbers)
+        found.append({name: CHOICES[name][number] for name, number in numbers.items()})
     return found
 
 
@@ -71,34 +71,29 @@ def _model(tracker: RngTracker) -> Stack:
     return model
 
 
-def _run(choices: Choices, tracker: RngTracker, group: Group | None = None) -> Run:
-    saver = PackedSaver(group=group, num_slots=choices["num_slots"], on_host=choices["on_host"])
-    if choices["on_host"]:
+def _run(
+    tracker: RngTracker,
+    group: Group | None,
+    *,
+    num_slots: int | None,
+    on_host: bool,
+    depth: int,
+    is_closure: bool,
+    **options: Any,
+) -> Run:
+    saver = PackedSaver(group=group, num_slots=num_slots, on_host=on_host)
+    if on_host:
         late(saver)
-    every = choices["every"]
-    checkpointer = Checkpointer(
-        saver=saver,
-        tracker=tracker,
-        keeps=choices["keeps"],
-        verifies=None if every is None else Verification(every),
-        **{name: choices[name] for name in ("profiles", "synchronizes", "stops_early")},
-    )
+    checkpointer = Checkpointer(saver=saver, tracker=tracker, **options)
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if choices["is_closure"]:
-            function = _closure(function)
-        for _ in range(choices["depth"]):
+        if is_closure:
+            function = closure(function)
+        for _ in range(depth):
             function = partial(checkpointer.checkpoint, function)
         return function(*args, **kwargs)
 
     return run
-
-
-def _closure(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
 
 
 def _check(group: Group | None = None) -> None:
@@ -108,9 +103,9 @@ def _check(group: Group | None = None) -> None:
         dtype: train(plainly, make, dtype=dtype, tracker=tracker) for dtype in CHOICES["dtype"]
     }
     for choices in _sample():
-        dtype = choices["dtype"]
-        found = train(_run(choices, tracker, group), make, dtype=dtype, tracker=tracker)
-        assert_equal(found, expected[dtype], choices)
+        dtype = choices.pop("dtype")
+        found = train(_run(tracker, group, **choices), make, dtype=dtype, tracker=tracker)
+        assert_equal(found, expected[dtype], (dtype, choices))
 
 
 def test_any_two_choices_leave_numbers_as_they_are() -> None:
@@ -119,7 +114,6 @@ def test_any_two_choices_leave_numbers_as_they_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(3)
 def test_so_do_choices_over_ranks(group: Group) -> None:
     """Ranks gather inside of all this, and in the same order."""
     _check(group)

@@ -17,6 +17,7 @@ from same_numbers import (
     Run,
     Stack,
     assert_equal,
+    closure,
     everything,
     linears,
     nested,
@@ -50,13 +51,7 @@ def _on_host(**options: Any) -> Run:
 
 
 def _in_closure(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
-    layers = [function]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return layers[0](*args, **kwargs)
-
-    return Checkpointer(stops_early=False).checkpoint(partial(forward), *args, **kwargs)
+    return Checkpointer(stops_early=False).checkpoint(partial(closure(function)), *args, **kwargs)
 
 
 def _called(*args: Any, called: Callable[..., Any], **kwargs: Any) -> Any:
