@@ -236,9 +236,8 @@ def _writes(x: Tensor) -> Tensor:
 
 def test_a_function_that_writes_to_its_argument_is_refused() -> None:
     """The second run would begin with what the first one left."""
-    with pytest.raises(
-        CheckpointError, match=r"_writes: it wrote in place to its input 0, .*clone"
-    ):
+    message = r"_writes: it wrote in place to its input 0, .*clone"
+    with pytest.raises(CheckpointError, match=message):
         checkpoint(_writes, torch.randn(3, requires_grad=True) * 1)
 
 

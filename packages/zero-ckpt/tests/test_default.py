@@ -135,14 +135,6 @@ def test_the_list_gets_every_output_in_order() -> None:
     assert torch.equal(x.grad, x.cos())
 
 
-def test_configure_takes_its_arguments_in_deepspeeds_order() -> None:
-    """Some code gives them by position."""
-    names = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints"
-    names += " checkpoint_in_cpu synchronize profile"
-
-    assert list(inspect.signature(configure).parameters) == names.split()
-
-
 def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
     """An average of weights copies the model; transformers puts a partial of `checkpoint` in it."""
     held = [partial(checkpoint), partial(get_cuda_rng_tracker), partial(CheckpointFunction.apply)]
@@ -227,7 +219,7 @@ def test_a_seed_that_is_refused_changes_nothing() -> None:
 
 # What configure is told.
 
-KEYS = {  # of the file, by argument
+KEYS = {  # of the file, by argument, in DeepSpeed's order
     "partition_activations": "partition_activations",
     "contiguous_checkpointing": "contiguous_memory_optimization",
     "num_checkpoints": "number_checkpoints",
@@ -240,6 +232,11 @@ DEFAULTS = dict.fromkeys(KEYS, False) | {"num_checkpoints": None}
 
 def _section(**keys: Any) -> dict[str, Any]:
     return {"activation_checkpointing": keys, "train_batch_size": 8}
+
+
+def test_configure_takes_its_arguments_in_deepspeeds_order() -> None:
+    """Some code gives them by position."""
+    assert list(inspect.signature(configure).parameters) == ["mpu_", "deepspeed_config", *KEYS]
 
 
 @pytest.mark.parametrize("argument", KEYS)
