@@ -236,6 +236,22 @@ def test_a_policy_sees_the_call() -> None:
     torch.randn(4) + 1  # asks nobody: no mode is left behind
 
 
+def test_where_nothing_is_kept_writes_count_alike_in_both_runs() -> None:
+    """A copy at the address of its first one would be taken for a weight that was written."""
+    versions: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            factor = torch.ones(()) * 2
+        factor = factor.clone()
+        versions.append(factor._version)
+        return x * factor
+
+    Checkpointer(keeps=lambda call: False).checkpoint(function, _x()).sum().backward()
+
+    assert versions[0] == versions[1]
+
+
 # ---- Bytes ----
 
 
