@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +21,53 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def nested(run: Run) -> Run:
+    """A checkpoint in a checkpoint."""
+    return lambda function, *args, **kwargs: run(partial(run, function), *args, **kwargs)
+
+
+def closure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
+    layers = [function]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return layers[0](*args, **kwargs)
+
+    return forward
+
+
+def everything(call: Any) -> bool:
+    """A policy over operators."""
+    return True
+
+
+def changing(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that is another one in each run."""
+    rest = iter(functions)
+
+    def function(x: Tensor) -> Tensor:
+        return next(rest)(x)
+
+    return function
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Cycles stay: memory of a GPU is full before the garbage collector comes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradient of the sum of what a function returns."""
+    return torch.autograd.grad(function(x).sum(), x)[0]
+
+
 class Block(nn.Module):
-    """A transformer block with dropout in three places, one of them in the tracker's rng."""
+    """A transformer block with dropout in three places, one in the tracker's rng."""
 
     def __init__(self, dim: int, tracker: RngTracker | None = None) -> None:
         super().__init__()
@@ -27,6 +75,7 @@ class Block(nn.Module):
         self.attention = nn.MultiheadAttention(dim, 2, dropout=0.2, batch_first=True)
         self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
         self.norm, self.drop = nn.LayerNorm(dim), nn.Dropout(0.3)
+        self.statistics = nn.BatchNorm1d(4)  # of the length
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         """Of shape (batch, length, dim), as x is."""
@@ -37,7 +86,7 @@ class Block(nn.Module):
         else:
             with self.tracker.fork("model-parallel-rng"):
                 hidden = self.drop(hidden)
-        return x + scale * self.drop(self.down(hidden))
+        return self.statistics(x + scale * self.drop(self.down(hidden)))
 
 
 class Stack(nn.Module):
@@ -53,6 +102,13 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = run(block, x, mask, scale=0.5)
         return x
+
+
+def linears(count: int = 2, *, bias: bool = True) -> nn.Sequential:
+    """Each calls `addmm` in forward (`mm` without a bias), and only `mm` in backward."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(count) for layer in (nn.Linear(8, 8, bias=bias), nn.GELU())]
+    return nn.Sequential(*layers)
 
 
 class Random(nn.Module):
@@ -107,8 +163,8 @@ def train(
     return numbers + [value.detach().clone() for value in model.state_dict().values()]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_equal(found: list[Tensor], expected: list[Tensor], what: object = "") -> None:
     """To the bit."""
-    assert len(found) == len(expected)
+    assert len(found) == len(expected), what
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), index
+        assert torch.equal(one, other), (what, index)

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from same_numbers import Block, Run, assert_equal, plainly, train
-from torch import Tensor, nn
+from same_numbers import Run, Stack, assert_equal, closure, everything, plainly, train
 from zero_ckpt import (
     MATMULS,
     Checkpointer,
@@ -32,13 +31,8 @@ CHOICES: Final[dict[str, list[Any]]] = {
     "dtype": [torch.float32, torch.bfloat16],
     "num_slots": [None, 16],
     "on_host": [False, True],
-    "keeps": [
-        None,
-        MATMULS,
-        within_bytes(2000, lambda call: True),
-        by_operator("bernoulli", "mul"),
-    ],
-    "every": [None, 1, 2],
+    "keeps": [None, MATMULS, within_bytes(2000, everything), by_operator("bernoulli", "mul")],
+    "verifies": [None, Verification(1), Verification(2)],
     "profiles": [False, True],
     "synchronizes": [False, True],
     "stops_early": [True, False],
@@ -48,7 +42,7 @@ CHOICES: Final[dict[str, list[Any]]] = {
 
 
 def _sample() -> list[Choices]:
-    """Few, among which are every two choices together; the last of each are the first."""
+    """Few, among which are every two choices together."""
     drawn = random.Random(0)
     missing = {
         ((one, i), (other, j))
@@ -59,103 +53,67 @@ def _sample() -> list[Choices]:
     def covered(numbers: dict[str, int]) -> set[Any]:
         return missing & set(combinations(numbers.items(), 2))
 
-    numbers, found = {name: len(values) - 1 for name, values in CHOICES.items()}, []
+    found = []
     while missing:
-        missing -= covered(numbers)
-        found.append({name: CHOICES[name][number] for name, number in numbers.items()})
         some = (
             {name: drawn.randrange(len(values)) for name, values in CHOICES.items()}
             for _ in range(20)
         )
         numbers = max(some, key=lambda each: len(covered(each)))
+        missing -= covered(numbers)
+        found.append({name: CHOICES[name][number] for name, number in numbers.items()})
     return found
 
 
-class _Layer(nn.Module):
-    """A block with dropout in two rngs, and statistics that it writes to."""
-
-    def __init__(self, tracker: RngTracker) -> None:
-        super().__init__()
-        self.block, self.norm = Block(8, tracker), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor, *, scale: float) -> Tensor:
-        """Of the shape of x."""
-        return self.norm(self.block(x, scale=scale))
+def _model(tracker: RngTracker) -> Stack:
+    model = Stack(2, tracker=tracker)
+    model.blocks[0].up.requires_grad_(False)
+    return model
 
 
-class _Model(nn.Module):
-    def __init__(self, tracker: RngTracker) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(tracker) for _ in range(2))
-        self.layers[0].block.up.requires_grad_(False)
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        for layer in self.layers:
-            x = run(layer, x, scale=0.5)
-        return x
-
-
-def _run(choices: Choices, tracker: RngTracker, group: Group | None = None) -> Run:
-    saver = PackedSaver(group=group, num_slots=choices["num_slots"], on_host=choices["on_host"])
-    if choices["on_host"]:
+def _run(
+    tracker: RngTracker,
+    group: Group | None,
+    *,
+    num_slots: int | None,
+    on_host: bool,
+    depth: int,
+    is_closure: bool,
+    **options: Any,
+) -> Run:
+    saver = PackedSaver(group=group, num_slots=num_slots, on_host=on_host)
+    if on_host:
         late(saver)
-    every = choices["every"]
-    checkpointer = Checkpointer(
-        saver=saver,
-        tracker=tracker,
-        keeps=choices["keeps"],
-        verifies=None if every is None else Verification(every),
-        **{name: choices[name] for name in ("profiles", "synchronizes", "stops_early")},
-    )
+    checkpointer = Checkpointer(saver=saver, tracker=tracker, **options)
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if choices["is_closure"]:
-            function = _closure(function)
-        for _ in range(choices["depth"]):
+        if is_closure:
+            function = closure(function)
+        for _ in range(depth):
             function = partial(checkpointer.checkpoint, function)
         return function(*args, **kwargs)
 
     return run
 
 
-def _closure(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _check(chosen: list[Choices], group: Group | None = None) -> None:
+def _check(group: Group | None = None) -> None:
     tracker = RngTracker("cpu")
-    make = partial(_Model, tracker)
+    make = partial(_model, tracker)
     expected = {
         dtype: train(plainly, make, dtype=dtype, tracker=tracker) for dtype in CHOICES["dtype"]
     }
-    for choices in chosen:
-        dtype = choices["dtype"]
-        found = train(_run(choices, tracker, group), make, dtype=dtype, tracker=tracker)
-        try:
-            assert_equal(found, expected[dtype])
-        except AssertionError as error:
-            raise AssertionError(f"{choices}: number {error}") from error
+    for choices in _sample():
+        dtype = choices.pop("dtype")
+        found = train(_run(tracker, group, **choices), make, dtype=dtype, tracker=tracker)
+        assert_equal(found, expected[dtype], (dtype, choices))
 
 
 def test_any_two_choices_leave_numbers_as_they_are() -> None:
     """Each is right alone; users combine them, and wrong gradients say nothing."""
-    _check(_sample())
+    _check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_so_do_choices_over_ranks(ranks: Any, world_size: int) -> None:
+def test_so_do_choices_over_ranks(group: Group) -> None:
     """Ranks gather inside of all this, and in the same order."""
-    chosen = _sample()[: None if world_size == 2 else 4]
-    ranks(world_size).run(_check_on_ranks, chosen=[_pickled(choices) for choices in chosen])
-
-
-def _pickled(choices: Choices) -> Choices:
-    return {name: CHOICES[name].index(value) for name, value in choices.items()}
-
-
-def _check_on_ranks(group: Group, chosen: list[Choices]) -> None:
-    _check([{n: CHOICES[n][index] for n, index in each.items()} for each in chosen], group)
+    _check(group)

@@ -45,13 +45,12 @@ def _twice(layers: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
 def test_a_compiled_caller_is_one_graph() -> None:
     """The compiler recomputes by itself; a break at each block would lose what it fuses."""
     layers, x = _model()
-    step = torch.compile(
-        _twice(layers, Checkpointer().checkpoint), backend="aot_eager", fullgraph=True
-    )
+    step = _twice(layers, Checkpointer().checkpoint)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
 
     expected = _numbers(layers, x, _twice(layers, plainly))
 
-    torch.testing.assert_close(_numbers(layers, x, step), expected)
+    torch.testing.assert_close(_numbers(layers, x, compiled), expected)
 
 
 def test_rngs_of_a_tracker_break_the_graph_and_nothing_else() -> None:
@@ -73,11 +72,9 @@ def test_rngs_of_a_tracker_break_the_graph_and_nothing_else() -> None:
         found = _numbers(layers, x, torch.compile(step, backend="eager") if is_compiled else step)
         return found + list(tracker.get_states().values())
 
-    expected = numbers(plainly, is_compiled=False)
-
     found = numbers(Checkpointer(tracker=tracker).checkpoint, is_compiled=True)
 
-    assert_equal(found, expected)
+    assert_equal(found, numbers(plainly, is_compiled=False))
 
 
 def test_a_compiled_block_is_checkpointed_as_any_function() -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import Run, Stack, assert_equal, plainly, train
+from same_numbers import Run, Stack, assert_equal, plainly, slope, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import noop_context_fn
@@ -59,22 +58,22 @@ def _as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_megatron, _as_deepspeed])
-def test_every_name_recomputes_with_the_rngs_of_the_default_tracker(run: Run) -> None:
+def test_every_name_recomputes_with_the_rngs_of_the_default_tracker() -> None:
     """A model takes its tracker from one function and its checkpoint from another."""
     tracker = get_cuda_rng_tracker()
 
     def numbers(run: Run) -> list[Tensor]:
         return train(run, lambda: Stack(tracker=tracker), tracker=tracker)
 
-    assert_equal(numbers(run), numbers(plainly))
+    expected = numbers(plainly)
+    for run in (checkpoint, non_reentrant_checkpoint, _as_megatron, _as_deepspeed):
+        assert_equal(numbers(run), expected, run)
 
 
-def _as_the_method(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return Checkpointer().checkpoint(function, *args, **kwargs)
+NAMES = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint])
 
 
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
+@NAMES
 def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) -> None:
     """transformers, timm and torchvision give these; a layer that takes any keyword computes on."""
     seen: list[dict[str, Any]] = []
@@ -97,54 +96,30 @@ def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) 
     ):
         seen.clear()
         torch.manual_seed(0)
-        y = run(layer, x, **options, scale=2)
-        (found,) = torch.autograd.grad(y.sum(), x)
-        with torch.no_grad():  # where nothing is kept, the call is the same
-            torch.manual_seed(0)
-            assert torch.equal(run(layer, x, **options, scale=2), y)
+        found = slope(partial(run, layer, **options, scale=2), x)
         torch.manual_seed(0)
-        (expected,) = torch.autograd.grad(layer(x, scale=2).sum(), x)
+        assert torch.equal(found, slope(partial(layer, scale=2), x))
+        with torch.no_grad():  # where nothing is kept, the call is the same
+            run(layer, x, **options, scale=2)
 
-        assert torch.equal(found, expected)
         assert seen == [{"scale": 2}] * 4
 
 
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
-        ({"use_reentrant": "no"}, "expected True or False or None"),
-        ({"determinism_check": "none"}, "always compared"),
-        ({"context_fn": lambda: (nullcontext(), nullcontext())}, r"Checkpointer\(keeps="),
-        ({"debug": True}, r"Checkpointer\(verifies="),
-        ({"early_stop": False}, r"Checkpointer\(stops_early="),
-    ],
-)
-def test_what_torch_would_do_and_we_do_not_is_refused_by_name(
-    wrong: dict[str, Any], remedy: str
-) -> None:
-    """Selective checkpointing that is not done takes memory that was counted on."""
-    (name,) = wrong
-    with pytest.raises(CheckpointError, match=rf"checkpoint\({name}=\).*{remedy}.*partial"):
-        checkpoint(torch.sin, torch.ones(2, requires_grad=True), **wrong)
-
-
-@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run, flag: bool) -> None:
+@NAMES
+def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run) -> None:
     """Taken for either, the other's script would compute on with a wrong argument."""
 
     def layer(*args: Any, causal: bool | None = None) -> Tensor:
         return args[-1].sin()
 
     x = torch.ones(2, requires_grad=True)
+    remedy = r"distribute_saved_activations.*CheckpointFunction\.apply.*partial"
 
-    with pytest.raises(
-        CheckpointError, match=r"distribute_saved_activations.*CheckpointFunction\.apply.*partial"
-    ):
-        run(layer, flag, x)
-    assert torch.equal(CheckpointFunction.apply(layer, False, x), x.sin())  # as Megatron means it
-    for own in (partial(layer, flag), partial(layer, causal=flag)):
-        assert torch.equal(run(own, x), x.sin())
+    for flag in (True, False):
+        with pytest.raises(CheckpointError, match=remedy):
+            run(layer, flag, x)
+        for own in (partial(layer, flag), partial(layer, causal=flag)):
+            assert torch.equal(run(own, x), x.sin())
 
 
 def test_the_list_gets_every_output_in_order() -> None:
@@ -160,14 +135,6 @@ def test_the_list_gets_every_output_in_order() -> None:
     assert torch.equal(x.grad, x.cos())
 
 
-def test_configure_takes_its_arguments_in_deepspeeds_order() -> None:
-    """Some code gives them by position."""
-    names = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints"
-    names += " checkpoint_in_cpu synchronize profile"
-
-    assert list(inspect.signature(configure).parameters) == names.split()
-
-
 def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
     """An average of weights copies the model; transformers puts a partial of `checkpoint` in it."""
     held = [partial(checkpoint), partial(get_cuda_rng_tracker), partial(CheckpointFunction.apply)]
@@ -179,13 +146,10 @@ def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
 # Seeds.
 
 
-def _mpu(axis: str, rank: int) -> Any:
+def _mpu(axis: str, rank: int, group: Any = None) -> Any:
+    facts = {"rank": rank, "world_size": 4, "group": group}
     return SimpleNamespace(
-        **{
-            f"get_{axis}_rank": lambda: rank,
-            f"get_{axis}_world_size": lambda: 4,
-            f"get_{axis}_group": lambda: None,
-        }
+        **{f"get_{axis}_{name}": lambda fact=fact: fact for name, fact in facts.items()}
     )
 
 
@@ -205,7 +169,7 @@ def _drawn_in_fork() -> Tensor:
 
 AXES = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 MPUS = {  # and this rank's number among those that split layers
-    **{f"{axis} {rank}": (_mpu(axis, rank), rank) for axis in AXES for rank in (0, 3)},
+    **{axis: (_mpu(axis, 3), 3) for axis in AXES},
     # Megatron's model-parallel group has the pipeline's stages in it, its tensor-parallel not.
     "both": (SimpleNamespace(**(vars(_mpu(AXES[0], 1)) | vars(_mpu(AXES[2], 3)))), 1),
     "none": (None, 0),
@@ -226,6 +190,8 @@ def test_ranks_share_the_default_seed_and_have_one_each_besides(mpu: Any, rank: 
 def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
     """Layers that are split get new masks; the default rng goes on."""
     configure(_mpu("model_parallel", 2))
+    with pytest.raises(UnknownRngError, match="call model_parallel_cuda_manual_seed"):
+        model_parallel_reconfigure_tp_seed(2000)
     model_parallel_cuda_manual_seed(1000)
     expected = torch.random.get_rng_state()
 
@@ -235,24 +201,17 @@ def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
     assert torch.equal(_drawn_in_fork(), _numbers_of(2000 + 2718 + 2))
 
 
-def test_seeding_anew_needs_a_seeded_rng_and_a_free_seed() -> None:
-    """The first is a call that was forgotten, the second equal masks."""
-    with pytest.raises(UnknownRngError, match="call model_parallel_cuda_manual_seed"):
-        model_parallel_reconfigure_tp_seed(2000)
+def test_a_seed_that_is_refused_changes_nothing() -> None:
+    """2**64 - 1 is one itself, but not with an offset; two rngs of one seed give equal masks."""
     model_parallel_cuda_manual_seed(1000)
     get_cuda_rng_tracker().add("another", 2000 + 2718)
+
     with pytest.raises(SeedInUseError, match="rng 'another'"):
         model_parallel_reconfigure_tp_seed(2000)
-
-
-@pytest.mark.parametrize("seed", ["1", 1.5, None, True, 2**64 - 1])
-def test_a_seed_that_is_refused_changes_nothing(seed: Any) -> None:
-    """The last is one itself, but not with an offset."""
-    model_parallel_cuda_manual_seed(1000)
-
-    for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
-        with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
-            call(seed)
+    for seed in ("1", 1.5, None, True, 2**64 - 1):
+        for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
+            with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
+                call(seed)
 
     assert torch.equal(_drawn(), _numbers_of(1000))
     assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
@@ -260,116 +219,105 @@ def test_a_seed_that_is_refused_changes_nothing(seed: Any) -> None:
 
 # What configure is told.
 
-KEYS = {  # by argument: the file's key, the value where nobody says one, and two others
-    "partition_activations": ("partition_activations", False, (False, True)),
-    "contiguous_checkpointing": ("contiguous_memory_optimization", False, (False, True)),
-    "num_checkpoints": ("number_checkpoints", 9, (3, 5)),
-    "checkpoint_in_cpu": ("cpu_checkpointing", False, (False, True)),
-    "synchronize": ("synchronize_checkpoint_boundary", False, (False, True)),
-    "profile": ("profile", False, (False, True)),
+KEYS = {  # of the file, by argument, in DeepSpeed's order
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
 }
-DEFAULTS = {argument: default for argument, (_, default, _) in KEYS.items()}
-DEFAULTS["num_checkpoints"] = None
+DEFAULTS = dict.fromkeys(KEYS, False) | {"num_checkpoints": None}
+
+
+def _section(**keys: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": keys, "train_batch_size": 8}
+
+
+def test_configure_takes_its_arguments_in_deepspeeds_order() -> None:
+    """Some code gives them by position."""
+    assert list(inspect.signature(configure).parameters) == ["mpu_", "deepspeed_config", *KEYS]
 
 
 @pytest.mark.parametrize("argument", KEYS)
 def test_an_argument_beats_the_file_which_beats_the_default(argument: str) -> None:
     """A script's flags correct the file that it is started with."""
-    key, unset, values = KEYS[argument]
+    values, unset = ((3, 5), 9) if argument == "num_checkpoints" else ((False, True), False)
 
     for given, written in itertools.product((None, *values), repeat=2):
         checkpointer = Checkpointer()
         checkpointer.set_num_layers(9)
-        source = {"activation_checkpointing": {key: written}, "train_batch_size": 8}
+        source = _section(**{KEYS[argument]: written})
         checkpointer.configure(None, deepspeed_config=source, **{argument: given})
 
         expected = next((one for one in (given, written) if one is not None), unset)
         assert choices_of(checkpointer)[argument] == expected, (given, written)
 
 
-@pytest.mark.parametrize("source", [None, {}, {"activation_checkpointing": None}])
-def test_a_later_configure_starts_from_the_defaults(source: Any, default: Checkpointer) -> None:
-    """As DeepSpeed's: what one model asked for the next does not. Most files ask none."""
-    configure(None, profile=True, synchronize=True)
-
-    configure(None, deepspeed_config=source)
-
-    assert choices_of(default) == DEFAULTS
-
-
 SECTION = {"synchronize_checkpoint_boundary": True, "number_checkpoints": 4}
 
 
-def _written(folder: Path) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({"activation_checkpointing": SECTION}))
-    return path
-
-
-SOURCES = {
-    "a dict": lambda folder: {"activation_checkpointing": SECTION},
-    "a path": _written,
-    "a path as a str": lambda folder: str(_written(folder)),
-    "an object with a dict": lambda folder: SimpleNamespace(
-        activation_checkpointing_config=SECTION
-    ),
-    "DeepSpeed's object": lambda folder: SimpleNamespace(
-        activation_checkpointing_config=SimpleNamespace(
-            **SECTION, profile=False, partition_activations=False, cpu_checkpointing=False
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_the_file_comes_in_every_form_that_scripts_have_it_in(
-    source: Callable[[Path], Any], tmp_path: Path, default: Checkpointer
+    tmp_path: Path, default: Checkpointer
 ) -> None:
-    """Some pass args.deepspeed_config, a path; some the dict; some what was parsed from it."""
-    configure(None, deepspeed_config=source(tmp_path))
+    """Some pass args.deepspeed_config, a path; some the dict; some what was parsed from it.
 
-    expected = {"synchronize": True, "num_checkpoints": 4}
-    assert choices_of(default) == DEFAULTS | expected
+    As DeepSpeed's, each starts from the defaults: what one model asked for the next does not.
+    """
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_section(**SECTION)))
+    parsed = SimpleNamespace(
+        **SECTION, profile=False, partition_activations=False, cpu_checkpointing=False
+    )
+    forms: list[Any] = [
+        _section(**SECTION),
+        path,
+        str(path),
+        SimpleNamespace(activation_checkpointing_config=SECTION),
+        SimpleNamespace(activation_checkpointing_config=parsed),  # DeepSpeed's object
+    ]
+
+    for form in forms:
+        configure(None, deepspeed_config=form)
+        assert choices_of(default) == DEFAULTS | {"synchronize": True, "num_checkpoints": 4}, form
+        for nothing in (None, {}, {"activation_checkpointing": None}):  # as most files ask for
+            configure(None, profile=True)
+            configure(None, deepspeed_config=nothing)
+            assert choices_of(default) == DEFAULTS | {"num_checkpoints": 4}
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown key": (
-        {"deepspeed_config": {"activation_checkpointing": {"partition": True}}},
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"deepspeed_config": _section(partition=True)},
         r"activation_checkpointing\.partition: expected one of partition_activations, ",
     ),
-    "a value of the wrong type in the file": (
-        {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": "true"}}},
+    (
+        {"deepspeed_config": _section(cpu_checkpointing="true")},
         r"activation_checkpointing\.cpu_checkpointing: expected True or False, got 'true'",
     ),
-    "a wrong value that an argument beats": (
-        {"deepspeed_config": {"activation_checkpointing": {"profile": 1}}, "profile": True},
+    (  # though an argument beats it
+        {"deepspeed_config": _section(profile=1), "profile": True},
         r"activation_checkpointing\.profile: expected True or False, got 1",
     ),
-    "an argument of the wrong type": (
-        {"partition_activations": 1},
-        r"configure\(partition_activations=\): expected True or False, got 1",
-    ),
-    "no layers": ({"num_checkpoints": 0}, r"configure\(num_checkpoints=\): expected an int of 1"),
-    "a flag as number": ({"num_checkpoints": True}, "expected an int of 1 or more, got True"),
-    "a section that is none": (
+    (
         {"deepspeed_config": {"activation_checkpointing": 3}},
         "expected 'activation_checkpointing' to be a section",
     ),
-    "no file": ({"deepspeed_config": "/no/such.json"}, "path of a JSON file, got '/no/such.json'"),
-    "no configuration": ({"deepspeed_config": 3}, "expected a dict, the path of a JSON file"),
-    "contiguous buffers of nobody knows how many layers": (
+    ({"deepspeed_config": "/no/such.json"}, "path of a JSON file, got '/no/such.json'"),
+    ({"deepspeed_config": 3}, "expected a dict, the path of a JSON file"),
+    ({"partition_activations": 1}, r"configure\(partition_activations=\): expected True or False"),
+    ({"num_checkpoints": 0}, r"configure\(num_checkpoints=\): expected an int of 1"),
+    ({"num_checkpoints": True}, "expected an int of 1 or more, got True"),
+    (
         {"contiguous_checkpointing": True},
         r"number of checkpointed layers, got none; give configure\(num_checkpoints=\)",
     ),
-    "no mpu": ({"mpu_": object()}, "expected None, a DeviceMesh of one dimension or an object"),
-    "an mpu that lacks a getter": (
-        {"mpu_": SimpleNamespace(get_model_parallel_rank=lambda: 0)},
-        "each of rank, world_size and group",
-    ),
-}
+    ({"mpu_": object()}, "expected None, a DeviceMesh of one dimension or an object"),
+    ({"mpu_": SimpleNamespace(get_model_parallel_rank=int)}, "each of rank, world_size and group"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_what_makes_no_sense_is_refused_and_changes_nothing(
     arguments: dict[str, Any], message: str, default: Checkpointer
 ) -> None:
@@ -384,11 +332,11 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert not is_configured()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\udcff"])
-def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
+def test_a_file_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
     """The path may be that of another file."""
     path = tmp_path / "config.json"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    path.write_bytes(content)
 
     with pytest.raises(CheckpointError, match=r"config\.json"):
         configure(None, deepspeed_config=path)
@@ -399,24 +347,29 @@ def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> 
 
 def test_two_checkpointers_differ(default: Checkpointer) -> None:
     """Two models in one process have each their own: there is no other state."""
-    other = Checkpointer()
+    saver = KeepSaver()
+    other = Checkpointer(saver=saver)
+    other.set_num_layers(3)
+    assert other.saver is saver  # the number concerns only those that configure makes
 
-    other.configure(_mpu("model_parallel", 1), profile=True, num_checkpoints=3)
+    other.configure(_mpu("model_parallel", 1), profile=True)
     other.model_parallel_cuda_manual_seed(5)
 
     assert other.is_configured()
+    assert other.saver is not saver
+    assert choices_of(other) == DEFAULTS | {"profile": True, "num_checkpoints": 3}
     assert not is_configured()
     assert choices_of(default) == DEFAULTS
     assert not get_cuda_rng_tracker().is_initialized()
 
 
-LAYERS = {"contiguous_checkpointing": True, "num_checkpoints": 3}
+CONTIGUOUS = {"contiguous_checkpointing": True}
 CONFIGURED = {  # options, and the number of layers that is said before, and after
     "split over nobody": ({"partition_activations": True}, None, None),
-    "contiguous": (LAYERS, None, None),  # DeepSpeed wants partitioning too; no buffer needs it
-    "contiguous on the host": (LAYERS | {"checkpoint_in_cpu": True}, None, None),
-    "announced": ({"contiguous_checkpointing": True, "checkpoint_in_cpu": True}, 3, None),
-    "grown": (LAYERS | {"num_checkpoints": 1}, None, 3),
+    # DeepSpeed wants partitioning for these too; no buffer needs it.
+    "on the host": ({**CONTIGUOUS, "num_checkpoints": 3, "checkpoint_in_cpu": True}, None, None),
+    "announced": (CONTIGUOUS, 3, None),
+    "grown": ({**CONTIGUOUS, "num_checkpoints": 1}, None, 3),
 }
 
 
@@ -467,18 +420,6 @@ def test_times_are_measured_when_that_is_configured() -> None:
         default_checkpointer().timings()
 
 
-def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
-    """The number of layers concerns those alone that configure makes."""
-    saver = KeepSaver()
-    checkpointer = Checkpointer(saver=saver)
-
-    checkpointer.set_num_layers(3)
-    assert checkpointer.saver is saver
-
-    checkpointer.configure(None)
-    assert checkpointer.saver is not saver
-
-
 def test_buffers_are_free_after_a_reset() -> None:
     """Evaluation that forgot no_grad() leaves graphs behind that nobody runs backward on."""
     configure(None, contiguous_checkpointing=True, num_checkpoints=2)
@@ -495,23 +436,18 @@ def test_buffers_are_free_after_a_reset() -> None:
 
 
 def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:
-    """Code that came after Megatron has a DeviceMesh."""
+    """Code that came after Megatron has a DeviceMesh. Of two, nobody knows which splits layers."""
     checkpointer = Checkpointer()
-    checkpointer.configure(DeviceMesh("cpu", [0, 1]))
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
+        checkpointer.configure(mesh)
+
+    checkpointer.configure(mesh["tp"])
     checkpointer.model_parallel_cuda_manual_seed(10)
 
     with checkpointer.tracker.fork():
         drawn = torch.rand(3, device=checkpointer.tracker.device)
-
     assert torch.equal(drawn, _numbers_of(10 + 2718 + group.rank))
-
-
-def test_a_mesh_of_two_dimensions_will_not(group: Group) -> None:
-    """Nobody knows which of them splits layers."""
-    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
-    with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
-        configure(mesh)
-    configure(mesh["tp"])
 
 
 def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:
@@ -520,9 +456,8 @@ def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:
         (None, "as many ranks as its world size says, 4, got 2"),
         ("tp", "process group of torch.distributed, got 'tp'"),
     ):
-        mpu = _mpu("model_parallel", group.rank)
-        mpu.get_model_parallel_group = lambda found=process_group: found
         checkpointer = Checkpointer()
         with pytest.raises(CheckpointError, match=message):
+            mpu = _mpu("model_parallel", group.rank, process_group)
             checkpointer.configure(mpu, partition_activations=True)
         assert not checkpointer.is_configured()

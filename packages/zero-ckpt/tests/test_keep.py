@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from same_numbers import Block, Random, Run, Stack, assert_equal, plainly, train
+from same_numbers import (
+    Block,
+    Run,
+    assert_equal,
+    changing,
+    everything,
+    linears,
+    nested,
+    no_collector,
+    plainly,
+    slope,
+)
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_ckpt import (
     MATMULS,
     Checkpointer,
+    ModulePolicy,
     NondeterminismError,
     OperatorCall,
     OperatorPolicy,
@@ -34,12 +44,8 @@ from zero_comm import Group
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def everything(call: OperatorCall) -> bool:
-    return True
-
-
-class _Counting(TorchDispatchMode):
-    """Sees what runs: a mode entered before another is below it."""
+class Operators(TorchDispatchMode):
+    """Counts what runs: a mode entered before another is below it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,55 +56,93 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    with _Counting() as counting:
-        yield counting.calls
-
-
-def _linears(count: int = 2, *, bias: bool = True) -> nn.Sequential:
-    """Each calls `addmm` in forward (`mm` without a bias), and only `mm` in backward."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(count) for layer in (nn.Linear(8, 8, bias=bias), nn.GELU())]
-    return nn.Sequential(*layers)
-
-
 BYTES = 4 * 8 * 4  # of one output, for an input of 4 rows
 
 
-# ---- The law ----
+def _x() -> Tensor:
+    return torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        everything,
-        by_operator("native_dropout"),
-        by_operator("rand_like", "zero_ckpt_tests::noise"),
-        by_operator("_scaled_dot_product_flash_attention_for_cpu", "bmm", "bernoulli"),
-    ],
-)
-def test_generators_move_past_operators_that_did_not_run(policy: OperatorPolicy) -> None:
-    """The next dropout would get the numbers of the one before, silently."""
-    expected = train(plainly, Random)
+# ---- What runs, and what is kept ----
 
-    assert_equal(train(Checkpointer(keeps=policy).checkpoint, Random), expected)
+Kept = tuple[Callable[[Tensor], Tensor], OperatorPolicy | None]  # a function, what of it
 
 
-# ---- What runs ----
+def _attention() -> Kept:
+    conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def function(x: Tensor) -> Tensor:
+        x = conv(x)[None, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).relu()
+
+    return function, MATMULS
 
 
-def test_what_is_kept_runs_once_and_the_rest_twice() -> None:
-    """The point of it."""
-    model, x = _linears(3), torch.randn(4, 8)
-    expected = {"addmm": 3, "gelu": 6}
+def _of_blocks(policy: ModulePolicy) -> Kept:
+    model = nn.Sequential(Block(8), Block(8))
+    return lambda x: model(x[None]), inside(model, policy)
 
-    for keeps, addmm in ((MATMULS, 3), (None, 6), (by_operator("gelu"), 6)):
-        with counted() as calls:
-            run = Checkpointer(keeps=keeps, stops_early=False).checkpoint
-            run(model, x).sum().backward()
-        gelu = 3 if addmm == 6 and keeps is not None else 6
-        assert {name: calls[name] for name in expected} == {"addmm": addmm, "gelu": gelu}
+
+def _by_hand() -> Kept:
+    block = Block(8)
+    return lambda x: block(block.forward(x[None])), inside(block, by_type(Block))
+
+
+def _views(x: Tensor) -> Tensor:
+    return torch.ops.aten._unsafe_view(x.view(-1, 4)[:], [2, 16]).sin()
+
+
+# The bytes that are kept, and how often operators run in forward and backward together.
+ROWS: dict[str, tuple[Callable[[], Kept], int | None, dict[str, int]]] = {
+    "matmuls": (lambda: (linears(3), MATMULS), 3 * BYTES, {"addmm": 3, "gelu": 6}),
+    "nothing": (lambda: (linears(3), None), 0, {"addmm": 6, "gelu": 6}),
+    "an operator": (lambda: (linears(3), by_operator("gelu")), 3 * BYTES, {"addmm": 6, "gelu": 3}),
+    "more than one output": (  # of attention, which returns what its softmax added up to, too
+        _attention,
+        2 * BYTES + 4 * 4,
+        {"convolution": 1, "_scaled_dot_product_flash_attention_for_cpu": 1},
+    ),
+    "modules by name": (
+        lambda: _of_blocks(by_name("*.attention")),
+        None,
+        {"_safe_softmax": 2, "native_layer_norm": 4},
+    ),
+    "modules by type": (
+        lambda: _of_blocks(by_type(nn.MultiheadAttention)),
+        None,
+        {"_safe_softmax": 2, "native_layer_norm": 4},
+    ),
+    # Forward by hand passes by hooks, and so by what watches calls.
+    "a call and a forward by hand": (_by_hand, None, {"native_layer_norm": 3}),
+    # What was written to is no longer what the operator returned: it would be kept for nothing.
+    "memory that was written": (
+        lambda: (nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), MATMULS),
+        BYTES,
+        {"addmm": 3},
+    ),
+    # Views of what is there are never kept. Some say so in their schema, others do not.
+    "views": (lambda: (_views, everything), BYTES, {"_unsafe_view": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_kept_runs_once_and_the_rest_twice(name: str) -> None:
+    """The point of it. Numbers stay, and so do random ones."""
+    make, num_bytes, expected = ROWS[name]
+    function, policy = make()
+    checkpointer = Checkpointer(keeps=policy, stops_early=False)
+
+    torch.manual_seed(0)
+    gradient = slope(function, x := _x())
+    torch.manual_seed(0)
+    with Operators() as ran:
+        y = checkpointer.checkpoint(function, x)
+        assert num_bytes in (checkpointer.kept_bytes, None)
+        (found,) = torch.autograd.grad(y.sum(), x)
+
+    assert torch.equal(found, gradient)
+    assert {operator: ran.calls[operator] for operator in expected} == expected
+    assert checkpointer.kept_bytes == 0
 
 
 @pytest.mark.gpu
@@ -123,239 +167,17 @@ def test_fused_attention_draws_once_and_its_output_is_kept(backend: str) -> None
         assert_equal(numbers(Checkpointer(keeps=policy).checkpoint), numbers(plainly))
 
 
-def test_convolutions_and_attention_are_kept() -> None:
-    """The dearest of all, and they return more than one tensor."""
-    conv = nn.Conv1d(4, 4, 3, padding=1)
-
-    def function(x: Tensor) -> Tensor:
-        x = conv(x)[None]
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).relu()
-
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    with counted() as calls:
-        run = Checkpointer(keeps=MATMULS, stops_early=False).checkpoint
-        (found,) = torch.autograd.grad(run(function, x).square().sum(), x)
-    (expected,) = torch.autograd.grad(function(x).square().sum(), x)
-
-    assert calls["convolution"] == calls["_scaled_dot_product_flash_attention_for_cpu"] == 1
-    assert torch.equal(found, expected)
-
-
-def test_calls_inside_a_module_are_kept_whatever_they_are() -> None:
-    """Of a block that is computed again, its attention is not."""
-    for policy in (by_name("blocks.*.attention"), by_type(nn.MultiheadAttention)):
-        model, x = Stack(), torch.randn(2, 4, 8, requires_grad=True)
-        run = Checkpointer(keeps=inside(model, policy), stops_early=False).checkpoint
-        torch.manual_seed(0)
-        (expected,) = torch.autograd.grad(model(x, plainly).sum(), x)
-        torch.manual_seed(0)
-        with counted() as calls:
-            (found,) = torch.autograd.grad(model(x, run).sum(), x)
-
-        assert torch.equal(found, expected)
-        assert calls["_safe_softmax"] == 3
-        assert calls["native_layer_norm"] == 6
-
-
-class _Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.block.forward(x))
-
-
-def test_inside_means_in_a_call() -> None:
-    """Forward by hand passes by hooks, and so by what watches calls."""
-    model = _Twice()
-    checkpointer = Checkpointer(keeps=inside(model, by_name("block")), stops_early=False)
-
-    with counted() as calls:
-        checkpointer.checkpoint(model, torch.randn(2, 4, 8)).sum().backward()
-
-    assert calls["native_layer_norm"] == 3
-
-
-def test_a_policy_sees_the_call() -> None:
-    """Custom policies decide by shapes, sizes and what is kept already."""
-    seen: list[tuple[str, int, int]] = []
-
-    def policy(call: OperatorCall) -> bool:
-        seen.append((call.name, call.output_bytes, call.kept_bytes))
-        return call.args[-1].shape == (8, 8) if call.name == "aten::addmm" else False
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    with counted() as calls:
-        Checkpointer(keeps=policy).checkpoint(model, torch.randn(4, 8)).sum().backward()
-
-    assert seen == [
-        ("aten::addmm", BYTES, 0), ("aten::relu", BYTES, BYTES), ("aten::addmm", 32, BYTES)
-    ]  # fmt: skip
-    assert calls["addmm"] == 2
-
-
-def test_an_exception_of_the_policy_is_the_callers() -> None:
-    """And leaves no mode behind that keeps what comes next."""
-
-    def policy(call: OperatorCall) -> bool:
-        raise KeyError("mine")
-
-    checkpointer = Checkpointer(keeps=policy)
-    with pytest.raises(KeyError, match="mine"):
-        checkpointer.checkpoint(_linears(), torch.randn(4, 8))
-
-    assert checkpointer.kept_bytes == 0
-    torch.randn(4) + 1  # asks nobody
-
-
-# ---- Bytes ----
-
-
-def test_nested_checkpoints_keep_an_output_once() -> None:
-    """The outer's second run calls the inner checkpoint again, between its own operators."""
-    model, x = _linears(), torch.randn(4, 8)
+def test_subclasses_are_kept_whole_with_their_parts_counted() -> None:
+    """Distributed and quantized tensors are made of others. For numbers see `test_numbers.py`."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
     checkpointer = Checkpointer(keeps=MATMULS)
-    with counted() as calls:
-        loss = checkpointer.checkpoint(lambda x: checkpointer.checkpoint(model, x).sin(), x).sum()
-        assert checkpointer.kept_bytes == 2 * BYTES  # though two keep them
-        loss.backward()
 
-    assert calls["addmm"] == 2
-    assert checkpointer.kept_bytes == 0
-
-
-@pytest.mark.parametrize("room", [0, BYTES - 1, BYTES, 3 * BYTES + 5, 100 * BYTES])
-def test_a_budget_keeps_what_comes_first(room: int) -> None:
-    """Ranks must decide alike, and a limit is a limit."""
-    model, x = _linears(2), torch.randn(4, 8)
-    checkpointer = Checkpointer(keeps=within_bytes(room, MATMULS))
-    num_kept = min(room // BYTES, 6)
-
-    for _ in range(2):  # backward gives all of it back
-        with counted() as calls:
-            y = x
-            for _ in range(3):
-                y = checkpointer.checkpoint(model, y)
-            assert checkpointer.kept_bytes == num_kept * BYTES
-            y.sum().backward()
-        assert calls["addmm"] == 6 + 6 - num_kept
-        assert checkpointer.kept_bytes == 0
-
-
-def test_bytes_come_back_with_the_graph() -> None:
-    """A loss that nobody calls backward on, as in an evaluation with gradients on."""
-    checkpointer = Checkpointer(keeps=MATMULS)
-    gc.disable()
-    try:
-        y = checkpointer.checkpoint(_linears(), torch.randn(4, 8))
+    with Operators() as ran:
+        loss = checkpointer.checkpoint(lambda x: (x @ weight).sin().sum(), TwoTensor(x, 2 * x))
         assert checkpointer.kept_bytes == 2 * BYTES
-        del y
-        assert checkpointer.kept_bytes == 0
-    finally:
-        gc.enable()
+        loss.backward(torch.ones_like(loss))
 
-
-def test_nothing_is_kept_without_gradients() -> None:
-    """An evaluation pass must not grow."""
-    checkpointer = Checkpointer(keeps=everything)
-    with torch.no_grad():
-        y = checkpointer.checkpoint(_linears(), torch.randn(4, 8))
-
-    assert y.shape == (4, 8)
-    assert checkpointer.kept_bytes == 0
-
-
-@pytest.mark.parametrize("runs_backward", [True, False])
-def test_no_cycle_keeps_outputs_alive(runs_backward: bool) -> None:
-    """Activations that wait for the garbage collector are activations that are not dropped."""
-    memory: list[weakref.ref[Any]] = []
-
-    def policy(call: OperatorCall) -> bool:
-        memory.append(weakref.ref(call.output.untyped_storage()))
-        return True
-
-    model = _linears(bias=False)  # whose operators all return one tensor
-    gc.disable()
-    try:
-        run = Checkpointer(keeps=policy).checkpoint
-        loss = run(lambda x: run(model, x).sin(), torch.randn(4, 8)).sum()
-        assert any(storage() is not None for storage in memory)
-        if runs_backward:
-            loss.backward()
-        del loss
-        assert [storage() for storage in memory] == [None] * len(memory)
-    finally:
-        gc.enable()
-
-
-def test_a_graph_that_is_retained_keeps_them_for_each_backward() -> None:
-    """And gives them back at the last one."""
-    model, x = _linears(), torch.randn(4, 8, requires_grad=True)
-    checkpointer = Checkpointer(keeps=MATMULS)
-    expected = torch.autograd.grad(model(x).sum(), x)
-    with counted() as calls:
-        loss = checkpointer.checkpoint(model, x).sum()
-        for retains in (True, True, False):
-            found = torch.autograd.grad(loss, x, retain_graph=retains)
-            assert torch.equal(found[0], expected[0])
-            assert checkpointer.kept_bytes == (2 * BYTES if retains else 0)
-
-    assert calls["addmm"] == 2
-
-
-def test_what_stands_in_does_not_hold_the_second_run() -> None:
-    """Its graph would stay for as long as the first one is retained, with all activations."""
-    memory: list[weakref.ref[Any]] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            output = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.gelu.default:
-                memory.append(weakref.ref(output.untyped_storage()))
-            return output
-
-    run = Checkpointer(keeps=MATMULS).checkpoint
-    loss = run(lambda x: _linears(3)(x).sin(), torch.randn(4, 8)).sum()
-    gc.disable()
-    try:
-        with Watching():
-            loss.backward(retain_graph=True)
-        assert len(memory) == 3
-        assert [storage() for storage in memory] == [None] * 3
-    finally:
-        gc.enable()
-
-
-def test_looking_at_saved_tensors_gives_nothing_back() -> None:
-    """Debuggers do it, outside of any backward."""
-    model, x = _linears(1), torch.randn(4, 8)
-    checkpointer = Checkpointer(keeps=MATMULS)
-    y = checkpointer.checkpoint(model, x)
-
-    assert torch.equal(y.grad_fn._saved_self, model[0](x))
-    assert checkpointer.kept_bytes == BYTES
-    y.sum().backward()
-    assert checkpointer.kept_bytes == 0
-
-
-# ---- What cannot be kept ----
-
-
-def test_memory_that_was_written_is_not_held() -> None:
-    """It would be kept for nothing."""
-    checkpointer = Checkpointer(keeps=MATMULS)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
-    x = torch.randn(4, 8)
-
-    y = checkpointer.checkpoint(model, x)
-
-    assert checkpointer.kept_bytes == BYTES
-    with counted() as calls:
-        y.sum().backward()
-    assert calls["addmm"] <= 1
+    assert ran.calls["mm"] == 2  # in forward, and for the weight's gradient
 
 
 def test_collectives_write_without_saying_so(group: Group) -> None:
@@ -377,7 +199,7 @@ def test_collectives_write_without_saying_so(group: Group) -> None:
     def function(x: Tensor) -> Tensor:
         return Reduce.apply(up(up(x))).sin()
 
-    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    expected = slope(function, x)
     for policy in (MATMULS, everything):
         checkpointer = Checkpointer(keeps=policy)
         loss = checkpointer.checkpoint(function, x).sum()
@@ -387,42 +209,147 @@ def test_collectives_write_without_saying_so(group: Group) -> None:
         assert torch.equal(found, expected)
 
 
-def test_views_of_what_is_there_are_never_kept() -> None:
-    """Some say so in their schema, others do not."""
-    checkpointer = Checkpointer(keeps=everything)
-    x = torch.randn(2, 4, 8, requires_grad=True)
-    y = checkpointer.checkpoint(
-        lambda x: torch.ops.aten._unsafe_view(x.view(-1, 8)[:], [4, 16]).sin(), x
-    )
-    assert checkpointer.kept_bytes == y.nbytes
-    with counted() as calls:
-        y.sum().backward()
-    assert calls["_unsafe_view"] == 1
+def test_a_policy_sees_the_call() -> None:
+    """Custom policies decide by shapes, sizes and what is kept already. Their errors pass."""
+    seen: list[tuple[str, int, int]] = []
+    is_failing = False
+
+    def policy(call: OperatorCall) -> bool:
+        if is_failing:
+            raise KeyError("mine")
+        seen.append((call.name, call.output_bytes, call.kept_bytes))
+        return call.args[-1].shape == (8, 8) if call.name == "aten::addmm" else False
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    checkpointer = Checkpointer(keeps=policy)
+    with Operators() as ran:
+        checkpointer.checkpoint(model, torch.randn(4, 8)).sum().backward()
+
+    assert seen == [
+        ("aten::addmm", BYTES, 0), ("aten::relu", BYTES, BYTES), ("aten::addmm", 32, BYTES)
+    ]  # fmt: skip
+    assert ran.calls["addmm"] == 2
+    is_failing = True
+    with pytest.raises(KeyError, match="mine"):
+        checkpointer.checkpoint(model, torch.randn(4, 8))
+    assert checkpointer.kept_bytes == 0
+    torch.randn(4) + 1  # asks nobody: no mode is left behind
 
 
-def test_subclasses_are_kept_whole_with_their_parts_counted() -> None:
-    """Distributed and quantized tensors are made of others. For numbers see `test_numbers.py`."""
-    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+def test_where_nothing_is_kept_writes_count_alike_in_both_runs() -> None:
+    """A copy at the address of its first one would be taken for a weight that was written."""
+    versions: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            factor = torch.ones(()) * 2
+        factor = factor.clone()
+        versions.append(factor._version)
+        return x * factor
+
+    Checkpointer(keeps=lambda call: False).checkpoint(function, _x()).sum().backward()
+
+    assert versions[0] == versions[1]
+
+
+# ---- Bytes ----
+
+
+def test_nested_checkpoints_keep_an_output_once() -> None:
+    """The outer's second run calls the inner checkpoint again, between its own operators."""
+    model, x = linears(), torch.randn(4, 8)
     checkpointer = Checkpointer(keeps=MATMULS)
+    with Operators() as ran:
+        loss = checkpointer.checkpoint(lambda x: checkpointer.checkpoint(model, x).sin(), x).sum()
+        assert checkpointer.kept_bytes == 2 * BYTES  # though two keep them
+        loss.backward()
 
-    with counted() as calls:
-        loss = checkpointer.checkpoint(lambda x: (x @ weight).sin().sum(), TwoTensor(x, 2 * x))
-        assert checkpointer.kept_bytes == 2 * BYTES
-        loss.backward(torch.ones_like(loss))
+    assert ran.calls["addmm"] == 2
+    assert checkpointer.kept_bytes == 0
 
-    assert calls["mm"] == 2  # in forward, and for the weight's gradient
+
+@pytest.mark.parametrize("room", [0, BYTES - 1, BYTES, 3 * BYTES + 5, 100 * BYTES])
+def test_a_budget_keeps_what_comes_first(room: int) -> None:
+    """Ranks must decide alike, and a limit is a limit."""
+    model, x = linears(2), torch.randn(4, 8)
+    checkpointer = Checkpointer(keeps=within_bytes(room, MATMULS))
+    num_kept = min(room // BYTES, 6)
+
+    for _ in range(2):  # backward gives all of it back
+        with Operators() as ran:
+            y = x
+            for _ in range(3):
+                y = checkpointer.checkpoint(model, y)
+            assert checkpointer.kept_bytes == num_kept * BYTES
+            y.sum().backward()
+        assert ran.calls["addmm"] == 6 + 6 - num_kept
+        assert checkpointer.kept_bytes == 0
+
+
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_no_cycle_keeps_outputs_alive(runs_backward: bool) -> None:
+    """Nor those of a loss that nobody calls backward on, as in an evaluation with gradients on."""
+    memory: list[StorageWeakRef] = []
+
+    def policy(call: OperatorCall) -> bool:
+        memory.append(StorageWeakRef(call.output.untyped_storage()))
+        return True
+
+    model = linears(bias=False)  # whose operators all return one tensor
+    checkpointer = Checkpointer(keeps=policy)
+    run = nested(checkpointer.checkpoint)
+    with no_collector():
+        loss = run(lambda x: run(model, x).sin(), torch.randn(4, 8)).sum()
+        assert not all(storage.expired() for storage in memory)
+        assert checkpointer.kept_bytes > 0
+        if runs_backward:
+            loss.backward()
+        del loss
+
+        assert all(storage.expired() for storage in memory)
+        assert checkpointer.kept_bytes == 0
+
+
+def test_a_graph_that_is_retained_keeps_them_for_each_backward() -> None:
+    """And gives them back at the last one, while no second run's activations stay with them."""
+    memory: list[StorageWeakRef] = []
+    layers = linears(bias=False)
+
+    def function(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x).sin()
+            memory.append(StorageWeakRef(x.untyped_storage()))
+        return x
+
+    x = _x()
+    expected = slope(function, x)
+    checkpointer = Checkpointer(keeps=MATMULS)
+    with Operators() as ran, no_collector():
+        loss = checkpointer.checkpoint(function, x).sum()
+        for retains in (True, True, False):
+            memory.clear()
+            (found,) = torch.autograd.grad(loss, x, retain_graph=retains)
+            assert torch.equal(found, expected)
+            assert memory and all(storage.expired() for storage in memory)
+            assert checkpointer.kept_bytes == (2 * BYTES if retains else 0)
+
+    assert ran.calls["gelu"] == 2 * 4
+    assert ran.calls["mm"] == 2 + 3 * 2  # once, and for the gradient of x
+
+
+def test_looking_at_saved_tensors_gives_nothing_back() -> None:
+    """Debuggers do it, outside of any backward."""
+    model, x = linears(1), torch.randn(4, 8)
+    checkpointer = Checkpointer(keeps=MATMULS)
+    y = checkpointer.checkpoint(model, x)
+
+    assert torch.equal(y.grad_fn._saved_self, model[0](x))
+    assert checkpointer.kept_bytes == BYTES
+    y.sum().backward()
+    assert checkpointer.kept_bytes == 0
 
 
 # ---- A second run that differs ----
-
-
-def _changing(*functions: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    rest = iter(functions)
-
-    def function(x: Tensor) -> Tensor:
-        return next(rest)(x)
-
-    return function
 
 
 @pytest.mark.parametrize(
@@ -452,7 +379,7 @@ def test_another_operator_is_named(
     """Its output would be taken for that of another, and shapes would fit."""
     checkpointer = Checkpointer(keeps=MATMULS, stops_early=False)
     x = torch.randn(4, 4, requires_grad=True)
-    loss = checkpointer.checkpoint(_changing(first, second), x).sum()
+    loss = checkpointer.checkpoint(changing(first, second), x).sum()
 
     with pytest.raises(NondeterminismError, match=message):
         loss.backward()

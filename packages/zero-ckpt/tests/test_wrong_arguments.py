@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -79,6 +80,22 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[Any], str]] = {  # what is cal
     "composite": (by_operator, ["linear"], "made of other operators.*MATMULS"),
     "composite object": (by_operator, [torch.ops.aten.matmul], "made of other operators"),
     "no name": (by_operator, [3], "expected names or operators"),
+    # What torch would do and we do not: selective checkpointing that is not done takes memory that
+    # was counted on.
+    **{
+        f"torch's {name}": (
+            lambda v, name=name: Checkpointer().checkpoint(torch.sin, X, **{name: v}),
+            [value],
+            rf"checkpoint\({name}=\).*{remedy}.*partial",
+        )
+        for name, value, remedy in (
+            ("use_reentrant", "no", "expected True or False or None"),
+            ("determinism_check", "none", "always compared"),
+            ("context_fn", lambda: (nullcontext(), nullcontext()), r"Checkpointer\(keeps="),
+            ("debug", True, r"Checkpointer\(verifies="),
+            ("early_stop", False, r"Checkpointer\(stops_early="),
+        )
+    },
     "no times": (lambda _: Checkpointer().timings(), [None], r"Checkpointer\(profiles=True\)"),
 }
 

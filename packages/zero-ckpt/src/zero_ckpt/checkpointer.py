@@ -222,7 +222,7 @@ class Checkpointer:
             kept.measures_gathers(partial(timed.measure, "gather_s"))
         rng = RngSnapshot.take(devices_of(inputs), self.tracker)
         companions: list[AbstractCompanion | None] = [
-            OnceWritten.of(function),
+            OnceWritten.of(function, (*args, *kwargs.values())),
             Synchronized() if self._configuration.synchronize else None,
             timed,
             None if self.keeps is None else Keeping(name, self.keeps, self._ledger),

@@ -79,6 +79,9 @@ class Keeping(AbstractCompanion):
     ledger: Ledger
     # The calls of the first run, in order, of operators of which any call is kept.
     _calls: list[tuple[OpOverload, _Kept | None]] = field(factory=list, init=False)
+    # Whether the first run was in inference mode at times. A copy of what was made there counts
+    # its writes otherwise below a dispatch mode, so that the second run needs the mode too.
+    _has_inference: bool = field(default=False, init=False)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -94,7 +97,7 @@ class Keeping(AbstractCompanion):
     @contextmanager
     def recompute(self) -> Iterator[None]:
         """Call only what is not kept. Unless the graph is retained, nothing is kept afterwards."""
-        if not self._calls:
+        if not self._calls and not self._has_inference:
             yield
             return
         operators = {operator for operator, _ in self._calls}
@@ -113,6 +116,7 @@ class Keeping(AbstractCompanion):
 
     def _call_first(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
+        self._has_inference |= torch.is_inference_mode_enabled()
         if writes_unseen(func):
             written = storages_in((args, kwargs))
             self._forget(lambda kept: kept.lies_in(written))

@@ -104,10 +104,13 @@ class OnceWritten(AbstractCompanion):
     _written: list[Tensor] = field(factory=list, init=False)
 
     @classmethod
-    def of(cls, function: Any) -> OnceWritten | None:
-        """For a module, its method, or what has modules in its closure; None if there is none."""
+    def of(cls, function: Any, arguments: Iterable[Any] = ()) -> OnceWritten | None:
+        """For a module, its method, or a function that has modules; None if there is none.
+
+        It has them in its closure, its defaults, or among its arguments.
+        """
         module = module_of(function)
-        modules = _modules_behind(function) if module is None else [module]
+        modules = _modules_behind((function, *arguments)) if module is None else [module]
         buffers = list(_buffers_in(modules))
         return cls(buffers) if buffers else None
 
@@ -147,16 +150,18 @@ def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
                 parts.append(child)
 
 
-def _modules_behind(function: Any) -> Iterable[nn.Module]:
-    """Those in the closure of a function, also in lists and behind functions there."""
+def _modules_behind(given: Iterable[Any]) -> Iterable[nn.Module]:
+    """Those among values and in the closures and defaults of functions, also in lists there."""
     found: dict[nn.Module, None] = {}
-    values, seen = [function], {id(function)}
+    values: list[Any] = []
+    seen: set[int] = set()
 
     def look_at(more: Iterable[Any]) -> None:
         new = [value for value in more if id(value) not in seen]
         seen.update(map(id, new))
         values.extend(new)
 
+    look_at(given)
     for value in values:
         if isinstance(value, nn.Module):
             found[value] = None
@@ -164,10 +169,12 @@ def _modules_behind(function: Any) -> Iterable[nn.Module]:
             if value and isinstance(value[0], _LEAD_ON):  # a list may be long, and of numbers
                 look_at(value)
         elif isinstance(value, partial):
-            look_at((value.func, *value.args))
+            look_at((value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, MethodType):
             look_at((value.__self__, value.__func__))
         elif isinstance(value, FunctionType):
+            look_at(value.__defaults__ or ())
+            look_at((value.__kwdefaults__ or {}).values())
             for cell in value.__closure__ or ():
                 with suppress(ValueError):  # the name has no value yet, or was deleted
                     look_at([cell.cell_contents])
