@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,6 +144,36 @@ def test_what_is_kept_runs_once_and_the_rest_twice(name: str) -> None:
     assert torch.equal(found, gradient)
     assert {operator: ran.calls[operator] for operator in expected} == expected
     assert checkpointer.kept_bytes == 0
+
+
+# Writes to what a product returned, by views that count writes apart from it.
+_WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, w: (x @ w).mul_(2).sin(),
+    "parts": lambda x, w: torch.unsafe_split(torch.addmm(x[0], x[0], w), 4, -1)[1].mul_(2).sin(),
+    "sizes": lambda x, w: torch.unsafe_split_with_sizes(x @ w, [3, 5], -1)[0].mul_(2).sin(),
+    "data": lambda x, w: (y := x[0] @ w, y.data.mul_(2), y.sin())[2],
+}
+
+
+@pytest.mark.parametrize("name", [*_WRITES, "gates"])
+def test_what_is_written_by_a_view_that_does_not_say_so_runs_again(name: str) -> None:
+    """Gradients would be those of other values, without a word."""
+    torch.manual_seed(0)
+    x, w, gates = torch.randn(2, 8, 8, requires_grad=True), torch.randn(8, 8), nn.GRU(8, 8)
+    function = partial(_WRITES[name], w=w) if name in _WRITES else lambda x: gates(x)[0]
+    found = slope(partial(Checkpointer(keeps=MATMULS).checkpoint, function), x)
+    assert torch.equal(found, slope(function, x))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (2, 8, 8)])  # of more than two dims it is a view
+def test_what_is_written_after_forward_runs_again(sizes: tuple[int, ...]) -> None:
+    """By who has it as an output."""
+    x, w = torch.randn(sizes, requires_grad=True), torch.randn(8, 8)
+    products, sines = Checkpointer(keeps=MATMULS).checkpoint(lambda x: (y := x @ w, y.sin()), x)
+    with torch.no_grad():
+        products.mul_(2)
+    (found,) = torch.autograd.grad(sines.sum(), x)
+    assert torch.equal(found, slope(lambda x: (x @ w).sin(), x))
 
 
 @pytest.mark.gpu

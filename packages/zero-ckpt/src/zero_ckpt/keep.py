@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -28,7 +28,8 @@ from .torch_private import (
     may_draw,
     untraced,
     version_of,
-    writes_unseen,
+    views_unseen,
+    written_by,
 )
 
 # NOTE(keep): both runs pass through a dispatch mode, which sees operators below autograd: nodes are
@@ -43,12 +44,13 @@ class _Kept:
 
     arguments: tuple[Any, ...]  # shapes and dtypes
     _output: Any  # aliases: the tensors themselves lead to their graph, which leads to us
-    _versions: Sequence[int]
     _generators: Mapping[torch.device, Tensor]  # where they were afterwards, if it may draw
     _storages: Storages
     _ledger: Ledger
+    _watched: list[tuple[Tensor, int]] = field(factory=list, init=False)  # and their versions
 
     def __attrs_post_init__(self) -> None:
+        self.watch(tensors_in(self._output))
         self._ledger.enter(self._storages)
 
     def __del__(self) -> None:
@@ -57,7 +59,11 @@ class _Kept:
     @property
     def is_written(self) -> bool:
         """Whether it is no longer what the operator returned."""
-        return [version_of(tensor) for tensor in tensors_in(self._output)] != self._versions
+        return any(version_of(tensor) != version for tensor, version in self._watched)
+
+    def watch(self, aliases: Iterable[Tensor]) -> None:
+        """A write to one of these writes to what is kept."""
+        self._watched += ((alias, version_of(alias)) for alias in aliases)
 
     def lies_in(self, written: Storages) -> bool:
         """Whether any of its memory is among this."""
@@ -117,12 +123,20 @@ class Keeping(AbstractCompanion):
     def _call_first(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
         self._has_inference |= torch.is_inference_mode_enabled()
-        if writes_unseen(func):
-            written = storages_in((args, kwargs))
+        if written := storages_in(written_by(func, args, kwargs)):
             self._forget(lambda kept: kept.lies_in(written))
+        if views_unseen(func):
+            self._watch(tensors_in(output))
         if can_be_kept(func):
             self._calls.append((func, self._keep(func, args, kwargs, output)))
         return output
+
+    def _watch(self, views: Iterable[Tensor]) -> None:
+        memory = storages_in(views)
+        for _, kept in reversed(self._calls):  # most views are of what was returned last
+            if kept is not None and kept.lies_in(memory):
+                kept.watch(map(alias_of, views))
+                return
 
     def _keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
         """If the policy says so, and it can be kept."""
@@ -138,7 +152,6 @@ class Keeping(AbstractCompanion):
         return _Kept(
             _facts_of(args, kwargs),
             replace_in(output, Tensor, alias_of),
-            [version_of(tensor) for tensor in tensors],
             {device: get_state(device) for device in devices},
             storages,
             self.ledger,

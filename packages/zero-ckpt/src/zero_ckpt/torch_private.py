@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,37 @@ def writes_unseen(operator: Any) -> bool:
     if not isinstance(operator, OpOverload) or operator._schema.is_mutable:
         return False
     return operator._schema.name.endswith("_") and not operator._schema.name.endswith("__")
+
+
+@functools.cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    if not isinstance(operator, OpOverload):
+        return ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call writes to; all of them where it does not say which."""
+    if writes_unseen(operator):
+        return [args, kwargs]
+    places = _written_places(operator)
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+
+
+_UNSAFE_VIEWS: Final = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
+
+
+@functools.cache
+def views_unseen(operator: Any) -> bool:
+    """Whether it returns views, and neither its schema says so nor do they share a version.
+
+    A batched matrix product ends with one, and a GRU takes its gates apart by one.
+    """
+    return isinstance(operator, OpOverload) and operator._schema.name in _UNSAFE_VIEWS
 
 
 @functools.cache
