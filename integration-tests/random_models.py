@@ -127,7 +127,7 @@ class RandomModel(nn.Module):
         for param in self.parameters() if draw.random() < 0.5 else ():
             param.requires_grad_(draw.random() < 0.7)
         self.embed.requires_grad_(True)
-        ways = [None] if is_plain else [None, None, zero_ckpt.checkpoint, _as_torch]
+        ways = [None] if is_plain else [None, None, zero_ckpt.checkpoint, _keeping, _as_torch]
         self.ways = [draw.choice(ways) for _ in parts]
 
     def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
@@ -135,6 +135,10 @@ class RandomModel(nn.Module):
         for part, way in zip(self.parts, self.ways, strict=True):
             x = part(x) if way is None else way(part, x)
         return self.head(x)
+
+
+def _keeping(part: nn.Module, x: Tensor) -> Tensor:
+    return zero_ckpt.Checkpointer(keeps=zero_ckpt.MATMULS).checkpoint(part, x)
 
 
 def _as_torch(part: nn.Module, x: Tensor) -> Tensor:

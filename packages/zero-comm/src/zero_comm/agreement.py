@@ -55,7 +55,7 @@ def all_gather_json(
         CommError: A rank did not take part in time.
     """
     text = json.dumps(value)
-    if group.world_size == 1:  # nor need the host wait for the device
+    if group.world_size == 1:  # so the host need not wait for the device
         return [json.loads(text)]
     own = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
     numels = _gather(torch.tensor([[own.numel()]]), group, tag=tag, timeout_s=timeout_s)

@@ -146,8 +146,9 @@ def _kinds_of(plan: ModelPlan) -> list[Kind]:
             dtype = plan.rests.training_of(plan.precision, buffer, placement)
             for param in buffer.params if buffer.trainable else ():
                 if param.name in plan.group_of:
-                    numel, shape = param.shape.numel(), param.shape
-                    shape = shape if is_whole else param.cut.shard_shape(shape, numel)
+                    shape = tuple(param.shape)
+                    if not is_whole:
+                        shape = param.cut.shard_shape(shape, param.shape.numel())
                     kinds[plan.group_of[param.name], len(shape), dtype] = None
     return list(kinds)
 

@@ -408,9 +408,16 @@ class SlotPool(Generic[Owner]):
                 found = slot
         return found
 
-    def take(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
-        """A slot of so many bytes: of the ring, or one more where `alone` or where none is free."""
+    def take(self, num_bytes: int, *, alone: bool = False, again: bool = False) -> Slot[Owner]:
+        """A slot of so many bytes: of the ring, or one more where `alone` or where none is free.
+
+        Before there is one more, `again` takes one beyond the ring of just this size that nobody
+        has: who has a slot alone finds it again in the next step.
+        """
         slot = None if alone else self.find(num_bytes)
+        for other in self.extra if slot is None and again else ():
+            if other.owner is None and other.num_bytes == num_bytes:
+                return other
         if slot is None:
             self.conflicts += not alone
             slot = Slot(len(self.slots), num_bytes)
@@ -418,17 +425,6 @@ class SlotPool(Generic[Owner]):
         self._clock += 1
         slot.last_use = self._clock
         return slot
-
-    def take_again(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
-        """As `take`, but before there is one more, one beyond the ring of just this size is taken.
-
-        Who has a slot alone finds it again in the next step.
-        """
-        if alone or self.find(num_bytes) is None:
-            for slot in self.extra:
-                if slot.owner is None and slot.num_bytes == num_bytes:
-                    return slot
-        return self.take(num_bytes, alone=alone)
 
     def release(self) -> None:
         """Give all memory back and forget who had which slot; it is allocated again when taken."""
@@ -472,7 +468,7 @@ class ReductionPlan:
         alone, num_bytes = gradients.is_outer, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
-        slot = self.pool.take_again(num_bytes, alone=alone)
+        slot = self.pool.take(num_bytes, alone=alone, again=True)
         slot.owner, gradients.slot = gradients, slot
         slot.allocate(self.pool.device)
 

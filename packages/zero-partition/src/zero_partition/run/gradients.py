@@ -713,7 +713,7 @@ class GradientReducer:
         alone = g.unit.plan.is_outer
         while not alone and pool.find(num_bytes) is None and any(o.slot for o in self._in_flight):
             self._advance(tuple(self._in_flight))
-        slot = pool.take_again(num_bytes, alone=alone)
+        slot = pool.take(num_bytes, alone=alone, again=True)
         slot.owner = g
         memory = slot.allocate(pool.device)[:num_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
