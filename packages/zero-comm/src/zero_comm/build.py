@@ -6,9 +6,25 @@ import sys
 from collections.abc import Sequence
 
 from ._native import HERE, open_library
-from ._native._compile import LIBRARY, SOURCES, CompileError, compile_library, find_compiler
+from ._native._compile import (
+    LIBRARY,
+    SOURCES,
+    CompileError,
+    compile_library,
+    find_compiler,
+    is_current,
+)
 
-__all__ = ["HERE", "LIBRARY", "SOURCES", "CompileError", "compile_library", "find_compiler", "main"]
+__all__ = [
+    "HERE",
+    "LIBRARY",
+    "SOURCES",
+    "CompileError",
+    "compile_library",
+    "find_compiler",
+    "is_current",
+    "main",
+]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,12 +35,11 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [word for word in argv if word != "--if-needed"]:
         print(f"expected nothing or --if-needed, got {' '.join(unknown)}", file=sys.stderr)
         return 2
-    library = HERE / LIBRARY
-    youngest = max((HERE / name).stat().st_mtime for name in SOURCES)
-    if argv and library.exists() and library.stat().st_mtime >= youngest:
+    if argv and is_current(HERE, HERE):
         return 0
     try:
-        open_library(compile_library(HERE, HERE))
+        library = compile_library(HERE, HERE)
+        open_library(library)
     except (CompileError, OSError) as error:
         print(f"not built: {error}", file=sys.stderr)
         return 1

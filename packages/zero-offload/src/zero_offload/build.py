@@ -8,9 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ._native import HERE, native_status
+from ._native import CHECKOUT_SOURCES, HERE, native_status
 from ._native.library import AbiError, open_library
-from ._native.recipe import LIBRARY, CompileError, compile_all, compile_cuda, find_compiler
+from ._native.recipe import (
+    LIBRARY,
+    CompileError,
+    compile_all,
+    compile_cuda,
+    find_compiler,
+    is_current,
+)
 
 __all__ = [
     "LIBRARY",
@@ -24,7 +31,7 @@ __all__ = [
 ]
 
 # In an installed package the sources lie beside the library, in a checkout beside src/.
-SOURCES: Final = (HERE / "csrc", HERE.parents[2] / "csrc")
+SOURCES: Final = (HERE / "csrc", CHECKOUT_SOURCES)
 
 
 def build(csrc: Path, out_dir: Path) -> list[Path]:
@@ -41,14 +48,6 @@ def build(csrc: Path, out_dir: Path) -> list[Path]:
     except AbiError as error:
         raise CompileError(str(error)) from error
     return libraries
-
-
-def is_current(csrc: Path, out_dir: Path) -> bool:
-    """Whether the CPU's library is there, and no source is younger than it."""
-    library = out_dir / LIBRARY
-    if not library.exists():
-        return False
-    return library.stat().st_mtime >= max(path.stat().st_mtime for path in csrc.iterdir())
 
 
 def main(argv: Sequence[str]) -> int:

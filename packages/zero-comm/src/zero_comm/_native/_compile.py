@@ -30,6 +30,24 @@ class CompileError(Exception):
     """There is no compiler, or it refused; the text says which command and what it wrote."""
 
 
+def is_current(folder: Path, out_dir: Path) -> bool:
+    """Return whether the library is in `out_dir` and no source in `folder` is younger."""
+    library = out_dir / LIBRARY
+    if not library.exists():
+        return False
+    return library.stat().st_mtime >= max((folder / name).stat().st_mtime for name in SOURCES)
+
+
+def why_stale(folder: Path, out_dir: Path) -> str:
+    """Say that the library in `out_dir` is older than its sources; empty if not, or not there."""
+    if not (out_dir / LIBRARY).exists() or is_current(folder, out_dir):
+        return ""
+    return (
+        f"{out_dir / LIBRARY} is stale: it was compiled before the last change of its sources; "
+        "`python -m zero_comm.build` compiles it anew"
+    )
+
+
 def compile_library(folder: Path, out_dir: Path, flags: Sequence[str] = ()) -> Path:
     """Compile the sources of `folder` into `out_dir`; returns the library's path.
 

@@ -10,14 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from zero_offload.errors import NativeUnavailableError
 
 from .library import ISAS, AbiError, open_cuda_library, open_library
-from .recipe import CUDA_LIBRARY, LIBRARY
+from .recipe import CUDA_LIBRARY, LIBRARY, why_stale
 
 HERE: Final = Path(__file__).parent
+CHECKOUT_SOURCES: Final = HERE.parents[2] / "csrc"  # of an editable installation
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
 SWITCHES: Final = ("auto", "require", "off")
 _LOG: Final = logging.getLogger(__name__)
@@ -63,12 +64,14 @@ class NativeStatus:
         reason: Why there are no compiled kernels; empty if there are.
         others: For each instruction set that is not in use, why.
         cuda_reason: Why there is no library for FusedAdam; empty if there is.
+        stale: That the library is older than its sources, and the remedy; empty if it is not.
     """
 
     isa: str
     reason: str = ""
     others: Mapping[str, str] = field(factory=dict)
     cuda_reason: str = field(factory=_missing_cuda)
+    stale: str = ""
 
     @property
     def loaded(self) -> bool:
@@ -79,6 +82,7 @@ class NativeStatus:
         lines = [f"CPU kernels: {self.isa or 'none, plain torch steps'}"]
         if self.reason:
             lines.append(f"  because {self.reason}")
+        lines += [f"  {self.stale}"] if self.stale else []
         lines += [f"  not {name}: {why}" for name, why in self.others.items()]
         lines.append(f"CUDA kernels: {'none' if self.cuda_reason else 'built'}")
         lines += [f"  because {self.cuda_reason}"] if self.cuda_reason else []
@@ -115,9 +119,12 @@ def cuda_kernels() -> ctypes.CDLL:
 
 @cache
 def _loaded() -> tuple[Kernels | None, NativeStatus]:
-    found = load(HERE / LIBRARY, os.environ)
-    _LOG.debug("%s", found[1])
-    return found
+    found, status = load(HERE / LIBRARY, os.environ)
+    if found is not None and (stale := why_stale(CHECKOUT_SOURCES, HERE)):
+        _LOG.warning("%s", stale)  # pip hides what the build hook says
+        status = evolve(status, stale=stale)
+    _LOG.debug("%s", status)
+    return found, status
 
 
 def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, NativeStatus]:

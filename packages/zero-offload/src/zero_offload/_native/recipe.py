@@ -40,10 +40,22 @@ class CompileError(Exception):
     """There is no compiler, or it refused; the text says which command and what it wrote."""
 
 
-def remove_libraries(out_dir: Path) -> None:
-    """Delete what an earlier build left in `out_dir`."""
-    for library in (LIBRARY, CUDA_LIBRARY):
-        (out_dir / library).unlink(missing_ok=True)
+def is_current(csrc: Path, out_dir: Path) -> bool:
+    """Return whether the CPU's library is in `out_dir` and no source in `csrc` is younger."""
+    library = out_dir / LIBRARY
+    if not library.exists():
+        return False
+    return library.stat().st_mtime >= max(path.stat().st_mtime for path in csrc.iterdir())
+
+
+def why_stale(csrc: Path, out_dir: Path) -> str:
+    """Say that the library in `out_dir` is older than `csrc`; empty if it is not, or not there."""
+    if not csrc.is_dir() or not (out_dir / LIBRARY).exists() or is_current(csrc, out_dir):
+        return ""
+    return (
+        f"{out_dir / LIBRARY} is stale: it was compiled before the last change in {csrc}; "
+        "`python -m zero_offload.build` compiles it anew"
+    )
 
 
 def compile_all(csrc: Path, out_dir: Path, tell: Callable[[str], None] = print) -> list[Path]:
