@@ -13,6 +13,7 @@ from attrs import frozen
 
 from zero_ckpt.inputs.packed import PackedSaver
 from zero_ckpt.inputs.savers import AbstractSaver, KeepSaver
+from zero_ckpt.inputs.split import group_class
 
 from .errors import CheckpointError
 
@@ -60,11 +61,10 @@ class ModelParallel:
         world_size = self.world_size()
         if world_size == 1:
             return None
-        from zero_comm import Group  # noqa: PLC0415  (for those who split)
-
+        kind = group_class()
         process_group = self.process_group()
         try:
-            group = Group.from_process_group(process_group)
+            group = kind.from_process_group(process_group)
         except (TypeError, ValueError) as error:  # what torch says of a group it does not know
             raise CheckpointError(
                 "configure(mpu_=): expected its group to be a process group of torch.distributed, "

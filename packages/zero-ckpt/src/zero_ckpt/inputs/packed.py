@@ -19,7 +19,7 @@ from zero_ckpt.torch_private import hooks_save_tensors, set_version, version_of
 
 from .memory import Storages, storages_in
 from .savers import AbstractKept, AbstractSaver, KeepSaver, Measuring, stays_as_it_is
-from .split import Split
+from .split import Split, group_class
 
 if TYPE_CHECKING:
     from zero_comm import Group
@@ -142,14 +142,11 @@ class PackedSaver(AbstractSaver):
         on_host: bool = False,
         num_slots: int | None = None,
     ) -> None:
-        if group is not None:
-            from zero_comm import Group  # noqa: PLC0415
-
-            if not isinstance(group, Group):
-                raise CheckpointError(
-                    f"PackedSaver(group=): expected a zero_comm.Group or None, got {group!r}; "
-                    "zero_comm.Group.from_process_group() makes one"
-                )
+        if group is not None and not isinstance(group, group_class()):
+            raise CheckpointError(
+                f"PackedSaver(group=): expected a zero_comm.Group or None, got {group!r}; "
+                "zero_comm.Group.from_process_group() makes one"
+            )
         if not isinstance(on_host, bool):
             raise CheckpointError(f"PackedSaver(on_host=): expected True or False, got {on_host!r}")
         is_count = isinstance(num_slots, int) and not isinstance(num_slots, bool) and num_slots > 0

@@ -80,15 +80,17 @@ class _Hold(torch.autograd.Function):
 @final
 @frozen(eq=False)
 class _Kept(AbstractKept):
-    """Held by a node as they are: writes in place are noticed, and saved-tensor hooks apply."""
+    """Saves inputs in an autograd node: writes in place are noticed, saved-tensor hooks apply."""
 
-    _node: Any
+    # An output of the node. Before torch 2.13 a `grad_fn` of a Python function does not own its
+    # C++ node, which frees what it saved as soon as no output refers to it.
+    _output: Tensor
     _layer: str
 
     def restore(self) -> Sequence[Tensor]:
         """The tensors themselves, or what saved-tensor hooks made of them."""
         try:
-            return self._node.saved_tensors
+            return self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -110,4 +112,4 @@ class KeepSaver(AbstractSaver):
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """By reference. A write in place before backward is noticed by `restore`."""
         anchor = torch.empty(0, requires_grad=True)
-        return _Kept(_Hold.apply(anchor, *inputs).grad_fn, layer)
+        return _Kept(_Hold.apply(anchor, *inputs), layer)

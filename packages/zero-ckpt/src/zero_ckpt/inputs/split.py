@@ -28,6 +28,23 @@ _REMEDY: Final = (
 )
 
 
+def group_class() -> type[Group]:
+    """Return `zero_comm.Group`, imported only by those who split inputs over ranks.
+
+    Raises:
+        CheckpointError: zero-comm is not installed.
+    """
+    try:
+        from zero_comm import Group  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "splitting inputs over ranks: expected the package zero-comm, the extra `split` of "
+            "zero-ckpt, which is not installed; in a clone of the repository: pip install "
+            "./packages/zero-comm './packages/zero-ckpt[split]'"
+        ) from error
+    return Group
+
+
 @final
 @frozen(eq=False)
 class Split:
