@@ -278,7 +278,7 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage; 0 shards nothing")
-    add("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes")
+    add("--ranks", type=int, default=torch.accelerator.device_count() or 2, help="processes")
     add("--size", choices=SIZES, default="small", help="layers and width of the model")
     add("--steps", type=int, default=1000, help="optimizer steps")
     add("--lr", type=float, default=3e-3, help="highest learning rate")

@@ -507,19 +507,33 @@ def _unseen() -> Iterator[None]:
 
 _COLLECTIVES: Final = {name: _collective(name) for name in _EXCHANGES}
 
-# torch's functions of even pieces are bound where they are imported, and call these of the group.
-_METHODS_OF_GROUPS: Final = {
-    "all_gather_single": lambda group, out, own, _: _COLLECTIVES["all_gather"](
-        list(out.chunk(dist.get_world_size(group))), own, group=group, async_op=True
-    ),
-    "reduce_scatter_single": lambda group, out, buffer, options: _COLLECTIVES["reduce_scatter"](
-        out,
-        list(buffer.chunk(dist.get_world_size(group))),
-        options.reduceOp,
-        group=group,
-        async_op=True,
-    ),
+# torch's functions of even pieces are bound where they are imported, and call these of the group;
+# before 2.13 by the names in second place.
+_EVEN: Final = {
+    name: next(found for found in names if hasattr(dist.ProcessGroup, found))
+    for name, names in {
+        "all_gather": ("all_gather_single", "_allgather_base"),
+        "reduce_scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
+    }.items()
 }
+
+
+def _of_even_pieces(name: str) -> Callable[..., Any]:
+    real, launch = getattr(dist.ProcessGroup, _EVEN[name]), _COLLECTIVES[name]
+
+    def method(group: Any, out: Tensor, own: Tensor, options: Any) -> Any:
+        if not _is_on_device(out):  # torch 2.15 gathers pickled objects so
+            return real(group, out, own, options)
+        how = {"group": group, "async_op": True}
+        if name == "all_gather":
+            return launch(list(out.chunk(dist.get_world_size(group))), own, **how)
+        pieces = list(own.chunk(dist.get_world_size(group)))
+        return launch(out, pieces, options.reduceOp, **how)
+
+    return method
+
+
+_METHODS_OF_GROUPS: Final = {method: _of_even_pieces(name) for name, method in _EVEN.items()}
 
 
 @contextlib.contextmanager

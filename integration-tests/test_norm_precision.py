@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,10 +88,10 @@ def _by_hand(group: Group, precision: Precision) -> tuple[list[float], _Normed, 
     model.to_dtype(precision.params)
     if precision.masters is None:
         masters = list(model.parameters())
-    # Statistics are each rank's own, as here.
-    wrapped = DistributedDataParallel(
-        model, process_group=group.process_group, forward_sync_buffers=False
-    )
+    # Statistics are each rank's own, as here. Torch 2.13 renames the argument.
+    names = inspect.signature(DistributedDataParallel).parameters
+    syncs = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    wrapped = DistributedDataParallel(model, process_group=group.process_group, **{syncs: False})
     optimizer, losses = _sgd(masters), []
     for step in range(NUM_STEPS):
         loss = _loss(wrapped, step, group.rank)

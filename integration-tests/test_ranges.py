@@ -32,7 +32,7 @@ def test_a_chrome_trace_names_each_gather_and_reduction(
     model, optimizer = parity.shard_chain(group, ZeroConfig(stage))
     for _ in range(2):
         parity.step_chain(model, optimizer)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         parity.step_chain(model, optimizer)
     path = tmp_path / f"{group.rank}.json"
     profiler.export_chrome_trace(str(path))
@@ -72,7 +72,7 @@ def test_a_step_makes_the_calls_of_before_once_no_profiler_runs(group: Group) ->
         return counted
 
     before = calls()
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         during = calls()
     parity.step_chain(model, optimizer)  # whose forward sees that none runs any more
     assert calls() == before < during
@@ -85,7 +85,11 @@ def test_what_comes_from_disk_and_goes_there_has_a_name(group: Group, tmp_path: 
     offload = Offload(optimizer="disk", params="disk", path=tmp_path, subgroup_bytes=2**20)
     zero_engine.shard(model, optimizer, ZeroConfig(3, offload=offload), group=group)
     for step in range(3):
-        with profile(activities=[ProfilerActivity.CPU]) if step == 2 else nullcontext() as profiler:
+        with (
+            profile(activities=[ProfilerActivity.CPU], acc_events=True)
+            if step == 2
+            else nullcontext() as profiler
+        ):
             parity.finish_step(model(torch.ones(1, 512)).sum(), optimizer)
     found = {event.key for event in profiler.key_averages() if event.key.startswith("zero::swap")}
     assert {name.split("-")[0] for name in found} >= {
@@ -99,7 +103,7 @@ def test_a_message_may_be_on_its_way_when_a_profiler_ends(group: Group, stage: i
     """PyTorch writes to freed memory when it is waited for then; the process ended by a signal."""
     model, optimizer = parity.shard_chain(group, ZeroConfig(stage))
     for _ in range(5):
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             parity.step_chain(model, optimizer)
         parity.step_chain(model, optimizer)
         profiler.key_averages()
@@ -110,7 +114,7 @@ def test_a_message_may_be_on_its_way_when_a_profiler_ends(group: Group, stage: i
 def test_no_message_leaves_an_event_that_it_would_end_later(group: Group) -> None:
     """Whatever began it: sums, gathers and broadcasts."""
     buffer = torch.zeros(4)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         zero_comm.all_reduce_flat(buffer, group=group).wait()
         zero_comm.broadcast_flat(buffer, src=0, group=group).wait()
 

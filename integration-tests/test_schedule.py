@@ -192,7 +192,7 @@ def test_the_table_names_units_bytes_and_moments(group: Group) -> None:
     assert lines[0].split() == ["unit", "bytes", "slot", "gathered", "used", "released"]
     for text in ("layers.0", f"{4 * BLOCK}", "at its use", "forward of layers.0"):
         assert text in lines[2]
-    says = r"pip install 'zero-engine\[tables\]'"
+    says = r"pip install tabulate"
     no_tabulate = mock.patch.dict(sys.modules, {"tabulate": None})
     with no_tabulate, pytest.raises(zero_engine.ConfigError, match=says):
         zero_engine.schedule_table(model)

@@ -33,6 +33,7 @@ from harness import DEEPSPEED, OptionError, Row, check_known, run_suite, say, su
 from model import Shape, model_numel
 from systems import SYSTEMS
 from training import Entry, run_heat
+from zero_comm.torch_private import accelerator
 
 OFFLOADED: Final = ("zero1_host", "zero1_disk", "zero3_host_all", "zero3_disk_all")
 PEERS: Final = ("torchao", "fsdp2_host", "deepspeed2_host")
@@ -131,7 +132,7 @@ def _systems(options: Namespace) -> list[str]:
     options.device_name = options.device
     if options.device == "cpu":  # a smoke test: figures mean nothing
         vars(options).update({**SMALL, "max_layers": min(options.max_layers, SMALL["max_layers"])})
-    elif torch.cuda.is_available():
+    elif accelerator() == torch.device("cuda"):
         options.device_name = torch.cuda.get_device_name(0)
     else:
         raise OptionError("there is no CUDA device; --device cpu shows only whether this runs")

@@ -391,8 +391,7 @@ def test_numbers_are_those_without_however_it_is_configured(
 def test_the_device_is_waited_for_at_both_edges_of_both_runs(monkeypatch) -> None:
     """So that a time that is measured there is that of the layer."""
     waits: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("wait"))
     configure(None, synchronize=True)
     x = torch.ones(2, requires_grad=True)

@@ -8,13 +8,21 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attrs import asdict
 from torch import Tensor, nn
-from zero_ckpt import AbstractKept, AbstractSaver, Checkpointer, CheckpointError, KeepSaver
+from zero_ckpt import (
+    AbstractKept,
+    AbstractSaver,
+    Checkpointer,
+    CheckpointError,
+    KeepSaver,
+    PackedSaver,
+)
 from zero_ckpt.testing import clocked
 
 
@@ -157,12 +165,26 @@ def test_the_table_has_a_line_for_each_layer() -> None:
     assert row.split() == ["encoder.0", "1", "1", *seconds]
 
 
-def test_without_tabulate_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_optional_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself needs only torch and attrs."""
     monkeypatch.setitem(sys.modules, "tabulate", None)
+    monkeypatch.setitem(sys.modules, "zero_comm", None)
+    mpu = SimpleNamespace(
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_world_size=lambda: 2,
+        get_model_parallel_group=lambda: None,
+    )
 
-    with pytest.raises(CheckpointError, match=r"zero-ckpt\[table\]"):
+    with pytest.raises(CheckpointError, match="pip install tabulate"):
         Checkpointer(profiles=True).profile_table()
+    for split in (
+        lambda: PackedSaver(group=mpu),
+        lambda: Checkpointer().configure(mpu, partition_activations=True),
+    ):
+        with pytest.raises(CheckpointError, match=r"pip install \./packages/zero-comm '\./pack"):
+            split()
+    PackedSaver()
+    Checkpointer().configure(mpu, checkpoint_in_cpu=True)
 
 
 @pytest.mark.gpu

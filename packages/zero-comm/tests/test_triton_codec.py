@@ -135,7 +135,7 @@ def _fused() -> SimpleNamespace:
 @pytest.fixture
 def with_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A CPU that says it is an H100."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
     return torch.device("cpu")
@@ -166,7 +166,7 @@ def test_there_is_a_reason_where_there_are_none(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "from capability 8.0 on, not for a device" in _why_not(with_a_device)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert _why_not(with_a_device) == "there is no CUDA device"
 
     assert _why_not(with_a_device, ZERO_COMM_TRITON="off") == "ZERO_COMM_TRITON=off"
@@ -182,7 +182,7 @@ def _why_not(device: torch.device, **environment: str) -> str:
 
 def test_a_status_is_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled codecs of a CPU say nothing about those of a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     with forgetting_kernels():
         assert native_status("cuda") == "there is no CUDA device"
         assert native_status("meta") == "there are kernels for CPU and CUDA only"

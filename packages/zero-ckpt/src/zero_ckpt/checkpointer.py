@@ -295,7 +295,7 @@ class Checkpointer:
         return self._profile.timings()
 
     def profile_table(self) -> str:
-        """The timings as text, one line per layer. Needs tabulate: `zero-ckpt[table]`.
+        """The timings as text, one line per layer. Needs tabulate.
 
         Raises:
             CheckpointError: Nothing is measured, or tabulate is not installed.

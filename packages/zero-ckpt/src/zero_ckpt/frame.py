@@ -18,7 +18,7 @@ from zero_ckpt.inputs.savers import AbstractKept
 from .call import Call
 from .errors import CheckpointError, NondeterminismError
 from .rng import RngSnapshot
-from .torch_private import current_backward, is_plain, version_of, without_modes
+from .torch_private import accelerator, current_backward, is_plain, version_of, without_modes
 from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
@@ -50,11 +50,11 @@ class AutocastState(NamedTuple):
     @classmethod
     def capture(cls) -> tuple[AutocastState, ...]:
         """Of the CPU and the accelerator, as it is now. Local."""
-        accelerator = torch.accelerator.current_accelerator()
+        device = accelerator()
         cache = torch.is_autocast_cache_enabled()
         return tuple(
             cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
-            for kind in (("cpu",) if accelerator is None else ("cpu", accelerator.type))
+            for kind in (("cpu",) if device is None else ("cpu", device.type))
         )
 
 
@@ -269,5 +269,5 @@ class Synchronized(AbstractCompanion):
 
 
 def _wait() -> None:
-    if torch.accelerator.is_available():
+    if accelerator() is not None:
         torch.accelerator.synchronize()

@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 from attrs import define, field
 from torch import Tensor
-from torch._ops import OpOverload
 
 from zero_ckpt.inputs.memory import Ledger, Storages, is_known, storages_in, tensors_in
 
@@ -21,6 +20,7 @@ from .policies import OperatorCall, OperatorPolicy
 from .rng import devices_of, get_state, set_state
 from .torch_private import (
     OperatorMode,
+    OpOverload,
     alias_of,
     can_be_kept,
     current_backward,

@@ -16,7 +16,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from .frame import AbstractCompanion
-from .torch_private import version_of
+from .torch_private import own_buffers, own_modules, version_of
 
 # A module's own call; also of a forward that is a function put in the place of its own.
 _FORWARD: Final = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "<lambda>")
@@ -143,8 +143,8 @@ def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     found = set(parts)
     for part in parts:
         if part.training:
-            yield from (buffer for buffer in part._buffers.values() if buffer is not None)
-        for child in part._modules.values():
+            yield from (buffer for buffer in own_buffers(part).values() if buffer is not None)
+        for child in own_modules(part).values():
             if child is not None and child not in found:
                 found.add(child)
                 parts.append(child)

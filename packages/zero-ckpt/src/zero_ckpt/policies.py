@@ -12,12 +12,19 @@ from weakref import ref
 import torch
 from attrs import frozen
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
 
 from zero_ckpt.inputs.memory import storages_in
 
 from .errors import CheckpointError
-from .torch_private import can_be_kept, is_made_of_others, modules_being_called
+from .torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    can_be_kept,
+    is_made_of_others,
+    modules_being_called,
+    overload_name,
+    schema_of,
+)
 
 
 @frozen(eq=False)
@@ -156,8 +163,8 @@ def check_operator_policy(policy: Any, what: str) -> None:
 @functools.cache
 def _names_of(operator: OpOverload) -> tuple[str, str]:
     """Without the overload, and with it."""
-    name = operator._schema.name
-    return name, f"{name}.{operator._overloadname}"
+    name = schema_of(operator).name
+    return name, f"{name}.{overload_name(operator)}"
 
 
 def _checked_name(operator: Any) -> str:
@@ -166,7 +173,7 @@ def _checked_name(operator: Any) -> str:
     elif isinstance(operator, OpOverloadPacket | str):
         packet = _packet_of(operator) if isinstance(operator, str) else operator
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        name = overloads[0]._schema.name
+        name = schema_of(overloads[0]).name
     else:
         raise CheckpointError(
             f"by_operator(): expected names or operators of torch.ops, got {operator!r}"

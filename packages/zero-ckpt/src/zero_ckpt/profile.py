@@ -154,7 +154,7 @@ def table_of(timings: Sequence[Timing]) -> str:
     except ImportError as error:
         raise CheckpointError(
             "profile_table(): expected tabulate to be installed, which it is not; "
-            "pip install 'zero-ckpt[table]', or use timings()"
+            "pip install tabulate, or use timings()"
         ) from error
     headers = ["layer", "calls", "again", "forward s", "recompute s", "gather s", "copy s"]
     rows = [list(asdict(timing).values()) for timing in timings]

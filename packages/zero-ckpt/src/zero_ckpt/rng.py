@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .errors import CheckpointError, SeedInUseError, UnknownRngError
+from .torch_private import accelerator
 
 
 def get_state(device: torch.device) -> Tensor:
@@ -38,9 +39,9 @@ def seeded_state(device: torch.device, seed: int) -> Tensor:
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     """Where random numbers may be drawn: the devices of tensors, and the current accelerator."""
     found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
-        found.add(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    device = accelerator()
+    if device is not None and torch.get_device_module(device).is_initialized():
+        found.add(torch.device(device.type, torch.accelerator.current_device_index()))
     return tuple(sorted(found, key=str))
 
 
@@ -80,11 +81,10 @@ class RngTracker:
         """Whose default generator `fork` lends out."""
         if self._device is not None:
             return self._device
-        # A torch built for CUDA names that accelerator also where there is no GPU.
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
+        device = accelerator()
+        if device is None:
             return torch.device("cpu")
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return torch.device(device.type, torch.accelerator.current_device_index())
 
     def is_initialized(self) -> bool:
         """Whether there is any rng."""

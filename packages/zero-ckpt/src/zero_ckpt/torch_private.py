@@ -1,4 +1,7 @@
-"""Private names of torch, where no public one does the job."""
+"""The only place that names private functions and attributes of torch, or ones newer than 2.11.
+
+Each exists in every version that `docs/versions.md` lists, unless a comment says which have it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -18,7 +22,25 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+__all__ = ["OpOverload", "OpOverloadPacket"]  # and all that is defined here
+
 Func = TypeVar("Func", bound=Callable[..., Any])
+
+# Getters in C: they cost a call of a Python function less than one of our own.
+own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
+own_modules: Final = attrgetter("_modules")  # of a module: name -> child
+schema_of: Final = attrgetter("_schema")  # of an operator: its name, arguments and returns
+overload_name: Final = attrgetter("_overloadname")  # of an operator
+
+
+def accelerator() -> torch.device | None:
+    """Return the type of accelerator this process can use, without an index; None: only a CPU.
+
+    A torch that is built for CUDA names that accelerator on a machine without a GPU too, unless it
+    is asked to look. `torch.accelerator.current_device_index()` has the index, and initializes the
+    device.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def current_backward() -> int:

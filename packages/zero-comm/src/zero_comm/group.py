@@ -19,7 +19,7 @@ from .logs import follow_environment
 from .meet import shared_host
 from .peer_memory import PeerMemory
 from .planning import Sent
-from .torch_private import let_gloo_finish_at_exit
+from .torch_private import accelerator, let_gloo_finish_at_exit
 from .traffic import Traffic
 from .watch import Purpose, Watch
 
@@ -215,7 +215,9 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
         return Group.from_process_group()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    has_cuda = accelerator() == torch.device("cuda") and (
+        torch.accelerator.device_count() >= local_world_size
+    )
     if "WORLD_SIZE" not in os.environ:
         return Group.solo("cuda" if has_cuda and backend != "gloo" else "cpu")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -31,6 +31,7 @@ from .group import Group
 from .handle import Handle
 from .loco import Level, LocoErrors
 from .planning import sent_in_hops
+from .torch_private import timeout_of
 from .transport import (
     Reduction,
     check_mean,
@@ -213,7 +214,7 @@ def _part_of(group: Group, ranks: Sequence[int]) -> Group:
     whole = group.process_group
     made = dist.new_group(
         [group.global_rank(rank) for rank in ranks],
-        timeout=whole._get_backend(group.device).options._timeout,
+        timeout=timeout_of(whole, group.device),
         backend=group.backend.name,
         use_local_synchronization=True,  # the other ranks of the job need not know
     )

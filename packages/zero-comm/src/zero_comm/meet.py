@@ -19,6 +19,7 @@ from attrs import frozen
 
 from .handle import Message
 from .peer_memory import SWITCH, JournalAddress, PeerMemory, allow_readers, is_supported
+from .torch_private import num_gloo_devices, timeout_of
 from .watch import Watch
 
 # NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
@@ -31,11 +32,10 @@ def break_connections(of: ReferenceType[Any]) -> None:
     process_group = of()
     if process_group is None:
         return
-    options = process_group._get_backend(torch.device("cpu")).options
     # Each peer, because a connection that is closed already fails at once and closes no other;
     # each device, over which gloo spreads tags.
     for peer in dist.get_process_group_ranks(process_group):
-        for tag in range(len(options._devices)):
+        for tag in range(num_gloo_devices(process_group)):
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
             with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
                 work = dist.irecv(blank, peer, group=process_group, tag=tag)
@@ -89,8 +89,8 @@ def shared_host(
 
 
 def _find_out(table: _Table) -> SharedHost:
-    options = table.process_group._get_backend(torch.device("cpu")).options
-    peers = PeerMemory(table.rank, table.world_size, timeout_s=options._timeout.total_seconds())
+    timeout = timeout_of(table.process_group, torch.device("cpu"))
+    peers = PeerMemory(table.rank, table.world_size, timeout_s=timeout.total_seconds())
     where, verdict = peers.whereabouts, _try_alone()
     mine = [verdict, _boot_id(), os.getppid(), where.pid, where.address, where.token]
     hello = table.tell_all(mine)

@@ -1,7 +1,6 @@
-"""The only place that names version-dependent functions of torch.distributed.
+"""The only place that names private functions and attributes of torch, or ones newer than 2.11.
 
-torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
-`reduce_scatter_single` and warns about the old names; 2.11 knows only the old ones.
+Each exists in every version that `docs/versions.md` lists, unless a comment says which have it.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 T = TypeVar("T")
 
+# From 2.13 on; it warns about the names before, which are all that 2.11 and 2.12 have.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -36,6 +37,27 @@ def unrecorded(launch: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return launch(*args, **kwargs)
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def accelerator() -> torch.device | None:
+    """Return the type of accelerator this process can use, without an index; None: only a CPU.
+
+    A torch that is built for CUDA names that accelerator on a machine without a GPU too, unless it
+    is asked to look. `torch.accelerator.current_device_index()` has the index, and initializes the
+    device.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a collective of these ranks may take on tensors of that device."""
+    return process_group._get_backend(device).options._timeout
+
+
+def num_gloo_devices(process_group: dist.ProcessGroup) -> int:
+    """Return over how many network devices gloo spreads the messages of these ranks, by tag."""
+    options: Any = process_group._get_backend(torch.device("cpu")).options
+    return len(options._devices)
 
 
 def default_store() -> Any:

@@ -24,8 +24,7 @@ def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **optio
         from tabulate import tabulate  # noqa: PLC0415 (an extra)
     except ImportError as error:
         raise ConfigError(
-            "a table needs tabulate: pip install 'zero-engine[tables]', or read the values "
-            "themselves"
+            "a table needs tabulate: pip install tabulate, or read the values themselves"
         ) from error
     return tabulate(rows, headers, **options)
 
@@ -40,8 +39,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
     except ImportError as error:
         raise ConfigError(
-            "a picture needs matplotlib: pip install 'zero-engine[picture]', or read the values "
-            "themselves"
+            "a picture needs matplotlib: pip install matplotlib, or read the values themselves"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -1,10 +1,38 @@
-"""Private names of torch, where no public one does the job."""
+"""The only place that names private functions and attributes of torch, or ones newer than 2.11.
+
+Each exists in every version that `docs/versions.md` lists, unless a comment says which have it.
+"""
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Final
+
 import torch
+
+# Getters in C: they cost a call of a Python function less than one of our own.
+own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
+non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")  # names, of a module
+version_of: Final = attrgetter("_version")  # how often a tensor's memory was written in place
+
+# Of a list of tensors in one call each, as torch's own optimizers do.
+foreach_add_: Final = torch._foreach_add_
+foreach_mul: Final = torch._foreach_mul
+foreach_mul_: Final = torch._foreach_mul_
+foreach_sign_: Final = torch._foreach_sign_
+foreach_sub_: Final = torch._foreach_sub_
 
 
 def current_backward() -> int:
-    """Which backward is running on this thread, by number; -1 if none is."""
+    """Return the number of the backward that runs on this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
+
+
+def accelerator() -> torch.device | None:
+    """Return the type of accelerator this process can use, without an index; None: only a CPU.
+
+    A torch that is built for CUDA names that accelerator on a machine without a GPU too, unless it
+    is asked to look. `torch.accelerator.current_device_index()` has the index, and initializes the
+    device.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)

@@ -1,4 +1,7 @@
-"""The only place that names torch's private functions."""
+"""The only place that names private functions and attributes of torch, or ones newer than 2.11.
+
+Each exists in every version that `docs/versions.md` lists, unless a comment says which have it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,16 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
+
+
+def accelerator() -> torch.device | None:
+    """Return the type of accelerator this process can use, without an index; None: only a CPU.
+
+    A torch that is built for CUDA names that accelerator on a machine without a GPU too, unless it
+    is asked to look. `torch.accelerator.current_device_index()` has the index, and initializes the
+    device.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def as_subclass_sharing_memory(cls: type[T], tensor: Tensor) -> T:

@@ -10,9 +10,9 @@ from typing import Any, Final
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from .errors import StateError
+from .torch_private import pytree
 
 
 def describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -108,10 +108,10 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     def is_other(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
 
-    leaves, spec = _pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value)
     if not any(map(is_other, leaves)):
         return value
-    return _pytree.tree_unflatten([t.to(dtype) if is_other(t) else t for t in leaves], spec)
+    return pytree.tree_unflatten([t.to(dtype) if is_other(t) else t for t in leaves], spec)
 
 
 def converted_output(value: Any, dtype: torch.dtype) -> Any:
@@ -142,8 +142,8 @@ def _tensors_in(value: Any, seen: set[int], num_objects: int) -> Iterator[Tensor
         content: Iterable[Any] = value
     elif isinstance(value, Mapping):
         content = list(value.values())
-    elif kind in _pytree.SUPPORTED_NODES:
-        content = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
+    elif kind in pytree.SUPPORTED_NODES:
+        content = pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
     else:
         if not is_dataclass(kind) and not attrs.has(kind):
             if not num_objects or isinstance(value, _OPAQUE):

@@ -21,6 +21,7 @@ from .torch_private import (
     as_subclass_sharing_memory,
     foreach_norm,
     has_views,
+    own_parameters,
     plain_access,
     plain_call,
     unscale_and_find_inf_,
@@ -44,7 +45,7 @@ def export_empty(module: nn.Module, names: Iterable[str]) -> None:
     method, so nothing is gathered or refused, until `end_empty_export`.
     """
     for name in names:
-        param = module._parameters[name]
+        param = own_parameters(module)[name]
         assert param is not None, "its values are elsewhere"
         empty = torch.empty(0, dtype=param.dtype, device=param.device)
         vars(param)["detach"] = empty.detach
@@ -52,7 +53,7 @@ def export_empty(module: nn.Module, names: Iterable[str]) -> None:
 
 def end_empty_export(module: nn.Module, *_: Any) -> None:
     """Undo `export_empty`, if it was done. May be a post-hook itself."""
-    for param in module._parameters.values():
+    for param in own_parameters(module).values():
         if param is not None:
             vars(param).pop("detach", None)
 

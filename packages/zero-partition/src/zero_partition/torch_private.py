@@ -1,4 +1,7 @@
-"""The only place that names private functions of torch; each has a test that names it."""
+"""The only place that names private functions and attributes of torch, or ones newer than 2.11.
+
+Each exists in every version that `docs/versions.md` lists, unless a comment says which have it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,33 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
+__all__ = ["pytree"]  # and all that is defined here
+
 # No functions around what is called for every unit and every gradient.
+
+# Getters in C: they cost a call of a Python function less than one of our own.
+version_of: Final = attrgetter("_version")  # how often a tensor's memory was written in place
+storage_key: Final = attrgetter("_cdata")  # of a storage: equal for all objects of one memory
+own_parameters: Final = attrgetter("_parameters")  # of a module, without its children, by name
+own_buffers: Final = attrgetter("_buffers")  # likewise
+own_modules: Final = attrgetter("_modules")  # of a module: name -> child
+non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")  # names, of a module
+forward_pre_hooks: Final = attrgetter("_forward_pre_hooks")  # of a module: id -> hook
+state_dict_pre_hooks: Final = attrgetter("_state_dict_pre_hooks")  # likewise
+state_dict_hooks: Final = attrgetter("_state_dict_hooks")  # likewise, of those that run afterwards
+step_pre_hooks: Final = attrgetter("_optimizer_step_pre_hooks")  # of an optimizer: id -> hook
+hooked_call: Final = attrgetter("_call_impl")  # of a module: its hooks and forward
+conversion: Final = attrgetter("_apply")  # of a module: what `to`, `half`, `cuda` go through
 
 # Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now: None if not.
 is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
@@ -39,6 +60,16 @@ NormBase: Final = nn.modules.batchnorm._NormBase
 
 # What torch.amp.GradScaler calls on gradients, and nothing else does.
 unscale_and_find_inf_: Final = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, for autograd; None if it is no view."""
+    return tensor._base if tensor._is_view() else None
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Return the number that the thread gave an autograd node; later ones have higher numbers."""
+    return node._sequence_nr()
 
 
 def is_in_backward() -> bool:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from zero_comm import _native
-from zero_comm._native._compile import LIBRARY
+from zero_comm._native._compile import LIBRARY, why_stale
 from zero_comm.errors import CodecError
+from zero_comm.torch_private import accelerator
 
 from .codec import decode_blocks, encode_blocks
 
@@ -37,7 +38,7 @@ def native_status(device: torch.device | str = "cpu") -> str:
             ZERO_COMM_TRITON=require (of CUDA).
     """
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+    if device.type == "cuda" and device.index is None and accelerator() == device:
         device = torch.device("cuda", torch.cuda.current_device())
     return _loaded(device)[1]
 
@@ -55,6 +56,9 @@ def kernels(device: torch.device) -> Kernels | TritonKernels | None:
 def _loaded(device: torch.device) -> tuple[Kernels | TritonKernels | None, str]:
     if device.type == "cpu":
         found, reason = _native.load(_native.HERE / LIBRARY, os.environ)
+        is_checkout = (_native.HERE.parents[2] / "hatch_build.py").exists()
+        if found is not None and is_checkout and (stale := why_stale(_native.HERE, _native.HERE)):
+            _LOG.warning("%s", stale)  # pip hides what the build hook says
     elif device.type == "cuda":
         found, reason = load_triton(device, os.environ)
     else:
@@ -83,7 +87,7 @@ def load_triton(
 
 
 def _try_triton(device: torch.device) -> tuple[TritonKernels | None, str]:
-    if not torch.cuda.is_available():
+    if accelerator() != torch.device("cuda"):
         return None, "there is no CUDA device"
     if torch.version.hip or torch.cuda.get_device_capability(device) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)

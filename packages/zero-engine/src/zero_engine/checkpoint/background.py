@@ -24,6 +24,7 @@ from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
 
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.torch_private import version_of
 
 from .file_system import FILE_SYSTEM, FileSystem, naming
 from .folder import together
@@ -45,7 +46,7 @@ class Copying:
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Fail if somebody writes to this before all is copied."""
-        self._watched.append((name, tensor, tensor._version))
+        self._watched.append((name, tensor, version_of(tensor)))
 
     def add(self, name: str, copy: Tensor, source: Tensor) -> None:
         """Have this copied; nobody may write to the source before."""
@@ -62,7 +63,7 @@ class Copying:
         try:
             self._copy()
             for name, tensor, version in self._watched:
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     raise FileError(
                         f"{name}: was written to while it was copied. With overlap=True what "
                         "trains must stay as it is until the optimizer's next step; leave that "

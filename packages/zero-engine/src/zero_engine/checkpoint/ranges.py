@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -282,7 +283,10 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
             "older, write it again with torch.save, else it was cut short"
         )
     allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
-    with torch.serialization.safe_globals(allowed):
+    # Torch warns that it validates sparse tensors, or does not (it depends on the version). Where
+    # warnings are errors, a whole file would be called damaged.
+    quiet = warnings.catch_warnings(action="ignore")
+    with torch.serialization.safe_globals(allowed), quiet:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:

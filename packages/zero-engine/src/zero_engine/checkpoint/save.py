@@ -34,6 +34,7 @@ from zero_partition.seams import (
 )
 
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
 from .folder import LATEST, from_json, name_of, to_json, together
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
@@ -305,8 +306,8 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By the first of its names, in `state_dict()`'s order. Local."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
-        for key, tensor in module._buffers.items():
-            if tensor is not None and key not in module._non_persistent_buffers_set:
+        for key, tensor in own_buffers(module).items():
+            if tensor is not None and key not in non_persistent_buffers(module):
                 found.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
     return dict(found.values())
 

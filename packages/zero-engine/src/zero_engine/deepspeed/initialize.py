@@ -27,6 +27,7 @@ from zero_engine.deepspeed_file.optimizers import make_optimizer
 from zero_engine.deepspeed_file.settings import implied_values
 from zero_engine.errors import ConfigError
 from zero_engine.sharding import shard
+from zero_engine.torch_private import accelerator
 
 from .engine import Engine
 from .engine_config import EngineConfig, NamedSpec
@@ -337,7 +338,7 @@ def _make_loader(
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=settings.drop_last,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=accelerator() is not None,
     )
     return Loader(loader, sampler)
 

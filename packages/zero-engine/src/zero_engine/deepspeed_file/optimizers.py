@@ -15,6 +15,13 @@ from zero_partition.plan import nearest
 
 from zero_engine.checks import check_names
 from zero_engine.errors import ConfigError
+from zero_engine.torch_private import (
+    foreach_add_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_sign_,
+    foreach_sub_,
+)
 
 from .keys import KEYS
 
@@ -77,15 +84,15 @@ class Lion(torch.optim.Optimizer):
             if not self.state[param]:
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
         averages = [self.state[param]["exp_avg"] for param in params]
-        updates = torch._foreach_mul(averages, beta1)
-        torch._foreach_add_(updates, grads, alpha=1 - beta1)
-        torch._foreach_sign_(updates)
-        torch._foreach_mul_(updates, lr)
+        updates = foreach_mul(averages, beta1)
+        foreach_add_(updates, grads, alpha=1 - beta1)
+        foreach_sign_(updates)
+        foreach_mul_(updates, lr)
         if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(params, updates)
-        torch._foreach_mul_(averages, beta2)
-        torch._foreach_add_(averages, grads, alpha=1 - beta2)
+            foreach_mul_(params, 1 - lr * group["weight_decay"])
+        foreach_sub_(params, updates)
+        foreach_mul_(averages, beta2)
+        foreach_add_(averages, grads, alpha=1 - beta2)
 
 
 _REFUSED: Final = {"max_grad_norm", "fp32_optimizer_states", "per_head_muon"}  # as in a file

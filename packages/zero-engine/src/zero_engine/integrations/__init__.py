@@ -1,4 +1,4 @@
-"""The library inside the training loops of others, each with its extra: `zero-engine[accelerate]`.
+"""The library inside the training loops of others, each with an extra of its name.
 
 A module here is written on public names of its host. What saving, resuming and loading a best model
 need beyond them is listed below, and a test looks each of them up in the version that is installed.

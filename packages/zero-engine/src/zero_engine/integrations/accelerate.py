@@ -23,6 +23,7 @@ from zero_partition.seams import ShardedModel, find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, Precision, ZeroConfig
+from zero_engine.torch_private import accelerator
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Arguments for what distributes a model in another way; ACCELERATE_USE_... says them, too.
@@ -62,7 +63,7 @@ class ZeroAccelerator(Accelerator):
         self._zero = ZeroConfig() if zero is None else zero
         self._given: list[torch.optim.Optimizer] = []  # while prepare() runs
         self._aside: list[ShardedModel] = []  # while save_state() or load_state() runs
-        if not torch.accelerator.is_available():
+        if accelerator() is None:
             kwargs["cpu"] = True
         super().__init__(**kwargs)
         config = {} if self._plugin is None else self._plugin.deepspeed_config

@@ -17,6 +17,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zero_offload.errors import BudgetError
+from zero_offload.torch_private import accelerator
 
 from .budget import PROCESS_BUDGET, HostBudget
 from .numa import nodes_of_process, spread
@@ -99,7 +100,7 @@ class HostArena:
         if not self.is_pinned:
             self.pin_reason = "is_pinned is False"
             return None
-        if not torch.cuda.is_available():
+        if accelerator() != torch.device("cuda"):
             self.pin_reason = "torch sees no CUDA device"
             return None
         cudart: Any = torch.cuda.cudart()

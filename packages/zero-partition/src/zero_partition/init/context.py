@@ -24,7 +24,14 @@ from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import in_batches
 from zero_partition.stand_in import VALUES, end_empty_export, export_empty, names_of, tensors_among
-from zero_partition.torch_private import is_viewed, plainly
+from zero_partition.torch_private import (
+    forward_pre_hooks,
+    is_viewed,
+    own_parameters,
+    plainly,
+    state_dict_hooks,
+    state_dict_pre_hooks,
+)
 
 from .early_shard import EarlyShard, find_aliased, find_early, forget_early, shard_early
 from .units import check_parameter
@@ -76,13 +83,13 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
     """Of parameters of its own that Init sharded, and that are not whole now."""
-    own = {name: find_early(p) for name, p in module._parameters.items() if p is not None}
+    own = {name: find_early(p) for name, p in own_parameters(module).items() if p is not None}
     return {name: early for name, early in own.items() if early and not early.is_gathered}
 
 
 def guard_module(module: nn.Module) -> None:
     """Let the module refuse what would read stand-ins. Plain functions: copies share them."""
-    if refuse_forward not in module._forward_pre_hooks.values():
+    if refuse_forward not in forward_pre_hooks(module).values():
         module.register_forward_pre_hook(refuse_forward, prepend=True)
         module.register_state_dict_pre_hook(before_export)
         module.register_state_dict_post_hook(end_empty_export)
@@ -91,9 +98,9 @@ def guard_module(module: nn.Module) -> None:
 def unguard_module(module: nn.Module) -> None:
     """Undo `guard_module`, if it was done."""
     for hooks, ours in (
-        (module._forward_pre_hooks, refuse_forward),
-        (module._state_dict_pre_hooks, before_export),
-        (module._state_dict_hooks, end_empty_export),
+        (forward_pre_hooks(module), refuse_forward),
+        (state_dict_pre_hooks(module), before_export),
+        (state_dict_hooks(module), end_empty_export),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
@@ -140,7 +147,7 @@ def _is_ready(param: nn.Parameter, keep: Sequence[Tensor] | None) -> bool:
 def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: param
-        for name, param in module._parameters.items()
+        for name, param in own_parameters(module).items()
         if param is not None and find_early(param) is None
     }
 

@@ -16,7 +16,7 @@ from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_fla
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.layout import FlatLayout, Span
 from zero_partition.stand_in import placeholder
-from zero_partition.torch_private import plainly
+from zero_partition.torch_private import plainly, version_of
 
 # NOTE(blank): all bits set is NaN in every float dtype, eight bits wide or more, so that arithmetic
 # on unwritten memory stays unwritten. Dtypes without NaN get a pattern that no table of positions,
@@ -85,7 +85,7 @@ class EarlyShard:
     def install(self, param: nn.Parameter) -> None:
         """Let a parameter view a stand-in, and hang its shard on it. Local."""
         param.data = placeholder(param.shape, param.dtype, self.group.device)
-        self.stand_in, self.version, self._param = param.data, param._version, ref(param)
+        self.stand_in, self.version, self._param = param.data, version_of(param), ref(param)
         param.__deepcopy__ = self  # type: ignore[attr-defined]
         if param.numel():
             _BY_ADDRESS[param.data_ptr()] = self
@@ -138,7 +138,7 @@ class EarlyShard:
 
     def check_untouched(self, param: nn.Parameter, name: str) -> None:
         """Raise PartitionError if the parameter was written to, converted or moved meanwhile."""
-        if not self.is_replaced(param) and param._version == self.version:
+        if not self.is_replaced(param) and version_of(param) == self.version:
             return
         raise PartitionError(
             f"parameter {name!r} was changed after Init sharded it (it is now {param.dtype} on "

@@ -13,6 +13,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
+from zero_partition.torch_private import version_of
 
 from .store import Store
 
@@ -66,7 +67,7 @@ class FlatBuffer:
         self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
         self.whole_types = tuple(type(param) for param in self.params)
         self.rest_types = tuple(rest_type_of(param) for param in self.params)
-        self.versions = tuple(param._version for param in self.params)
+        self.versions = tuple(version_of(param) for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.training.memory, torch.Size([self.shard_numel])
         if stepped is None:  # optimizer offload keeps masters elsewhere
@@ -216,7 +217,7 @@ class FlatBuffer:
         """Where parameters rest whole, what was written to them in place is right."""
         if self.own is None or not (self.has_masters or self.codec is not None):
             return
-        versions = tuple(param._version for param in self.params)
+        versions = tuple(version_of(param) for param in self.params)
         written = [
             piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
         ]
@@ -270,7 +271,9 @@ class FlatBuffer:
             held = self.held.get(position) if self.held else None
             address = self._addresses[position] if held is None else held.data_ptr()
             is_other = param.data_ptr() != address or param.dtype is not dtype
-            is_written = is_sharded and held is None and param._version != self.versions[position]
+            is_written = (
+                is_sharded and held is None and version_of(param) != self.versions[position]
+            )
             if is_other or is_written or (param.requires_grad and not trainable):
                 return position
         return None
@@ -286,7 +289,7 @@ class FlatBuffer:
         self.install(self._views)
         versions = list(self.versions)
         for position in released:
-            versions[position] = self.params[position]._version
+            versions[position] = version_of(self.params[position])
         self.versions = tuple(versions)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LayoutError, PartitionError
 from zero_partition.plan.cuts import Cut, CutChoice
+from zero_partition.torch_private import version_of
 
 # NOTE(trial): a copy of the optimizer steps a few times on small parameters with made-up gradients,
 # once on whole ones and once on each of two ranks' shards. If a shard's update is not that part of
@@ -277,7 +278,7 @@ def _first_difference(
 def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Take the user's gradients away, so that nothing a copy may share can step, and put back."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads, versions = [p.grad for p in params], [p._version for p in params]
+    grads, versions = [p.grad for p in params], [version_of(p) for p in params]
     devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
     try:
         for param in params:
@@ -287,7 +288,7 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-    if [param._version for param in params] != versions:
+    if [version_of(param) for param in params] != versions:
         kind = type(optimizer).__name__
         raise PartitionError(
             f"a {kind} was tried, to see whether it can work on shards, and its copy wrote to "

@@ -34,7 +34,7 @@ from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
 from zero_partition.plan.stages import Placement, Scaling
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientShard
-from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm
+from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of
 
 from .unit import ShardState, Unit
 
@@ -419,7 +419,7 @@ class BufferGradients:
         """All of it is where it was to go: from now on a write makes a norm void."""
         for position, (norm, version) in self._norms.items():
             if version is None:
-                self._norms[position] = norm, self.parts[position]._version
+                self._norms[position] = norm, version_of(self.parts[position])
                 self.parts[position].is_touched = False  # type: ignore[attr-defined]
 
     def norm_of(self, position: int) -> Tensor | None:
@@ -427,7 +427,7 @@ class BufferGradients:
         if position not in self._norms:
             return None
         part, (norm, version) = self.parts[position], self._norms[position]
-        is_as_it_came = part._version == version and not getattr(part, "is_touched", False)
+        is_as_it_came = version_of(part) == version and not getattr(part, "is_touched", False)
         return norm if is_as_it_came and self.targets[position].grad is part else None
 
     # ---- Between backwards: guards in `param.grad`, and what is dropped ----

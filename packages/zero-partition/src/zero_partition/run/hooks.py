@@ -18,13 +18,19 @@ from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.stages import Placement
 from zero_partition.stand_in import AtRest, Bound, GradientGuard, StateKind
 from zero_partition.torch_private import (
+    base_of,
     call_of,
+    conversion,
+    forward_pre_hooks,
     has_dispatch_modes,
+    hooked_call,
     is_in_functional_transform,
     next_sequence_number,
     outside_functional_transforms,
+    sequence_number,
     set_call_of,
     skip_frame,
+    step_pre_hooks,
     unseen_by_dispatch_modes,
     untraced,
 )
@@ -143,10 +149,10 @@ def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> No
     tensor.register_hook(hook)
     # A view that is then written to gets another node, and its old one, with the hook, is never
     # reached; its base is. What is a view of something older ends no computation of this call.
-    base = tensor._base if tensor._is_view() else None
+    base = base_of(tensor)
     if base is None or base.grad_fn is None:
         return
-    if base.grad_fn._sequence_nr() >= first_node:
+    if sequence_number(base.grad_fn) >= first_node:
         base.register_hook(hook)
 
 
@@ -200,11 +206,11 @@ def wrap_call(
 ) -> Callable[[], None]:
     """Put an `AroundCall` around the module's calls; returns what takes it away again."""
     before = call_of(module)
-    around = AroundCall(sharded, unit, is_model, before or module._call_impl)
+    around = AroundCall(sharded, unit, is_model, before or hooked_call(module))
     handle = module.register_forward_pre_hook(IsCovered(around), prepend=True)
 
     def compile_inside(*args: Any, **kwargs: Any) -> None:
-        around.inside = torch.compile(module._call_impl, *args, **kwargs)
+        around.inside = torch.compile(hooked_call(module), *args, **kwargs)
 
     set_call_of(module, around)
     has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
@@ -213,7 +219,7 @@ def wrap_call(
 
     def remove() -> None:
         handle.remove()
-        set_call_of(module, None if around.inside == module._call_impl else around.inside)
+        set_call_of(module, None if around.inside == hooked_call(module) else around.inside)
         if has_torchs:
             del module.__dict__["compile"]
 
@@ -393,7 +399,7 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
         sharded.removers.append(remove)
     for module in modules.values():
-        sharded.removers.append(AroundConversion(module, module._apply).install())
+        sharded.removers.append(AroundConversion(module, conversion(module)).install())
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
             is_large, registered = param.nbytes > SMALL_BYTES, list[Any]()
@@ -457,7 +463,7 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
 
 def find_sharded(model: nn.Module) -> ShardedModel | None:
     """What `partition` made of this model, None if it was not partitioned."""
-    for hook in model._forward_pre_hooks.values():
+    for hook in forward_pre_hooks(model).values():
         if isinstance(hook, IsCovered) and hook.around.is_model:
             return hook.around.sharded
     return None
@@ -472,7 +478,7 @@ def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> Sh
     if isinstance(model_or_optimizer, nn.Module):
         sharded = find_sharded(model_or_optimizer)
     else:
-        hooks = model_or_optimizer._optimizer_step_pre_hooks.values()
+        hooks = step_pre_hooks(model_or_optimizer).values()
         sharded = next((hook.sharded for hook in hooks if isinstance(hook, BeforeStep)), None)
     if sharded is None:
         raise StateError(

@@ -35,7 +35,10 @@ from zero_partition.torch_private import (
     is_in_backward,
     is_in_ddp_forward,
     modules_being_called,
+    own_modules,
+    own_parameters,
     plain_access,
+    version_of,
     will_accumulate,
 )
 
@@ -676,7 +679,7 @@ class ShardedModel:
 
     def _shard_versions(self) -> list[tuple[int, int]]:
         params = (param for buffer in self.buffers for param in buffer.shard_params)
-        return [(param.data_ptr(), param._version) for param in params]
+        return [(param.data_ptr(), version_of(param)) for param in params]
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
@@ -777,7 +780,7 @@ class ShardedModel:
 
     def _look_at_modules(self) -> None:
         modules = list(self.model.modules())
-        contents = (content for m in modules for content in (m._parameters, m._modules))
+        contents = (content for m in modules for content in (own_parameters(m), own_modules(m)))
         self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
         self._seen = list(chain.from_iterable(map(dict.values, self._contents)))
 

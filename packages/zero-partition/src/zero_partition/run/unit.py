@@ -19,7 +19,7 @@ from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
-from zero_partition.torch_private import plain_access
+from zero_partition.torch_private import own_parameters, plain_access, version_of
 
 
 @define(eq=False, repr=False)
@@ -215,7 +215,7 @@ class Unit:
             for (module, attribute, index, position), param in zip(
                 self.owners, self._params, strict=True
             ):
-                found = module._parameters.get(attribute)
+                found = own_parameters(module).get(attribute)
                 if found is not param:
                     raise StateError(self._describe_change(found, self.buffers[index], position))
             for buffer in self.buffers:
@@ -241,7 +241,7 @@ class Unit:
         elif param.requires_grad and not plan.trainable:
             expected = "expected the frozen parameter that was sharded without gradient memory"
             got = "it now requires a gradient"
-        elif self.placement is Placement.SHARDED and param._version != buffer.versions[position]:
+        elif self.placement is Placement.SHARDED and version_of(param) != buffer.versions[position]:
             expected = (
                 "expected nobody to write to a sharded parameter, whose values rest elsewhere"
             )

@@ -35,7 +35,7 @@ from zero_partition.run.sharded_model import (
 )
 from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import Bound, StateKind
-from zero_partition.torch_private import plainly
+from zero_partition.torch_private import plainly, version_of
 
 
 class _Verdict(IntEnum):
@@ -104,7 +104,7 @@ class EarlyParams:
         """Keep this rank's part only."""
         for early in self.shards:
             early.is_gathered, early.parameter.data = False, early.stand_in
-            early.version = early.parameter._version
+            early.version = version_of(early.parameter)
 
 
 @define(eq=False)
@@ -231,7 +231,7 @@ class Gather:
         with plainly():
             for name, param, home in found:
                 checksum = _checksum(home) if self.compares_bytes else 0
-                self._wholes.append(_Whole(name, param, home, param._version, checksum))
+                self._wholes.append(_Whole(name, param, home, version_of(param), checksum))
 
     def report(self, *, has_raised: bool) -> None:
         """Tell the others how this rank leaves, once. Launches only: they may be gone."""
@@ -298,7 +298,7 @@ class Gather:
             return _Verdict.MISSHAPEN
         if self.modifier_rank is not None:
             return _Verdict.FINE
-        is_same = whole.is_at_home and whole.param._version == whole.version
+        is_same = whole.is_at_home and version_of(whole.param) == whole.version
         if is_same and self.compares_bytes:
             is_same = _checksum(data) == whole.checksum
         return _Verdict.FINE if is_same else _Verdict.EDITED

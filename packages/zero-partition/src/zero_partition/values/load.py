@@ -32,6 +32,7 @@ from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ModelState, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
+from zero_partition.torch_private import non_persistent_buffers, own_buffers, own_parameters
 
 from .runs import (
     EntryPart,
@@ -108,9 +109,9 @@ def targets_of(model: nn.Module) -> Iterator[Target]:
     found: dict[int, Target] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
-        for own in (module._parameters, module._buffers):
+        for own in (own_parameters(module), own_buffers(module)):
             for key, tensor in own.items():
-                if tensor is None or key in module._non_persistent_buffers_set:
+                if tensor is None or key in non_persistent_buffers(module):
                     continue
                 target = found.setdefault(id(tensor), Target((), tensor))
                 target.names = (*target.names, start + key)
@@ -125,7 +126,7 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
         allocate_blank(target.tensor, target.names[0], group=group)
         target.find_memory(None)
     for module in model.modules():
-        if any(p is not None and find_early(p) is not None for p in module._parameters.values()):
+        if any(p is not None and find_early(p) for p in own_parameters(module).values()):
             guard_module(module)
 
 

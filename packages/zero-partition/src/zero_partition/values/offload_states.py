@@ -25,7 +25,7 @@ from zero_partition.stand_in import (
     StateKind,
     View,
 )
-from zero_partition.torch_private import is_in_backward, plain_access
+from zero_partition.torch_private import is_in_backward, plain_access, storage_key
 
 
 @collective
@@ -195,19 +195,20 @@ def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[
     tensors = list(_tensors_of(sharded))
     views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
     for _, _, tensor in tensors:
-        views.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        views.setdefault(storage_key(tensor.untyped_storage()), {})[id(tensor)] = tensor
     found: dict[int, ParkedStorage] = {}
     for kind, name, root in tensors:
         storage = root.untyped_storage()
-        is_new = kind in kinds and storage._cdata not in found
+        memory = storage_key(storage)
+        is_new = kind in kinds and memory not in found
         if kind is None or not is_new or not _may_go(root, sharded):
             continue
-        found[storage._cdata] = ParkedStorage(
+        found[memory] = ParkedStorage(
             key=f"{kind.value} {len(found)} of {name}",
             kind=kind,
             num_bytes=storage.nbytes(),
             device=root.device,
-            views=[View.of(tensor) for tensor in views[storage._cdata].values()],
+            views=[View.of(tensor) for tensor in views[memory].values()],
             storage=storage,
         )
     return list(found.values())

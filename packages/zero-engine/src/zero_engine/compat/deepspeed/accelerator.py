@@ -7,6 +7,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from zero_engine.torch_private import accelerator
+
 
 @final
 class Accelerator:
@@ -14,18 +16,18 @@ class Accelerator:
 
     def is_available(self) -> bool:
         """Whether there is more than a CPU."""
-        return torch.accelerator.is_available()
+        return accelerator() is not None
 
     def device_name(self, device_index: int | None = None) -> str:
         """What `tensor.to` takes: "cuda:0", "cuda" without an index, or "cpu"."""
-        kind = torch.accelerator.current_accelerator()
+        kind = accelerator()
         if kind is None:
             return "cpu"
         return kind.type if device_index is None else f"{kind.type}:{device_index}"
 
     def device_count(self) -> int:
         """How many devices this process sees; the CPU counts as one."""
-        return torch.accelerator.device_count() or 1
+        return torch.accelerator.device_count() if self.is_available() else 1
 
     def set_device(self, device_index: int) -> None:
         """Work on this one from now on."""
