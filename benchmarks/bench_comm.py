@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import Row, ratio, suite, take_turns
+from harness import Row, device_name, ratio, suite, take_turns
 from team import Team
 from torch import Tensor
 from zero_comm import (
@@ -150,8 +150,8 @@ def codecs(options: Namespace) -> list[Row]:
     """
     torch.set_num_threads(1)
     device, numel = options.device, options.megabytes * 10**6 // 4
+    options.device_name = device_name(device)
     options.why_plain_torch = reason = native_status(device)
-    options.device_name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     source, target = torch.randn(2, numel, device=device)
     jobs: dict[tuple[str, ...], Job] = {COPY: (lambda: target.copy_(source), 8 * numel)}
     for name in CODECS:

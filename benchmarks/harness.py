@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from tabulate import tabulate
+from zero_comm.torch_private import accelerator
 
 HERE: Final = Path(__file__).parent
 MIB: Final = 2**20
@@ -102,6 +103,15 @@ def check_known(option: str, given: Iterable[Any], known: Iterable[Any]) -> None
     if unknown := set(given) - set(known):
         expected, got = (", ".join(map(str, each)) for each in (known, unknown))
         raise OptionError(f"--{option}: expected some of {expected}, got {got}")
+
+
+def device_name(device: str) -> str:
+    """Return the name of a device to measure, "cpu" or "cuda"; OptionError if there is none."""
+    if device == "cpu":
+        return device
+    if accelerator() != torch.device(device):
+        raise OptionError(f"there is no {device.upper()} device; --device cpu measures the CPU")
+    return torch.get_device_module(device).get_device_name()
 
 
 def _as_argparse(given: Any) -> dict[str, Any]:

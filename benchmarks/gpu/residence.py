@@ -28,12 +28,10 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # beside the other suites
 
-import torch
-from harness import DEEPSPEED, OptionError, Row, check_known, run_suite, say, suite
+from harness import DEEPSPEED, Row, check_known, device_name, run_suite, say, suite
 from model import Shape, model_numel
 from systems import SYSTEMS
 from training import Entry, run_heat
-from zero_comm.torch_private import accelerator
 
 OFFLOADED: Final = ("zero1_host", "zero1_disk", "zero3_host_all", "zero3_disk_all")
 PEERS: Final = ("torchao", "fsdp2_host", "deepspeed2_host")
@@ -129,13 +127,9 @@ SUITES: Final = {"largest": largest, "step": step, "overlap": overlap}
 def _systems(options: Namespace) -> list[str]:
     """Those that were asked for and can take part."""
     check_known("systems", options.systems, KNOWN)
-    options.device_name = options.device
+    options.device_name = device_name(options.device)
     if options.device == "cpu":  # a smoke test: figures mean nothing
         vars(options).update({**SMALL, "max_layers": min(options.max_layers, SMALL["max_layers"])})
-    elif accelerator() == torch.device("cuda"):
-        options.device_name = torch.cuda.get_device_name(0)
-    else:
-        raise OptionError("there is no CUDA device; --device cpu shows only whether this runs")
     options.left_out = {}
     for name in PEERS:
         module, environment = SYSTEMS[name].imports[0], SYSTEMS[name].environment

@@ -49,6 +49,21 @@ def test_half_a_job_is_an_error_that_names_the_other_half(
         init()
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
+    """Alone it was a group on the CPU without a word; in a job, torch's own error far below."""
+    _forget_torchrun(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    for name, value in _environment(rank=0, port=1).items() if not is_alone else ():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(
+        CommError, match=r"'nccl': expected a CUDA device for each of . local ranks"
+    ):
+        init(backend="nccl")
+    assert not dist.is_initialized()
+
+
 def _forget_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _environment(rank=0, port=1):
         monkeypatch.delenv(name, raising=False)

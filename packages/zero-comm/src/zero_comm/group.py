@@ -207,7 +207,8 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
         timeout_s: Longest wait of a collective before it fails, in seconds.
 
     Raises:
-        CommError: `backend` is neither, or WORLD_SIZE is set but one of the other variables is not.
+        CommError: `backend` is neither, or nccl without a CUDA device for each local rank; or
+            WORLD_SIZE is set but one of the other variables is not.
     """
     if backend not in (None, "gloo", "nccl"):
         raise CommError(f"expected backend 'gloo' or 'nccl', got {backend!r}")
@@ -218,6 +219,12 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
     has_cuda = accelerator() == torch.device("cuda") and (
         torch.accelerator.device_count() >= local_world_size
     )
+    if backend == "nccl" and not has_cuda:
+        raise CommError(
+            f"backend 'nccl': expected a CUDA device for each of {local_world_size} local ranks, "
+            f"and torch {torch.__version__} finds {torch.accelerator.device_count()} (rank "
+            f"{os.environ.get('RANK', '0')}); leave backend out, or take 'gloo'"
+        )
     if "WORLD_SIZE" not in os.environ:
         return Group.solo("cuda" if has_cuda and backend != "gloo" else "cpu")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
