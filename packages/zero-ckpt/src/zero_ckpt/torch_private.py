@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -22,9 +21,10 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-__all__ = ["OpOverload", "OpOverloadPacket"]  # and all that is defined here
-
 Func = TypeVar("Func", bound=Callable[..., Any])
+
+OpOverload: TypeAlias = torch._ops.OpOverload  # torch.ops.aten.add.Tensor
+OpOverloadPacket: TypeAlias = torch._ops.OpOverloadPacket  # torch.ops.aten.add
 
 # Getters in C: they cost a call of a Python function less than one of our own.
 own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor

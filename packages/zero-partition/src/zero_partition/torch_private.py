@@ -14,12 +14,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
-__all__ = ["pytree"]  # and all that is defined here
+pytree: Final = _pytree  # trees of containers; no version has a public module for them
 
 # No functions around what is called for every unit and every gradient.
 
