@@ -326,7 +326,10 @@ _FACTORIES: Final = (
     *("as_tensor", "linspace", "empty_strided", "empty_like", "zeros_like", "ones_like"),
     *("full_like", "rand_like", "randn_like"),
 )
-_METHODS: Final = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+_METHODS: Final = (
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    "_make_wrapper_subclass",
+)
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -186,3 +186,18 @@ def test_a_loss_that_has_no_backward_is_named(group: Group) -> None:
         engine.backward(1.0)
     with pytest.raises(StateError, match=r"depends on no trainable parameter .* no_grad"):
         engine.backward(outputs.detach().sum())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_transform_of_an_engine_is_no_micro_batch(group: Group, stage: int) -> None:
+    """Its gradient belongs to whoever takes it, and was divided by the number of micro-batches."""
+    engine = build_engine(group, engine_config(group, stage, accumulation_steps=4), parity.Block)
+    plain, x = parity.build(parity.Block), torch.ones(2, parity.WIDTH)
+
+    def energy(call: nn.Module, x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    expected = torch.func.grad(energy, argnums=1)(plain, x)
+    found = torch.func.grad(energy, argnums=1)(engine, x)
+
+    torch.testing.assert_close(found, expected)

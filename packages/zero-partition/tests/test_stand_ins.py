@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,7 +52,8 @@ USES_OF_VALUES: dict[str, Callable[[nn.Parameter], Any]] = {
     "clip": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
     "add": lambda p: p.grad + 1,
     "norm": lambda p: p.grad.norm(),
-    "zero": lambda p: p.grad.zero_(),
+    "mul by elements": lambda p: p.grad.mul_(torch.ones(2, 3)),
+    "add in place": lambda p: p.grad.add_(1),
     "tolist": lambda p: p.grad.tolist(),
     "step": lambda p: torch.optim.SGD([p], lr=1.0).step(),
 }
@@ -86,6 +88,34 @@ def test_a_guard_refuses_every_use_of_values(group: Group) -> None:
         assert type(before) is Tensor
         part.mul_(3)
         assert torch.equal(part * 1, before * 3)
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda g: g.mul_(0.5),
+    "mul_ by a tensor": lambda g: g.mul_(torch.tensor(0.5)),
+    "div_": lambda g: g.div_(4),
+    "foreach_mul_": lambda g: torch._foreach_mul_([g], 3.0),
+    "foreach_div_": lambda g: torch._foreach_div_([g], 3.0),
+    "zero_": lambda g: g.zero_(),
+    "foreach_zero_": lambda g: torch._foreach_zero_([g]),
+    "requires_grad_": lambda g: g.requires_grad_(False),
+    "detach_": lambda g: g.detach_(),
+}
+
+
+def test_an_edit_that_is_the_same_for_every_element_is_done_to_the_shard(group: Group) -> None:
+    """Schedules of pipelines divide gradients by the number of micro-batches."""
+    for stage, (name, edit) in itertools.product((1, 2, 3), EDITS.items()):
+        model, optimizer = _partition(group, stage)
+        param, shard = model[0].weight, optimizer.param_groups[0]["params"][0]
+        expected = shard.grad.as_subclass(Tensor).clone()
+        edit(expected)
+
+        edit(param.grad)
+        assert torch.equal(shard.grad.as_subclass(Tensor), expected), (stage, name)
+        param.grad *= 2
+        param.grad /= 4
+        assert torch.equal(shard.grad.as_subclass(Tensor), expected / 2), (stage, name)
 
 
 def test_alone_a_shard_is_the_whole_gradient() -> None:

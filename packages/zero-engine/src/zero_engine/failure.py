@@ -22,13 +22,19 @@ from torch import nn
 from zero_comm import Group
 from zero_comm.failure import ASKED, describe_launches
 from zero_partition import memory_report
-from zero_partition.seams import ShardedModel, find_sharded
+from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 
 from zero_engine.errors import FileError
 
 _WAITS: Final = "waits for"
 _OWN: Final = ("versions", "launched", "schedule")  # what should be equal on all ranks
 _NOT_COMPARED: Final = (_WAITS, "state", "whole", "on their way")
+_PHASES: Final = {
+    ModelPhase.IDLE: "outside forward and backward",
+    ModelPhase.FORWARD: "in forward",
+    ModelPhase.BACKWARD: "in backward",
+    ModelPhase.FAILED: "after a backward that failed",
+}
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")  # another rank is the cause
 
 
@@ -75,9 +81,8 @@ def _schedule_of(sharded: ShardedModel) -> dict[str, str]:
     names = defaultdict[str, list[str]](list)
     for unit in sharded.units:
         names[unit.state.name].append(unit.name)
-    state = "in backward" if sharded.is_backward_open else "outside forward and backward"
     return {
-        "state": "in forward" if sharded.forwards or sharded.schedule.is_running else state,
+        "state": _PHASES[sharded.phase],
         "updates": str(max(unit.version for unit in sharded.units)),
         "whole": ", ".join(names["UNSHARDED"]),
         "on their way": ", ".join(names["GATHERING"]),

@@ -22,6 +22,9 @@ foreach_mul_: Final = torch._foreach_mul_
 foreach_sign_: Final = torch._foreach_sign_
 foreach_sub_: Final = torch._foreach_sub_
 
+# Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now: None if not.
+is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
+
 
 def current_backward() -> int:
     """Return the number of the backward that runs on this thread; -1 if none does."""

@@ -9,7 +9,7 @@ from torch import nn
 from zero_comm import collective
 
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ModelState
+from zero_partition.run.sharded_model import ModelPhase
 from zero_partition.run.unit import CodecErrors
 
 from .errors import StateError
@@ -72,7 +72,7 @@ def coalesce_reduction(model: nn.Module) -> Iterator[None]:
     sharded.require("coalesce_reduction()", StateKind.GRADS)
     with no_sync(model):
         yield
-    sharded.require("leaving coalesce_reduction()", no=(ModelState.FAILED,))
+    sharded.require("leaving coalesce_reduction()", no=(ModelPhase.FAILED,))
     with plain_access():
         sharded.reducer.reduce_local()
 

@@ -19,7 +19,7 @@ from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
-from zero_partition.run.sharded_model import ModelState, ShardedModel
+from zero_partition.run.sharded_model import ModelPhase, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
@@ -44,7 +44,7 @@ __all__ = [
     "GradientReport",
     "Homes",
     "LoadReport",
-    "ModelState",
+    "ModelPhase",
     "OpenState",
     "Opening",
     "OptimizerOffload",

@@ -25,6 +25,7 @@ from .torch_private import (
     plain_access,
     plain_call,
     unscale_and_find_inf_,
+    without_memory,
 )
 
 
@@ -143,28 +144,73 @@ def stand_in_type(kind: type[StandIn], cls: type[Tensor]) -> type[Any]:
     return type(cls)(cls.__name__, (kind, cls), names)
 
 
+# What changes every element of a gradient alike, and so is the same for a shard as for the whole.
+_ELEMENTWISE: Final = {
+    **{name: name for name in ("zero_", "mul_", "div_")},
+    "__imul__": "mul_",
+    "__itruediv__": "div_",
+    **{f"_foreach_{name}": name for name in ("zero_", "mul_", "div_")},
+}
+
+
 class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
-    """Stands in `param.grad` while the gradient is sharded. Any use raises.
+    """Stands in `param.grad` while the gradient is sharded. A use of its values raises.
 
     So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
-    find no gradients and do nothing.
+    find no gradients and do nothing. What is the same for a shard as for the whole is done to the
+    shard: `zero_()`, and `mul_()` and `div_()` by a number.
+
+    Autograd adds to what it finds in `param.grad`. What it adds to a guard is kept in `received`.
     """
 
     _answers = staticmethod(_gives_nothing_away)
+    received: Tensor | None  # the sum of what autograd has added, as this rank computed it
+    scale: Callable[[str, Any], None]  # do `zero_`, `mul_` or `div_` to the gradient itself
 
     @classmethod
-    def over(cls, stand_in: Tensor) -> Tensor:
-        """A guard of the placeholder's shape, dtype and device that costs no further memory."""
-        return as_subclass_sharing_memory(cls, stand_in)
+    def like(cls, param: Tensor, scale: Callable[[str, Any], None]) -> GradientGuard:
+        """Make a guard of a parameter's shape, dtype and device. It has no memory."""
+        guard = without_memory(cls, param.shape, param.dtype, param.device)
+        guard.received, guard.scale = None, scale
+        return guard
 
     @classmethod
-    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Keep what autograd adds, which calls no `__torch_function__`; refuse all else."""
+        if func is _ADD_ and isinstance(args[0], GradientGuard):
+            guard, grad = args[:2]
+            with torch.no_grad():
+                guard.received = grad if guard.received is None else guard.received + grad
+            return guard
+        if func is _ADD and isinstance(args[0], GradientGuard):  # create_graph=True
+            guard, grad = args[:2]
+            return grad if guard.received is None else guard.received + grad
+        return cls._on_use(func, *names_of(func), args, kwargs or {})
+
+    @classmethod
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+        if name in ("requires_grad_", "detach_") and not any(args[1:]):
+            return args[0]
+        written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        operands = args[1:] or tuple(kwargs.values()) or (None,)
+        if name in _ELEMENTWISE and all(map(_is_one_number, operands)):
+            for tensor in written:
+                if isinstance(tensor, GradientGuard):
+                    tensor.scale(_ELEMENTWISE[name], operands[0])
+                else:
+                    func([tensor], *operands)
+            return args[0]
         raise StateError(
             f"{name} was called on the gradient of a parameter whose gradient is sharded: at "
             "stages 1 to 3 backward reduces it, and when that has ended it rests in "
-            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
-            "zero_engine.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, value); to "
-            "drop it, optimizer.zero_grad()."
+            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
+            "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
+            "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
+            "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). An "
+            "optimizer that steps inside backward, by a hook, has no reduced gradients there: let "
+            "it step after backward."
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -172,6 +218,17 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copied model starts without gradients."""
+
+
+def _is_one_number(operand: Any) -> bool:
+    """Return whether every element is multiplied or divided by the same; None: there is none."""
+    if isinstance(operand, Tensor):
+        return not operand.dim() and not isinstance(operand, GradientGuard)
+    return operand is None or isinstance(operand, int | float)
+
+
+_ADD_: Final = torch.ops.aten.add_.Tensor
+_ADD: Final = torch.ops.aten.add.Tensor
 
 
 class GradientShard(Tensor):

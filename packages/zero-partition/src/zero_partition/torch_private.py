@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
+T = TypeVar("T", bound=Tensor)
 
 pytree: Final = _pytree  # trees of containers; no version has a public module for them
 
@@ -72,6 +73,10 @@ def sequence_number(node: torch.autograd.graph.Node) -> int:
     return node._sequence_nr()
 
 
+# What compiles the frames that this thread enters now: None where nothing is compiled.
+frame_compiler: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread right now."""
     return torch._C._current_graph_task_id() != -1
@@ -122,6 +127,11 @@ def unseen_by_dispatch_modes() -> Iterator[None]:
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     """`tensor` as an instance of `cls`, without autograd history."""
     return torch.Tensor._make_subclass(cls, tensor)
+
+
+def without_memory(cls: type[T], shape: torch.Size, dtype: torch.dtype, device: Any) -> T:
+    """Return a contiguous tensor of `cls`, which has a `__torch_dispatch__`, without any memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
 def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:

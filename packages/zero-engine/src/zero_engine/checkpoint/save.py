@@ -21,7 +21,7 @@ from zero_comm import Group, all_gather_json, check_agreement, collective
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import STAGES
 from zero_partition.seams import (
-    ModelState,
+    ModelPhase,
     PartBatch,
     ShardedModel,
     StateParts,
@@ -127,7 +127,7 @@ def save_as(asked: SaveRequest) -> SaveReport:
 def begin(asked: SaveRequest) -> CheckpointWriter:
     """See what there is to write, and make the folder for it. Collective."""
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
-    sharded.require("save()", no=(ModelState.GATHERED,))
+    sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)
     group = sharded.whole

@@ -34,7 +34,7 @@ from zero_engine.deepspeed.loss_scale import (
 from zero_engine.deepspeed_file.file_key import POSITIVE
 from zero_engine.errors import ConfigError, LossScaleError
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
-from zero_engine.torch_private import current_backward
+from zero_engine.torch_private import current_backward, is_in_functional_transform
 
 from .engine_config import EngineConfig
 from .monitor import Monitor
@@ -456,6 +456,8 @@ class Engine(nn.Module):
     def _watched(self, outputs: Any) -> Any:
         """What `forward` returned, with hooks for a direct backward; see NOTE(direct)."""
         if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
+            return outputs
+        if is_in_functional_transform():  # its gradients are the caller's, and no micro-batch's
             return outputs
         entries = {id(tensor): tensor for tensor in _tensors_in(outputs) if tensor.grad_fn}
         if len(entries) > 1:

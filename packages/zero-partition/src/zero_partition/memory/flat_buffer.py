@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 
 from zero_partition.plan.layout import BufferPlan, Piece
-from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
+from zero_partition.stand_in import placeholder, rest_type_of
 from zero_partition.torch_private import version_of
 
 from .store import Store
@@ -45,7 +45,6 @@ class FlatBuffer:
     gather_tag: int = field(init=False)  # identity of its all-gathers
     reduce_tag: int = field(init=False)  # of its reductions
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
-    guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
@@ -64,7 +63,6 @@ class FlatBuffer:
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
         )
-        self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
         self.whole_types = tuple(type(param) for param in self.params)
         self.rest_types = tuple(rest_type_of(param) for param in self.params)
         self.versions = tuple(version_of(param) for param in self.params)

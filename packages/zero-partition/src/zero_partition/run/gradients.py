@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
 from typing import Any, Final, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from attrs import define, field
@@ -33,7 +36,7 @@ from zero_partition.plan.cuts import Cut
 from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
 from zero_partition.plan.stages import Placement, Scaling
 from zero_partition.plan.wire import Routes
-from zero_partition.stand_in import GradientShard
+from zero_partition.stand_in import GradientGuard, GradientShard
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of
 
 from .unit import ShardState, Unit
@@ -50,9 +53,16 @@ T = TypeVar("T")
 # as no more is missing, or MAX_WAITING wait, or a large one arrives, or backward has ended. At most
 # MAX_WAITING x SMALL_BYTES of a buffer wait (docs/decisions/0015-small-gradients-wait.md).
 
+# NOTE(guards): between backwards a guard stands in `param.grad` of each gradient that is sharded or
+# waits to be. It is taken away when a backward begins, so that autograd gives its gradients away;
+# the first one arrives before we know that a backward runs, and the guard keeps what autograd adds
+# to it. Where we left a guard and find something else, the user has dropped the gradient. Nothing
+# of this depends on whose call made the graph.
+
 # NOTE(carrying): at stage 0 `param.grad` is where the next backward adds to, so that what was
 # reduced before is reduced again with what came since, as DDP does. A mean of equal numbers is
-# that number. A sum of them is not, so it is refused.
+# that number. A sum of them is not, so it is refused. While the buffer is being reduced a guard
+# stands there too: what arrives then is added when the reduction has ended.
 
 # NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it
 # back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
@@ -86,6 +96,27 @@ T = TypeVar("T")
 # is an ordinary tensor of the host, whoever reads it.
 
 
+class GradState(Enum):
+    """State of one parameter's gradient on this rank; MOVES has the legal changes."""
+
+    NONE = auto()  # there is none
+    LOCAL = auto()  # in the accumulator, of this rank's data, from the backward that runs now
+    ACCUMULATED = auto()  # likewise, from backwards inside no_sync that have ended
+    IN_FLIGHT = auto()  # its buffer's reduction has been launched
+    REDUCED = auto()  # the optimizer reads it: in the shard, at stage 0 in the accumulator
+
+
+MOVES: Final = {
+    GradState.NONE: {GradState.LOCAL, GradState.ACCUMULATED, GradState.REDUCED},
+    GradState.LOCAL: {GradState.ACCUMULATED, GradState.IN_FLIGHT},
+    GradState.ACCUMULATED: {GradState.LOCAL, GradState.IN_FLIGHT},
+    GradState.IN_FLIGHT: {GradState.REDUCED},
+    GradState.REDUCED: {GradState.LOCAL, GradState.ACCUMULATED},
+}  # besides, each may stay as it is, and become NONE when it is dropped
+
+# The members themselves: looking them up in the class takes longer than comparing them.
+NONE, LOCAL, ACCUMULATED, IN_FLIGHT, REDUCED = GradState
+
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
@@ -104,21 +135,19 @@ class BufferGradients:
     loco_errors: LocoErrors | None = field(init=False)  # what that lost, to be made up for
     targets: tuple[nn.Parameter, ...] = field(init=False)  # whose gradient the optimizer reads
     wire_bytes: int = field(init=False)  # of all of them as they travel, padding included
+    states: list[GradState] = field(init=False)  # of each parameter's gradient; changed here only
+    guards: tuple[GradientGuard, ...] = field(init=False)  # see NOTE(guards)
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
-    room: int = field(init=False)  # when so many wait, they are taken
-    arrived: set[int] = field(factory=set, init=False)  # taken in this backward, since the launch
+    flush_threshold: int = field(init=False)  # when so many wait, they are taken
+    num_local: int = field(default=0, init=False)  # parameters whose state is LOCAL
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     accumulator: Tensor | None = field(default=None, init=False)  # whole and local; maybe a slot
     slot: Slot[BufferGradients] | None = field(default=None, init=False)
     views: tuple[Tensor, ...] = field(default=(), init=False)  # of it, kept: a slot may come back
-    filled: set[int] = field(factory=set, init=False)  # hold a local gradient, not reduced yet
-    launched: bool = field(default=False, init=False)  # in this backward
+    has_launched: bool = field(default=False, init=False)  # in this backward
     reduction: Handle[Tensor] | None = field(default=None, init=False)  # in flight
-    reduced: set[int] = field(factory=set, init=False)  # handed over in this backward
-    carried: set[int] = field(factory=set, init=False)  # equal on all ranks; see NOTE(carrying)
     shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
-    guarded: set[int] = field(factory=set, init=False)  # we put a guard into `param.grad`
     structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
     _most_waiting: int = field(init=False)
     _views_at: int = field(default=0, init=False)  # address of what they view
@@ -137,17 +166,23 @@ class BufferGradients:
         self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
         plans = enumerate(buffer.plan.params)
         self.structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
-        self.room = self._most_waiting = min(len(self.targets), MAX_WAITING)
+        self.flush_threshold = self._most_waiting = min(len(self.targets), MAX_WAITING)
+        self.states = [NONE] * len(self.targets)
+        own: Any = ref(self)
+        self.guards = tuple(
+            GradientGuard.like(stand_in, partial(_scale_gradient, own, position))
+            for position, stand_in in enumerate(buffer.stand_ins)
+        )
 
     @property
     def has_local(self) -> bool:
         """Whether a gradient waits to be reduced."""
-        return bool(self.filled)
+        return LOCAL in self.states or ACCUMULATED in self.states
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward."""
-        return len(self.arrived) == len(self.targets)  # not `filled`, which no_sync leaves full
+        """Whether every parameter's gradient has arrived in this backward, since the launch."""
+        return self.num_local == len(self.targets)
 
     @property
     def holds_gradients(self) -> bool:
@@ -179,7 +214,7 @@ class BufferGradients:
             self._views_at = self.accumulator.data_ptr()
 
     def find_waiting(self) -> dict[int, Tensor]:
-        """What autograd left in `param.grad`, by position; from now on it does not wait.
+        """Return what autograd left in `param.grad`, by position; it does not wait any more.
 
         What it found undefined is not there: the same as unused.
 
@@ -188,7 +223,9 @@ class BufferGradients:
         """
         params, found = self.buffer.params, {}
         for position in self.waiting:
-            grad = params[position].grad
+            grad, guard = params[position].grad, self.guards[position]
+            if grad is guard:
+                grad, guard.received = guard.received, None
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
@@ -203,28 +240,26 @@ class BufferGradients:
 
     def take(self, grads: Mapping[int, Tensor]) -> None:
         """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
-        views, params = self.views, self.buffer.params
+        views, params, states = self.views, self.buffer.params, self.states
         first: tuple[list[Tensor], list[Tensor]] = [], []  # into, from
         again: tuple[list[Tensor], list[Tensor]] = [], []
         for position, grad in grads.items():
-            view = views[position]
+            view, state = views[position], states[position]
             if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
-                is_first = position not in self.filled
-                if is_first:
-                    self.carried.discard(position)
+                is_first = state is NONE or (state is REDUCED and self.shards_state)
                 into, out_of = first if is_first else again
                 into.append(view)
                 out_of.append(grad)
             params[position].grad = None if self.shards_state else view
+            self.num_local += state is not LOCAL
+            states[position] = LOCAL
         with torch.no_grad():  # create_graph=True makes gradients that have a graph
             if first[0]:
                 foreach_copy_(*first)
             if again[0]:
                 foreach_add_(*again)
-        self.filled.update(grads)
-        self.arrived.update(grads)
-        missing = len(self.targets) - len(self.arrived)
-        self.room = min(missing, MAX_WAITING) or 1  # 1: all are here, and one comes again
+        missing = len(self.targets) - self.num_local
+        self.flush_threshold = min(missing, MAX_WAITING) or 1  # 1: all here, and one comes again
 
     # ---- They are reduced: what is launched must be in the same order on every rank ----
 
@@ -233,12 +268,17 @@ class BufferGradients:
         """Start the reduction; parameters without a gradient count as zero. Collective."""
         values, scaling, buffer = self.accumulator, self._scaling, self.buffer
         assert values is not None, "the reducer gives one first"
+        states, sent = self.states, list[int]()
         for position, view in enumerate(self.views):
-            if position not in self.filled and not self._accumulates_in_place(position):
+            if states[position] is LOCAL or states[position] is ACCUMULATED:
+                states[position] = IN_FLIGHT
+                sent.append(position)
+            elif not self._accumulates_in_place(position):
                 view.zero_()
-        self.launched = True
-        self.arrived.clear()
-        self.room = self._most_waiting
+        if not self.shards_state:  # autograd must not add to what travels
+            self.guard(sent)
+        self.has_launched, self.num_local = True, 0
+        self.flush_threshold = self._most_waiting
         if self.codec is not None:  # what another unit left there would count in a block's scale
             for gap in buffer.plan.layout.gaps:
                 values[gap.as_slice()].zero_()
@@ -273,8 +313,15 @@ class BufferGradients:
         self.reduction = None
         if self.shards_state and reduced is not self.shard:
             self._add(reduced)
-        self.hand_over(self.filled)
-        self.filled.clear()
+        params, arrived = self.buffer.params, list[int]()
+        for position, state in enumerate(self.states):
+            if state is not IN_FLIGHT:
+                continue
+            if self.shards_state or params[position].grad is not None:
+                arrived.append(position)
+            else:  # dropped by the user, after an exception had ended its backward
+                self._forget(position)
+        self.publish_grads(arrived)
 
     def _reduce_to_shards(self, values: Tensor, how: dict[str, Any]) -> Handle[Tensor]:
         codec, routes, buffer = self.codec, self.routes, self.buffer
@@ -357,23 +404,30 @@ class BufferGradients:
 
     # ---- The optimizer reads them ----
 
-    def hand_over(self, positions: Collection[int]) -> None:
-        """What was reduced becomes the gradients that the optimizer reads."""
+    def publish_grads(self, positions: Collection[int]) -> None:
+        """Make what was reduced the gradients that the optimizer reads."""
         values = self.parts if self.shards_state else self.views
-        self.reduced.update(positions)
-        if not self.shards_state:
-            self.carried.update(positions)
         for position in positions:
+            self.states[position] = REDUCED
             self.targets[position].grad = values[position]
         if self._lends:
             self._lend(position for position in positions if position in self.structured)
 
+    def set_local(self, position: int, value: Tensor) -> None:
+        """Replace this rank's local gradient, inside no_sync. Local."""
+        self.views[position].copy_(value)
+        self.states[position] = ACCUMULATED
+        if self.shards_state:
+            self.guard((position,))
+        else:
+            self.buffer.params[position].grad = self.views[position]
+
     def copy_whole(self, position: int, value: Tensor) -> None:
         """Replace the gradient that the optimizer reads by its part of a whole one. Local."""
+        self.states[position] = REDUCED
         if not self.shards_state:
             self.views[position].copy_(value)
             self.targets[position].grad = self.views[position]
-            self.carried.add(position)
             return
         self._ensure_shard()
         part, piece = self.parts[position], self.buffer.piece_of(position)
@@ -434,31 +488,38 @@ class BufferGradients:
 
     def end_backward(self) -> None:
         """Forget what belongs to one backward; guard what is sharded."""
-        self.launched = False
+        self.has_launched = False
         self.waiting.clear()  # what an exception left behind
-        self.arrived.clear()
-        self.room = self._most_waiting
+        self.flush_threshold, self.num_local = self._most_waiting, 0
         self.from_outside.clear()
-        has_gradient, self.reduced = self.reduced, set()
-        if not self.shards_state:
-            return
-        if len(has_gradient) < len(self.targets):
-            has_gradient = self.filled | {
-                position for position, param in enumerate(self.targets) if param.grad is not None
-            }
-        self.guard(has_gradient)
+        states, targets, params = self.states, self.targets, self.buffer.params
+        for position, state in enumerate(states):
+            if state is LOCAL:  # inside no_sync
+                states[position] = ACCUMULATED
+                if not self.shards_state:
+                    params[position].grad = self.views[position]
+            elif self.shards_state and state is not ACCUMULATED:
+                has_gradient = targets[position].grad is not None  # the user may set and drop it
+                if has_gradient is not (state is REDUCED):
+                    states[position] = REDUCED if has_gradient else NONE
+            if self.shards_state and states[position] is not NONE:
+                params[position].grad = self.guards[position]
 
     def guard(self, positions: Iterable[int]) -> None:
-        """Put our stand-ins where these gradients were."""
+        """Put guards where these gradients were; see NOTE(guards)."""
+        params, guards = self.buffer.params, self.guards
         for position in positions:
-            self.buffer.params[position].grad = self.buffer.guards[position]
-            self.guarded.add(position)
+            params[position].grad = guards[position]
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
         if self.config.precision.reduces_mean or self.buffer.group.world_size == 1:
             return
-        again = [position for position in self.carried if self._accumulates_in_place(position)]
+        again = [
+            position
+            for position, state in enumerate(self.states)
+            if state is REDUCED and self._accumulates_in_place(position)
+        ]
         if again:
             raise StateError(
                 f"parameter {self.buffer.plan.params[min(again)].name!r}: its gradient was summed "
@@ -469,34 +530,86 @@ class BufferGradients:
                 "call optimizer.zero_grad()"
             )
 
-    def clear_guards(self) -> None:
-        """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away."""
-        self.drop_where_user_did()
-        for position in self.guarded:
-            self.buffer.params[position].grad = None
-        self.guarded.clear()
+    def remove_guards(self) -> None:
+        """A backward begins: let autograd give its gradients away; see NOTE(guards)."""
+        params, guards = self.buffer.params, self.guards
+        for position, state in enumerate(self.states):
+            if state is NONE:
+                continue
+            grad, guard = params[position].grad, guards[position]
+            if grad is guard:
+                if guard.received is None:
+                    params[position].grad = None
+            elif self.shards_state or grad is None or not self._accumulates_in_place(position):
+                self._forget(position)
 
-    def drop_where_user_did(self) -> None:
-        """`param.grad = None` and `model.zero_grad()` drop the shard's gradient too."""
-        for position in tuple(self.guarded):
-            if self.buffer.params[position].grad is None:
-                self.targets[position].grad = None
-                self.filled.discard(position)
-                self.guarded.discard(position)
+    def follow_drops(self) -> bool:
+        """Drop the gradients whose guard the user has taken away. Between backwards.
+
+        Returns:
+            Whether a gradient waits to be reduced.
+        """
+        params, waits = self.buffer.params, False
+        for position, state in enumerate(self.states):
+            if self.shards_state and state is not NONE and params[position].grad is None:
+                self._forget(position)
+            elif state is ACCUMULATED:
+                waits = True
+        return waits
+
+    def _forget(self, position: int) -> None:
+        """The user has dropped this gradient."""
+        self.states[position] = NONE
+        if self.shards_state:
+            self.targets[position].grad = None
+
+    def drop_local(self, *, set_to_none: bool) -> None:
+        """Drop gradients that are not reduced, or make them zero."""
+        for position, state in enumerate(self.states):
+            if state is ACCUMULATED and not set_to_none:
+                self.views[position].zero_()
+            elif state is LOCAL or state is ACCUMULATED:
+                self._forget(position)
+            elif state is REDUCED and not self.shards_state and not set_to_none:
+                self._forget(position)  # zero on every rank, which may be summed again
+        self.num_local = 0
 
     def drop(self) -> None:
         """Drop every gradient, reduced or not."""
-        for positions in (self.filled, self.guarded, self.reduced, self.carried, self._lent):
-            positions.clear()
+        self.states[:], self.num_local = [NONE] * len(self.states), 0
+        self._lent.clear()
+        for guard in self.guards:
+            guard.received = None
         for part in self.parts:
             part.is_unscaled = False  # type: ignore[attr-defined]
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None
 
+    def scale(self, position: int, operation: str, operand: Any) -> None:
+        """Do `zero_`, `mul_` or `div_` to a gradient, wherever it is; see GradientGuard. Local.
+
+        Raises:
+            StateError: It is being reduced.
+        """
+        state, target = self.states[position], self.targets[position].grad
+        if state is IN_FLIGHT:
+            raise StateError(
+                f"parameter {self.buffer.plan.params[position].name!r}: {operation}() of its "
+                f"gradient while that is being reduced (rank {self.buffer.group.rank}); do it when "
+                "backward() has returned"
+            )
+        local = self.views[position] if state is LOCAL or state is ACCUMULATED else None
+        with torch.no_grad():
+            for grad in (local, target):
+                if grad is not None:
+                    values = grad.device if isinstance(operand, Tensor) else None
+                    operands = [operand.to(values)] if values is not None else [operand]
+                    getattr(grad, operation)(*(o for o in operands if o is not None))
+
     def release(self) -> None:
         """Give memory back that holds no gradient which somebody waits for."""
         holds = self.holds_gradients
-        if not self.filled and (self.shards_state or not holds):
+        if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
             self.views = ()
         if not holds:
@@ -505,7 +618,16 @@ class BufferGradients:
 
     def _accumulates_in_place(self, position: int) -> bool:
         grad = None if self.shards_state else self.buffer.params[position].grad
-        return grad is not None and grad.data_ptr() == self.views[position].data_ptr()
+        is_plain = grad is not None and grad is not self.guards[position]
+        return is_plain and grad.data_ptr() == self.views[position].data_ptr()
+
+
+def _scale_gradient(
+    gradients: ReferenceType[BufferGradients], position: int, operation: str, operand: Any
+) -> None:
+    """Do what was done to a guard to its gradient. A guard keeps no gradients alive."""
+    if (found := gradients()) is not None:
+        found.scale(position, operation, operand)
 
 
 @define(eq=False, repr=False)
@@ -531,7 +653,7 @@ class GradientReducer:
     _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
     _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
     _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
-    _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
+    _has_earlier: bool = field(default=False, init=False)  # gradients of before this backward
 
     def __attrs_post_init__(self) -> None:
         placements = self.config.placements
@@ -549,7 +671,7 @@ class GradientReducer:
             ring if self.placement is Placement.SHARDED else (),
             num_slots=REDUCTION_SLOTS,
             device=self.routes.whole.device,
-            is_busy=lambda owner: bool(owner.filled) or owner.reduction is not None,
+            is_busy=lambda owner: owner.has_local or owner.reduction is not None,
         )
         self.control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
         self._order = list(reversed(self.gradients))
@@ -558,21 +680,20 @@ class GradientReducer:
 
     # ---- Gradients come ----
 
-    def before_forward(self) -> bool:
-        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
+    def begin_backward(self) -> None:
+        """Let autograd give gradients away; forget those that the user has dropped."""
+        for g in self.gradients:
+            g.remove_guards()
 
-        Returns:
-            Whether there were guards.
-        """
-        guarded = [g for g in self.gradients if g.guarded]
-        for g in guarded:
-            g.clear_guards()
-        return bool(guarded)
-
-    def before_backward(self, unit: Unit) -> None:
-        """Let autograd give this unit's gradients away."""
-        for g in self._of_unit.get(unit.index, ()):
-            g.clear_guards()
+    def hide_guards(self, unit: Unit | None, *, is_hidden: bool) -> None:
+        """Take a unit's guards away, all units' when None, or put them back."""
+        if not self._has_earlier:
+            return
+        for g in self.gradients if unit is None else self._of_unit.get(unit.index, ()):
+            if is_hidden:
+                g.remove_guards()
+            elif g.shards_state:
+                g.guard([i for i, state in enumerate(g.states) if state is not NONE])
 
     def expect_from_outside(self, buffer: FlatBuffer, position: int) -> None:
         """A gradient of this parameter is right though its unit is sharded: no slot was read."""
@@ -617,21 +738,25 @@ class GradientReducer:
             if g.waiting:
                 self.collect(g)
 
+    def forget_waiting(self) -> None:
+        """An exception ended a backward: an arrival from now on is one of another backward."""
+        for g in self.gradients:
+            g.waiting.clear()
+
     def set_whole(self, g: BufferGradients, position: int, value: Tensor) -> None:
         """Make `value` the gradient of a parameter; inside no_sync, the local one. Local."""
         if not self.sync or not g.shards_state:
             self._ensure_accumulator(g)
+        self._has_earlier = True
         if self.sync:
             g.copy_whole(position, value)
-            return
-        g.views[position].copy_(value)
-        g.filled.add(position)
-        g.buffer.params[position].grad = None if g.shards_state else g.views[position]
+        else:
+            g.set_local(position, value)
 
     # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----
 
-    def keep(self) -> None:
-        """Nothing arrived: what was there before stays, and is guarded."""
+    def finish_without_gradients(self) -> None:
+        """Without new gradients, keep the old ones and put their guards back."""
         for g in self.gradients:
             g.end_backward()
 
@@ -639,7 +764,7 @@ class GradientReducer:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
         if self.sync:
             for g in self._order:
-                if not g.launched or (g.filled and g.reduction is None):
+                if not g.has_launched or (g.reduction is None and g.has_local):
                     self._launch(g)
             self._flush()
             for g in self.gradients if self.home is not None else ():
@@ -647,14 +772,13 @@ class GradientReducer:
             self._agree_on_arrivals()
             self._settle_order()
         self._forget_turns()
-        self.keep()
+        self.finish_without_gradients()
         self._has_earlier = True
 
     def before_step(self) -> None:
         """Reduce what `no_sync` left behind; drop what the user dropped."""
-        for g in self.gradients:
-            g.drop_where_user_did()
-        if any(g.filled for g in self.gradients):
+        waits = [g.follow_drops() for g in self.gradients]
+        if any(waits):
             self.reduce_local()
 
     def reduce_local(self) -> None:
@@ -785,7 +909,7 @@ class GradientReducer:
         for g in self.gradients:
             for position, param in enumerate(g.targets):
                 if next(anyone) and param.grad is None:
-                    g.hand_over([position])
+                    g.publish_grads([position])
 
     # ---- Gradients are dropped, and memory given back ----
 
@@ -797,11 +921,7 @@ class GradientReducer:
         Args:
             is_asked_for: The user drops them anyway; else earlier ones go with a warning.
         """
-        absent = [p for g in self.gradients for p in g.buffer.params if p.grad is None]
         self._flush()
-        if not self.shards_state:
-            for param in absent:
-                param.grad = None  # what was on its way; the user has dropped it, or never had it
         if self._has_earlier and self.shards_state and not is_asked_for:
             warnings.warn(
                 "a backward ended in an exception: the gradients of the backwards before it, "
@@ -809,22 +929,20 @@ class GradientReducer:
                 stacklevel=2,
             )
         self._forget_turns()
-        self._drop(reduced_too=self.shards_state)
-        self.keep()
+        for g in self.gradients:
+            g.drop() if self.shards_state else g.drop_local(set_to_none=True)
+        self._leave_accumulators(self.gradients)
+        self._has_earlier = False
+        self.finish_without_gradients()
 
     def drop(self, *, set_to_none: bool) -> None:
-        """What `zero_grad` means for gradients that are not in the optimizer's hands."""
+        """Do what `zero_grad` does to gradients that are not in the optimizer's hands."""
         self._flush()
-        self._drop(reduced_too=set_to_none)
         for g in self.gradients:
-            g.carried.clear()
-
-    def _drop(self, *, reduced_too: bool) -> None:
-        for g in self.gradients:
-            if reduced_too:
-                g.drop()
-            g.filled.clear()
-        self._leave_accumulators(self.gradients)
+            g.drop() if set_to_none else g.drop_local(set_to_none=False)
+        self._leave_accumulators(
+            self.gradients if set_to_none else [g for g in self.gradients if not g.has_local]
+        )
         self._has_earlier = False
 
     def release(self) -> None:

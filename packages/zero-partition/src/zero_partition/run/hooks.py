@@ -22,11 +22,13 @@ from zero_partition.torch_private import (
     call_of,
     conversion,
     forward_pre_hooks,
+    frame_compiler,
     has_dispatch_modes,
     hooked_call,
     is_in_functional_transform,
     next_sequence_number,
     outside_functional_transforms,
+    own_modules,
     sequence_number,
     set_call_of,
     skip_frame,
@@ -37,7 +39,7 @@ from zero_partition.torch_private import (
 
 from .gradients import SMALL_BYTES, BufferGradients
 from .schedule import Call
-from .sharded_model import ShardedModel, find_place, place_of
+from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
 from .unit import ShardState, Unit
 
 Result = TypeVar("Result")
@@ -56,19 +58,21 @@ class AroundCall(Bound):
     unit: Unit | None  # None: the model itself, all of whose parameters are in other units
     is_model: bool
     inside: Callable[..., Any]  # the module's own hooks and forward, compiled or not
+    is_compiled: bool  # the call is, by `Module.compile()` or by torch.compile around the module
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if self.is_model and self.sharded.input_dtype is not None:
             args, kwargs = converted((args, kwargs), self.sharded.input_dtype)
-        first_node = self._begin()
+        is_compiled = self.is_compiled or frame_compiler() is not None
+        first_node = self._begin(is_compiled)
         call, output, raised = None, None, True
         try:
             output = self.inside(*args, **kwargs)
             raised = False
         finally:
-            call = self._end(raised)
+            call = self._end(raised, is_compiled)
         self._watch(output, call, first_node)
         output_dtype = self.sharded.output_dtype
         if self.is_model and output_dtype is not None:
@@ -76,10 +80,12 @@ class AroundCall(Bound):
         return output
 
     @untraced
-    def _begin(self) -> int:
+    def _begin(self, is_compiled: bool) -> int:
         if is_in_functional_transform():
             self._check_transform()
         _undisturbed(self._prepare)
+        if is_compiled and self.unit is not None and self.unit.depth == 1:
+            self.sharded.hide_guards(self.unit, is_hidden=True)
         return next_sequence_number()
 
     def _prepare(self) -> None:
@@ -95,7 +101,9 @@ class AroundCall(Bound):
             raise
 
     @untraced
-    def _end(self, raised: bool) -> Call | None:
+    def _end(self, raised: bool, is_compiled: bool) -> Call | None:
+        if is_compiled and self.unit is not None and self.unit.depth == 1:
+            self.sharded.hide_guards(self.unit, is_hidden=False)
         return _undisturbed(partial(self._finish, raised))
 
     def _finish(self, raised: bool) -> Call | None:
@@ -206,11 +214,13 @@ def wrap_call(
 ) -> Callable[[], None]:
     """Put an `AroundCall` around the module's calls; returns what takes it away again."""
     before = call_of(module)
-    around = AroundCall(sharded, unit, is_model, before or hooked_call(module))
+    is_compiled = before is not None or "_orig_mod" in own_modules(module)
+    around = AroundCall(sharded, unit, is_model, before or hooked_call(module), is_compiled)
     handle = module.register_forward_pre_hook(IsCovered(around), prepend=True)
 
     def compile_inside(*args: Any, **kwargs: Any) -> None:
         around.inside = torch.compile(hooked_call(module), *args, **kwargs)
+        around.is_compiled = True
 
     set_call_of(module, around)
     has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
@@ -237,18 +247,17 @@ def arrival_hook(
     position: int,
     *,
     is_large: bool,
-    registered: list[Any],
+    others: list[Any],
 ) -> Callable[[Tensor], None]:
     """What to call when autograd has put a parameter's gradient into `param.grad`.
 
     Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
     model that is deleted would never be freed. It is the one piece of ours that runs for each
     parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
-    `registered` has a reference to the parameter's hooks, and how many they were with this one.
-    Those that follow find a guard, and no gradient of this rank's alone: optimizers that step in
-    backward, say.
+    `others` refers to the parameter's hooks, of which this one is the first. Those that follow find
+    a guard, and no gradient of this rank's alone: optimizers that step in backward, say.
     """
-    whole = ShardState.UNSHARDED
+    whole, running = ShardState.UNSHARDED, ModelPhase.BACKWARD
 
     @untraced
     def arrive(param: Tensor) -> None:
@@ -256,15 +265,15 @@ def arrival_hook(
         if sharded is None or gradients is None:
             return
         waiting = gradients.waiting
-        if not waiting and not sharded.is_backward_open:
-            sharded.open_backward(has_arrived=True)
+        if not waiting and sharded.backward is not running:
+            sharded.open_backward(param)
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)
-        is_followed = len(registered[0]()) > registered[1]
-        if is_large or is_followed or len(waiting) >= gradients.room:
+        is_followed = len(others[0]()) > 1
+        if is_large or is_followed or len(waiting) >= gradients.flush_threshold:
             sharded.reducer.collect(gradients)
-        if is_followed and gradients.shards_state:
+        if is_followed:
             gradients.guard((position,))
 
     return arrive
@@ -402,11 +411,16 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         sharded.removers.append(AroundConversion(module, conversion(module)).install())
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
-            is_large, registered = param.nbytes > SMALL_BYTES, list[Any]()
+            is_large, others = param.nbytes > SMALL_BYTES, list[Any]()
             references = ref(sharded), ref(gradients)
-            arrive = arrival_hook(*references, position, is_large=is_large, registered=registered)
+            arrive = arrival_hook(*references, position, is_large=is_large, others=others)
             handle = param.register_post_accumulate_grad_hook(arrive)
-            registered += [handle.hooks_dict_ref, len(handle.hooks_dict_ref())]  # type: ignore[arg-type]
+            others.append(handle.hooks_dict_ref)
+            # Before those that were there: they must not see this rank's gradient alone. Autograd
+            # calls them in the order in which they were put into the dict.
+            hooks = others[0]()
+            before = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
+            hooks.update(before)
             sharded.removers.append(handle.remove)
 
 

@@ -16,7 +16,7 @@ from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_acces
 
 from .gradients import GradientReducer
 from .hooks import require_sharded
-from .sharded_model import ModelState, ShardedModel
+from .sharded_model import ModelPhase, ShardedModel
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
@@ -167,7 +167,7 @@ class _Grad:
 
 
 def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_Grad]:
-    sharded.require(what, StateKind.GRADS, no=(ModelState.FAILED,))
+    sharded.require(what, StateKind.GRADS, no=(ModelPhase.BACKWARD, ModelPhase.FAILED))
     with plain_access():
         sharded.reducer.before_step()
     sharded.take_gradients()

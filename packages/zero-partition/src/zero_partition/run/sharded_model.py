@@ -25,6 +25,7 @@ from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
     AtRestData,
+    GradientGuard,
     Parked,
     StateKind,
     find_owner,
@@ -49,9 +50,18 @@ from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
 
 
-class ModelState(Enum):
-    """What a call may have to wait for, and what is said then; see `ShardedModel.require`."""
+class ModelPhase(Enum):
+    """What a model is doing; by phase the text of the error where a call is refused in it.
 
+    `ShardedModel.require` refuses. A forward may run inside a context that gathers parameters, so
+    several can hold at a time; of BACKWARD and FAILED one does, see `ShardedModel.backward`.
+    """
+
+    IDLE = ""
+    BACKWARD = (
+        "{what} was called while a backward is running; gradients are there when backward() has "
+        "returned (rank {rank})"
+    )
     FORWARD = "{what} was called while a forward is running; call it between steps"
     FAILED = (
         "{what} after a backward that an exception ended: its gradients are incomplete. Call "
@@ -378,6 +388,12 @@ class _Enter(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _given_by_autograd(param: Tensor) -> Tensor | None:
+    """Return the gradient that autograd has just accumulated, which a guard may have received."""
+    grad = param.grad
+    return grad.received if isinstance(grad, GradientGuard) else grad
+
+
 @define(eq=False, repr=False)
 class _EndOfBackward:
     """What autograd calls when a backward has ended, and drops when an exception has ended it."""
@@ -392,7 +408,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         if not self.was_called and (sharded := self.sharded()) is not None:
-            sharded.schedule.abandon_backward()  # what is on its way is left to the next use
+            sharded.fail_backward()
 
 
 @final
@@ -434,9 +450,9 @@ class ShardedModel:
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
     _step_range: ExitStack | None = field(default=None, init=False)  # while somebody records
-    # A backward is running, or ended in an exception that nobody has noticed yet.
-    is_backward_open: bool = field(default=False, init=False)
-    _had_guards: bool = field(default=False, init=False)  # when this forward began
+    # IDLE, BACKWARD, or FAILED: an exception ended the last one. IDLE -> BACKWARD -> IDLE or
+    # FAILED, FAILED -> IDLE when its gradients are dropped. Changed by this class only.
+    backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
     _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
 
@@ -482,7 +498,7 @@ class ShardedModel:
         return self.reducer.control_tag + 1
 
     def begin_forward(self) -> None:
-        """The model's forward starts: clean up after an exception, take our guards away."""
+        """The model's forward starts: clean up after an exception."""
         self.require("a forward", StateKind.PARAMS)
         if not is_in_backward():
             if is_profiled() is not ranges.follows_profiler:
@@ -491,75 +507,85 @@ class ShardedModel:
             self._check_modules()
             self._give_up_open_backward()
             self.outside.forget()
-            with plain_access():
-                self._had_guards = self.reducer.before_forward()
             for buffer in self.buffers:
                 if buffer.is_unrounded:
                     buffer.round_whole()
             self.schedule.begin_forward()
+            self.hide_guards(is_hidden=True)
         self.forwards += 1
 
     def end_forward(self) -> None:
-        """The model's forward has ended, or was given up: guards return unless backward follows."""
+        """The model's forward has ended, or was given up."""
         self.forwards = max(0, self.forwards - 1)
+        self.hide_guards(is_hidden=False)
         if not self.forwards and not is_in_backward():
             self.outside.forget()
-        if self._had_guards and not torch.is_grad_enabled() and not is_in_backward():
+
+    def hide_guards(self, unit: Unit | None = None, *, is_hidden: bool) -> None:
+        """Take guards out of `param.grad` during a forward, or put them back. Local.
+
+        Something in the forward may be compiled, and compiled code looks at `param.grad` of what it
+        is called with. It knows no guards.
+
+        Args:
+            unit: Called by itself; the whole model is called when None, and units inside it leave
+                their guards to that.
+            is_hidden: Whether the forward begins.
+        """
+        if not self.forwards and not is_in_backward():
             with plain_access():
-                self.reducer.keep()
+                self.reducer.hide_guards(unit, is_hidden=is_hidden)
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
-        if not self.is_backward_open:
+        if self.backward is not ModelPhase.BACKWARD:
             self.open_backward()
         if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
             self.schedule.keep_whole(call.unit)
-        with plain_access():
-            self.reducer.before_backward(call.unit)
         self.schedule.before_backward(call)
 
     def expect_from_outside(self, place: ParamRef) -> None:
         """A gradient is on its way to a parameter, from a use outside its unit."""
         self.open_backward()
-        with plain_access():
-            self.reducer.before_backward(place.unit)
         self.reducer.expect_from_outside(place.buffer, place.position)
 
-    def open_backward(self, *, has_arrived: bool = False) -> None:
+    def open_backward(self, arrived: Tensor | None = None) -> None:
         """The first hook of a backward asks for a word at its end.
 
         Args:
-            has_arrived: A gradient has been computed already, which is wrong if this raises.
+            arrived: A parameter whose gradient has been computed already; that is wrong if this
+                raises.
         """
-        if not self.is_backward_open:
-            self.is_backward_open = has_arrived
-            self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
-            self.is_backward_open = True
-            self._makes_graph = torch.is_grad_enabled()
-            with plain_access():
-                for unit in self.units:
-                    if unit.plan.rests_whole:
-                        self.reducer.before_backward(unit)
-                self._accumulates = any(
-                    will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
-                )
-            call_after_backward(_EndOfBackward(ref(self)))
-            if self.residence.offload is not None and self._accumulates:
-                self.residence.offload.read_ahead()
-            if self._accumulates:
-                self.reducer.refuse_to_sum_again()
+        if self.backward is ModelPhase.BACKWARD:
+            return
+        if self.backward is ModelPhase.FAILED:
+            grad = None if arrived is None else _given_by_autograd(arrived)
+            self._give_up_backward()
+            if arrived is not None:
+                arrived.grad = grad
+        if arrived is not None:
+            self.backward = ModelPhase.FAILED
+        self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
+        self.backward = ModelPhase.BACKWARD
+        self._makes_graph = torch.is_grad_enabled()
+        with plain_access():
+            self.reducer.begin_backward()
+            self._accumulates = any(
+                will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
+            )
+        call_after_backward(_EndOfBackward(ref(self)))
+        if self.residence.offload is not None and self._accumulates:
+            self.residence.offload.read_ahead()
+        if self._accumulates:
+            self.reducer.refuse_to_sum_again()
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
-        if self.is_backward_open:
-            raise StateError(
-                "backward_without_batch() during a backward, or after one that an exception ended; "
-                "call optimizer.zero_grad() first"
-            )
-        self.require("backward_without_batch()", StateKind.GRADS)
+        no = (ModelPhase.BACKWARD, ModelPhase.FAILED)
+        self.require("backward_without_batch()", StateKind.GRADS, no=no)
         with plain_access():
             self.reducer.refuse_to_sum_again()
-            self.reducer.before_forward()
+            self.reducer.begin_backward()
         self._accumulates, self._makes_graph = True, False
         self.close_backward()
 
@@ -568,7 +594,7 @@ class ShardedModel:
         if ranges.recorders:
             self._end_step_range()  # of a step that an exception ended
             self._step_range = ranges.enter("step")
-        no = (ModelState.FAILED, ModelState.GATHERED)
+        no = (ModelPhase.BACKWARD, ModelPhase.FAILED, ModelPhase.GATHERED)
         self.require("optimizer.step()", *StateKind, no=no)
         if self.schedule.is_running and self.placements.params is Placement.SHARDED:
             raise StateError(
@@ -607,7 +633,7 @@ class ShardedModel:
             return
         with plain_access():
             for g in self.reducer.gradients:
-                pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
+                pairs = zip(g.buffer.params, g.guards, strict=True)
                 for position, (param, guard) in enumerate(pairs):
                     if param.grad is not None and param.grad is not guard:
                         g.copy_whole(position, param.grad)
@@ -640,7 +666,7 @@ class ShardedModel:
         """What the public `finish_update` documents."""
         if not self.residence.homes.is_delayed:
             return
-        no = (ModelState.GATHERED, ModelState.FORWARD)
+        no = (ModelPhase.GATHERED, ModelPhase.FORWARD)
         self.require("finish_update()", StateKind.PARAMS, no=no)
         self.begin_write()
         self._follow_writes()
@@ -705,26 +731,38 @@ class ShardedModel:
         for unit in self.units if only is None else (only,):
             unit.version += 1
 
-    def require(self, what: str, *kinds: StateKind, no: Collection[ModelState] = ()) -> None:
+    def require(self, what: str, *kinds: StateKind, no: Collection[ModelPhase] = ()) -> None:
         """Raise StateError where the model is in no state for what users call `what`. Local.
 
         Args:
             what: What they call it.
             kinds: State that it needs, and that must not be parked.
-            no: In what states of the model it may not be called.
+            no: In what phases of the model it may not be called.
         """
-        for state in no:
-            if self._is_in(state):
+        for phase in no:
+            if self._is_in(phase):
                 context = self.gathers[-1] if self.gathers else ""
-                said = state.value.format(what=what, context=context, rank=self.whole.rank)
+                said = phase.value.format(what=what, context=context, rank=self.whole.rank)
                 raise StateError(said)
         if self.parked is not None:
             self.parked.refuse(what, kinds, rank=self.whole.rank)
 
-    def _is_in(self, state: ModelState) -> bool:
-        if state is ModelState.FORWARD:
+    def _is_in(self, phase: ModelPhase) -> bool:
+        if phase is ModelPhase.FORWARD:
             return self.schedule.is_running
-        return self.is_backward_open if state is ModelState.FAILED else bool(self.gathers)
+        if phase is ModelPhase.GATHERED:
+            return bool(self.gathers)
+        return self.phase is phase
+
+    @property
+    def phase(self) -> ModelPhase:
+        """BACKWARD or FAILED; else FORWARD, or IDLE."""
+        if self.backward is ModelPhase.BACKWARD and not is_in_backward():
+            return ModelPhase.FAILED  # which autograd has yet to tell
+        if self.backward is not ModelPhase.IDLE:
+            return self.backward
+        is_running = self.forwards or self.schedule.is_running
+        return ModelPhase.FORWARD if is_running else ModelPhase.IDLE
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
@@ -737,7 +775,7 @@ class ShardedModel:
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
-        self.require("release_buffers()", no=(ModelState.GATHERED,))
+        self.require("release_buffers()", no=(ModelPhase.GATHERED,))
         self._give_up_open_backward()
         self.outside.forget()
         self.schedule.settle()
@@ -747,23 +785,34 @@ class ShardedModel:
     def close_backward(self) -> None:
         """The outermost backward has ended."""
         with plain_access():
-            self.reducer.collect_waiting()  # which may refuse: then the backward stays open
-            self.is_backward_open = False
+            self.reducer.collect_waiting()  # which may refuse: then the backward has failed
+            self.backward = ModelPhase.IDLE
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
-                self.reducer.keep()
+                self.reducer.finish_without_gradients()
         self.outside.forget()
         if not self._makes_graph:
             self.schedule.keeps_whole = False
         self.schedule.end_backward()
 
+    def fail_backward(self) -> None:
+        """An exception ended a backward. Waits for no other rank."""
+        if self.backward is ModelPhase.BACKWARD:
+            self.backward = ModelPhase.FAILED
+            self.reducer.forget_waiting()
+        self.schedule.abandon_backward()  # what is on its way is left to the next use
+
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
-        if self.is_backward_open and not is_in_backward():
-            self.is_backward_open = False
-            with plain_access():
-                self.reducer.abandon(is_asked_for=is_asked_for)
+        if self.backward is not ModelPhase.IDLE and not is_in_backward():
+            self._give_up_backward(is_asked_for=is_asked_for)
             self.schedule.reset()
+
+    def _give_up_backward(self, *, is_asked_for: bool = False) -> None:
+        """Drop the gradients of a backward that an exception ended."""
+        self.backward = ModelPhase.IDLE
+        with plain_access():
+            self.reducer.abandon(is_asked_for=is_asked_for)
 
     def _refuse_callers(self) -> None:
         if is_in_ddp_forward():

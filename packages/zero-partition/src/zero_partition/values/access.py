@@ -14,8 +14,9 @@ from zero_partition.errors import StateError
 from zero_partition.optimizer.shards import Entry, PlainEntry, TensorEntry
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
-from zero_partition.run.gradients import BufferGradients
+from zero_partition.run.gradients import ACCUMULATED, BufferGradients
 from zero_partition.run.sharded_model import (
+    ModelPhase,
     ParamRef,
     launch_trained,
     launch_whole,
@@ -209,12 +210,8 @@ def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
         StateError: There can be no gradients now.
     """
     sharded, reducer = place.sharded, place.sharded.reducer
-    sharded.require(what, StateKind.GRADS)
-    if sharded.is_backward_open:
-        raise StateError(
-            f"{what}: a backward is running, or an exception ended it (rank {place.whole.rank}); "
-            "gradients are there when backward() has returned"
-        )
+    no = (ModelPhase.BACKWARD, ModelPhase.FAILED)
+    sharded.require(what, StateKind.GRADS, no=no)
     with plain_access():
         if reducer.sync:
             reducer.before_step()
@@ -234,7 +231,7 @@ def _launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
         return None
     with plain_access():
         if not place.sharded.reducer.sync:
-            return g.views[position].clone if position in g.filled else None
+            return g.views[position].clone if g.states[position] is ACCUMULATED else None
         grad = g.targets[position].grad
         if grad is None:
             return None

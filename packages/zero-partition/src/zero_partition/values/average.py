@@ -15,7 +15,7 @@ from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ModelState, ShardedModel, part_of
+from zero_partition.run.sharded_model import ModelPhase, ShardedModel, part_of
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
@@ -130,7 +130,7 @@ class ShardedAverage:
             StateError: As for `update`, or a forward, or a context that gathers, is running.
         """
         sharded = self._usable(_SWAP)
-        sharded.require(_SWAP, no=(ModelState.FORWARD, ModelState.GATHERED))
+        sharded.require(_SWAP, no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
         sharded.finish_update()
         for buffer in self._averages:
             buffer.follow_writes()

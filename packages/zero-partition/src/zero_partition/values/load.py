@@ -30,7 +30,7 @@ from zero_partition.optimizer.shards import (
 )
 from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ModelState, ParamRef, ShardedModel, find_place
+from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import non_persistent_buffers, own_buffers, own_parameters
 
@@ -423,7 +423,7 @@ def load_ranges(
     sharded = find_sharded(model)
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
-        sharded.require("load_ranges()", *kinds, no=(ModelState.FORWARD,))
+        sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
     source = StateSource(params=readers, buffers=readers, where="load_ranges()")
     load = StateLoad(sharded, source, list(targets_of(model)))
     load.match_values()
@@ -463,7 +463,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
-    sharded.require("load()", no=(ModelState.FORWARD, ModelState.GATHERED))
+    sharded.require("load()", no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
     load = StateLoad(sharded, source, [*params, *buffers])

@@ -16,7 +16,7 @@ from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.nested import map_tensors
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ModelState, ShardedModel
+from zero_partition.run.sharded_model import ModelPhase, ShardedModel
 from zero_partition.stand_in import (
     Backup,
     GradientGuard,
@@ -132,7 +132,7 @@ def _check_idle(sharded: ShardedModel) -> None:
         raise StateError(
             f"{what} during a forward or backward of the model (rank {rank}); call it between them"
         )
-    sharded.require(what, no=(ModelState.FAILED, ModelState.GATHERED))
+    sharded.require(what, no=(ModelPhase.FAILED, ModelPhase.GATHERED))
 
 
 def _move_out(

@@ -21,7 +21,7 @@ from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import (
-    ModelState,
+    ModelPhase,
     ParamRef,
     ShardedModel,
     launch_buffer,
@@ -70,7 +70,7 @@ def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
-    sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelState.FORWARD,))
+    sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelPhase.FORWARD,))
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     if sharded.is_exact and shards is None:
@@ -253,7 +253,7 @@ class _ModuleHooks(Bound):
         errors: list[str],
     ) -> None:
         """Write this rank's part of each value given, and leave torch nothing to copy."""
-        self.sharded.require("load_state_dict()", no=(ModelState.GATHERED,))
+        self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
             name, expected = prefix + attribute, place.plan.shape
@@ -367,7 +367,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelState.FORWARD,))
+    sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelPhase.FORWARD,))
     return sharded.optimizer
 
 

@@ -14,7 +14,7 @@ from zero_partition.errors import StateError
 from zero_partition.optimizer.shards import Entry
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import (
-    ModelState,
+    ModelPhase,
     ParamRef,
     ShardedModel,
     launch_trained_buffer,
@@ -42,7 +42,7 @@ def unpartition(model: nn.Module) -> None:
     """
     sharded = require_sharded(model)
     _check_idle(sharded)
-    sharded.require("unpartition()", *StateKind, no=(ModelState.GATHERED,))
+    sharded.require("unpartition()", *StateKind, no=(ModelPhase.GATHERED,))
     entries: dict[ParamRef, dict[str, Entry]] = {}
     if sharded.optimizer is None or not sharded.shards_state:
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
@@ -54,7 +54,7 @@ def unpartition(model: nn.Module) -> None:
     if sharded.residence.offload is not None and sharded.optimizer is not None:
         bring_back_state(sharded.optimizer)
     with plain_access():
-        sharded.reducer.before_forward()  # takes guards away
+        sharded.reducer.begin_backward()  # takes guards away
     for buffer in sharded.buffers:
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])

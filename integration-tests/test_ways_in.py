@@ -1,0 +1,124 @@
+"""Weights do not depend on how the model is entered, nor on how and when gradients are dropped."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import ways
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ZeroConfig
+from zero_partition import StateError
+
+EVERY_CELL = os.environ.get("ZERO_WAYS") == "all"
+
+
+@pytest.mark.ranks(1, 2, 3, timeout_s=1800 if EVERY_CELL else 60)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_way_in_trains_as_plain_torch_with_averaged_gradients(
+    group: Group, stage: int
+) -> None:
+    """Bookkeeping that hung on the model's call lost gradients, or added up old ones, in silence.
+
+    In each pair of choices; with ZERO_WAYS=all, in each combination.
+    """
+    cells = ways.all_cells() if EVERY_CELL else ways.cells_with_every_pair()
+    wrong = []
+    for cell in [cell for cell in cells if cell.stage == stage]:
+        try:
+            weights = ways.found(cell, group)
+        except (RuntimeError, StateError) as error:
+            wrong.append(f"{cell}: {type(error).__name__}: {str(error)[:120]}")
+            continue
+        expected = ways.expected(cell, group.world_size) if weights else {}
+        off = {
+            name: float((value - expected[name]).abs().max())
+            for name, value in weights.items()
+            if not torch.allclose(value, expected[name], rtol=1e-9, atol=1e-12)
+        }
+        if off:
+            wrong.append(f"{cell}: off by {max(off.values()):.2g} in {', '.join(off)}")
+
+    assert not wrong, "\n".join([f"{len(wrong)} cells", *wrong[:60]])
+
+
+def test_the_cells_that_are_always_run_have_every_pair_of_choices() -> None:
+    """A choice that is never met is not stated."""
+    cells = ways.cells_with_every_pair()
+    counts = Counter((a, cell[a], b, cell[b]) for cell in cells for a in range(5) for b in range(a))
+
+    numbers = list(map(len, ways.CHOICES))
+    assert len(counts) == sum(numbers[a] * numbers[b] for a in range(5) for b in range(a))
+    assert len(cells) < 120
+    assert len(ways.all_cells()) > 1000
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_first", [True, False], ids=["before shard()", "after it"])
+def test_an_optimizer_that_steps_inside_backward_is_refused(
+    group: Group, stage: int, is_first: bool
+) -> None:
+    """It would step on this rank's gradient alone, and ranks drift apart without a word."""
+    model, optimizer = ways.build()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+
+    def step(param: nn.Parameter) -> None:
+        seen.append(param.shape)
+        own.step()
+
+    config = ZeroConfig(stage, min_unit_bytes=0)
+    if not is_first:
+        zero_engine.shard(model, optimizer, config, group=group)
+    handles = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+    if is_first:
+        zero_engine.shard(model, optimizer, config, group=group)
+
+    with pytest.raises(StateError, match=r"let it step after backward|would write to parameter"):
+        model.loss(torch.ones(2, ways.WIDTH, dtype=torch.float64)).backward()
+    assert len(seen) == 1
+
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+    model.loss(torch.ones(2, ways.WIDTH, dtype=torch.float64)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_that_fails_leaves_no_gradient_whatever_the_way_in(
+    group: Group, stage: int
+) -> None:
+    """Loops that catch an exception go on with the next batch; no call of the model tells us so."""
+    model, optimizer = ways.build()
+    plain, plain_optimizer = ways.build()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    x = torch.ones(2, ways.WIDTH, dtype=torch.float64)
+
+    class Interrupt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            raise KeyError("interrupted")
+
+    for of, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+        for _ in range(2):
+            with pytest.raises(KeyError, match="interrupted"):
+                of.head(Interrupt.apply(of.encode(x))).sum().backward()
+            of.zero_grad()
+            of.encode(x).square().sum().backward()
+            of.head(x).sum().backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+
+    weights = zero_engine.full_state_dict(model)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
