@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import pytest
 import torch
@@ -56,6 +57,38 @@ def test_the_cells_that_are_always_run_have_every_pair_of_choices() -> None:
     assert len(counts) == sum(numbers[a] * numbers[b] for a in range(5) for b in range(a))
     assert len(cells) < 120
     assert len(ways.all_cells()) > 1000
+
+
+PENALTIES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "L1": lambda p: p.abs().sum(),
+    "L2": lambda p: p.square().sum(),
+    "norm": Tensor.norm,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_on_weights_survives_a_drop_before_its_backward(
+    group: Group, stage: int, penalty: str
+) -> None:
+    """The graph reads parameters where they were: L1's gradient was lost, and L2's was NaN."""
+    found = []
+    for is_sharded in (False, True):
+        model, optimizer = ways.build()
+        if is_sharded:
+            config = ZeroConfig(stage, min_unit_bytes=0)
+            zero_engine.shard(model, optimizer, config, group=group)
+        for _ in range(ways.NUM_STEPS):
+            loss = model.loss(torch.ones(2, ways.WIDTH, dtype=torch.float64))
+            loss = loss + sum(map(PENALTIES[penalty], model.parameters()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append(zero_engine.full_state_dict(model) if is_sharded else model.state_dict())
+
+    plain, sharded = found
+    for name, value in sharded.items():
+        torch.testing.assert_close(value, plain[name])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

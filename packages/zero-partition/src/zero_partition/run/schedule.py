@@ -185,13 +185,12 @@ class Schedule:
         self._reshard_idle()
 
     def abandon_backward(self) -> None:
-        """An exception ended a backward: nothing is in use. Waits for no other rank."""
+        """An exception ended a backward: nothing is in use. Waits for no other rank.
+
+        Gathers launched ahead are left to travel.
+        """
         self._active.clear()
         self._backward += 1
-        self.give_up_backward()
-
-    def give_up_backward(self) -> None:
-        """No backward follows the last forward. Gathers launched ahead are left to travel."""
         self.keeps_whole = False
         self._reshard_idle(travels=ShardState.GATHERING)
 

@@ -765,13 +765,15 @@ class ShardedModel:
         return ModelPhase.FORWARD if is_running else ModelPhase.IDLE
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
-        """What `optimizer.zero_grad()` means for gradients that are on their way."""
+        """Do what `optimizer.zero_grad()` does to gradients that are on their way.
+
+        Units that are whole stay so: a loss whose backward follows may have read their parameters.
+        """
         if not set_to_none:  # parked ones can be dropped, but not written to
             self.require("zero_grad(set_to_none=False)", StateKind.GRADS)
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
-        self.schedule.give_up_backward()
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
