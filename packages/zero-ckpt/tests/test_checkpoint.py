@@ -294,3 +294,27 @@ def test_what_a_function_writes_over_is_no_gradient(stops_early: bool) -> None:
 
     with pytest.raises(CheckpointError, match=r"saved tensor 0 of 2 .* by the function itself"):
         y.sum().backward()
+
+
+FILLED_BY_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "RReLU": nn.RReLU(),
+    "rrelu": lambda x: F.rrelu(x, 0.1, 0.9, training=True),
+    "in place": lambda x: F.rrelu_(x * 1, 0.1, 0.9, training=True),
+    "behind a linear": nn.Sequential(nn.Linear(100, 100), nn.RReLU()),
+    "dropout": nn.Dropout(0.5),
+    "batch norm": nn.BatchNorm1d(100),
+    "normalized": nn.LayerNorm(100),
+}
+
+
+@pytest.mark.parametrize("name", FILLED_BY_KERNELS)
+def test_what_a_kernel_fills_after_autograd_saved_it_is_filled_again(name: str) -> None:
+    """A second run that ends when the last tensor is saved would leave memory as it was found."""
+    function, found = FILLED_BY_KERNELS[name], []
+    for call in (function, lambda x: Checkpointer().checkpoint(function, x)):
+        torch.manual_seed(1)
+        x = torch.linspace(-1, 1, 800).view(8, 100).requires_grad_()
+        call(x).square().sum().backward()
+        found.append(x.grad)
+
+    assert torch.equal(*found)

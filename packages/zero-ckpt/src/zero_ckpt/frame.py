@@ -11,20 +11,32 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from attrs import define, field
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_ckpt.inputs.savers import AbstractKept
 
 from .call import Call
 from .errors import CheckpointError, NondeterminismError
 from .rng import RngSnapshot
-from .torch_private import accelerator, current_backward, is_plain, version_of, without_modes
+from .torch_private import (
+    accelerator,
+    current_backward,
+    is_plain,
+    next_sequence_number,
+    version_of,
+    without_modes,
+)
 from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
 # number. When backward asks for one of them, the function runs again, under hooks that count in the
 # same order and keep what the numbers stand for. Nothing depends on which inputs require gradients,
 # hooks fire once, and autograd.grad() works: unlike in a backward of its own for each segment.
+
+# NOTE(stop): the second run may end as soon as the last tensor is saved. But a node saves inputs
+# before its kernel runs, and some kernels fill one of them (RReLU its noise, and no version tells).
+# So it runs on where the last node saves what a kernel may fill: floating-point memory that needs
+# no gradient and that nobody has written to.
 
 
 class AbstractCompanion(ABC):
@@ -133,6 +145,8 @@ class Frame:
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
     _backward: int = field(default=-1, init=False)  # for which that was
     _is_over: bool = field(default=False, init=False)  # the first run, within which others may be
+    _last_node: int = field(default=-1, init=False)  # the number of the node that saved last
+    _may_stop: bool = field(default=True, init=False)  # once it has saved; see NOTE(stop)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function for the first time."""
@@ -150,9 +164,14 @@ class Frame:
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved))
         self._saved.append(weakref.ref(saved))
-        self._facts.append(_Facts.of(tensor))
+        facts, node = _Facts.of(tensor), next_sequence_number()
+        self._facts.append(facts)
+        is_new = not facts.version and not tensor.requires_grad and tensor.is_floating_point()
+        is_filled = not is_new or isinstance(tensor, nn.Parameter)
+        self._may_stop = is_filled and (self._may_stop or node != self._last_node)
+        self._last_node = node
         if self.witness is not None:
-            self.witness.note(tensor, self._facts[-1].address)
+            self.witness.note(tensor, facts.address)
         return saved
 
     def find(self, saved: _Saved) -> Tensor:
@@ -188,7 +207,8 @@ class Frame:
                     self.witness.compare(count, tensor, facts.address, str(facts))
                 self._found[count] = tensor, version_of(tensor)
             count += 1
-            if self.stops_early and count == len(self._saved):
+            may_stop = self._may_stop or not self._is_over  # within the first run it must
+            if self.stops_early and may_stop and count == len(self._saved):
                 raise _Stop(self)
             return tensor
 

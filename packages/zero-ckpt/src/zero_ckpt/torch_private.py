@@ -33,6 +33,10 @@ schema_of: Final = attrgetter("_schema")  # of an operator: its name, arguments 
 overload_name: Final = attrgetter("_overloadname")  # of an operator
 
 
+# What the autograd node made next on this thread will have as its number.
+next_sequence_number: Final = torch._C._autograd._get_sequence_nr
+
+
 def accelerator() -> torch.device | None:
     """Return the type of accelerator this process can use, without an index; None: only a CPU.
 
