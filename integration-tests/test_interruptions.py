@@ -129,7 +129,9 @@ def test_an_exception_in_backward_leaves_nothing_behind(
             parity.loss_of(model, parity.batch(51, 0, group.rank))
         (model if retry == "by-model" else optimizer).zero_grad()
         if retry != "by-model":  # which may put units to rest at the next forward
-            _assert_at_rest(find_sharded(model), f"stage {stage}, after the accident")
+            # The model's own may stay whole: a loss whose backward is to come may have read it.
+            what = f"stage {stage}, after the accident"
+            _assert_at_rest(find_sharded(model), what, but_for="(model)")
 
         losses += parity.run_steps(model, optimizer, range(2, NUM_STEPS), rank=group.rank)
         _assert_undisturbed(model, losses, expected, f"stage {stage}")
@@ -317,11 +319,11 @@ def _assert_undisturbed(
     _assert_at_rest(find_sharded(model), what)
 
 
-def _assert_at_rest(sharded: ShardedModel, what: str) -> None:
+def _assert_at_rest(sharded: ShardedModel, what: str, *, but_for: str = "") -> None:
     for unit in sharded.units:
         rests_sharded = sharded.placements.params is sharded.placements.params.SHARDED
         assert unit.depth == 0, f"{what}: {unit.name} believes that its forward runs"
-        if rests_sharded:
+        if rests_sharded and unit.name != but_for:
             assert unit.state.name == "SHARDED", f"{what}: {unit.name} is {unit.state.name}"
 
 

@@ -186,7 +186,7 @@ def test_a_flipped_bit_of_one_rank_is_found_by_all(
     _step(model, optimizer)
     if group.rank == 1:
         shards = [p for p in optimizer.param_groups[0]["params"] if p.numel()]
-        shards[0].data.view(torch.int32)[0] ^= 1 << 20
+        shards[0].as_subclass(Tensor).data.view(torch.int32)[0] ^= 1 << 20
     dist.barrier(group.process_group)  # else the others may have read it before
 
     is_sent = stage == 3 and reading and params is torch.float32

@@ -61,6 +61,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     for unit in sharded.units:
         verbs = "start_unshard unshard reshard give_up_slot release_slot _take_slot keep_views"
         check_calls(unit, verbs, checks)
+        unit.stop_looking()
     for gradients in sharded.reducer.gradients:
         check_calls(gradients, "take use_accumulator leave_accumulator", checks)
     for place in sharded.places:

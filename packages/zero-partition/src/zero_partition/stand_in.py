@@ -24,6 +24,7 @@ from .torch_private import (
     own_parameters,
     plain_access,
     plain_call,
+    storage_key,
     unscale_and_find_inf_,
     without_memory,
 )
@@ -281,6 +282,85 @@ class GradientShard(Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.as_subclass(Tensor).detach().clone()
+
+
+# Of all elements: of a shard it would be that of this rank's.
+_REDUCTIONS: Final = {
+    *("norm", "linalg_norm", "linalg_vector_norm", "sum", "mean", "prod", "std", "var"),
+    *("max", "min", "amax", "amin"),
+    *("median", "argmax", "argmin", "count_nonzero", "_foreach_norm"),
+}
+_NO_WRITES: Final = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
+
+class ShardOfParam(Tensor):
+    """Mixed into what shows the optimizer's parameters between steps: writes and norms are noticed.
+
+    A write waits until no rank reads the shards, and is published before somebody reads. What would
+    be of this rank's elements only raises, as it does of gradients.
+    """
+
+    before_write: Callable[[], None]
+    shard_group: Group
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function on the plain tensors; views of a shard are noticed likewise."""
+        kwargs, (name, attribute) = kwargs or {}, names_of(func)
+        shards = [t for t in tensors_among((args, kwargs)) if isinstance(t, ShardOfParam)]
+        group = shards[0].shard_group
+        if name in _REDUCTIONS and group.world_size > 1:
+            raise StateError(
+                f"{name} was called on a parameter of the optimizer's, which is a shard: it would "
+                f"be of this rank's elements only (rank {group.rank} of {group.world_size}). For "
+                "the whole, zero_engine.full_param(param) of the model's parameter; for the local "
+                "value, param.as_subclass(torch.Tensor)"
+            )
+        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if attribute == "data" and name == "__set__":
+            shards[0].before_write()
+        elif is_write and name not in _NO_WRITES:
+            for shard in tensors_among(args[:1]):
+                if isinstance(shard, ShardOfParam):
+                    shard.before_write()
+        elif "out" in kwargs and isinstance(kwargs["out"], ShardOfParam):
+            kwargs["out"].before_write()
+        with plain_access():
+            result = func(*args, **kwargs)
+            for view in tensors_among(result) if attribute in ("", "data") else ():
+                _show_as_view(view, shards)
+        return result
+
+
+def _show_as_view(found: Tensor, shards: list[ShardOfParam]) -> None:
+    """Let a view of a shard notice writes as the shard does."""
+    if type(found) is Tensor and found.layout is torch.strided:
+        memory = storage_key(found.untyped_storage())
+        for shard in shards:  # an empty one, too: all ranks notice the same writes
+            if memory == storage_key(shard.untyped_storage()):
+                found.__class__ = ViewOfShard
+                found.before_write = shard.before_write  # type: ignore[attr-defined]
+                found.shard_group = shard.shard_group  # type: ignore[attr-defined]
+
+
+class ViewOfShard(ShardOfParam):
+    """A view of one, such as `param.data`."""
+
+
+class ParamShard(ShardOfParam, nn.Parameter):  # type: ignore[misc]
+    """A parameter of the optimizer's between its steps; a plain Parameter within them."""
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        with plain_access():
+            return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ParamShard({self.as_subclass(Tensor)!r})"
 
 
 _NORMS = {

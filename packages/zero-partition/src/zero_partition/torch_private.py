@@ -73,6 +73,9 @@ def sequence_number(node: torch.autograd.graph.Node) -> int:
     return node._sequence_nr()
 
 
+# Whether autocast is on for any type of device.
+is_any_autocast_enabled: Final = torch._C._is_any_autocast_enabled
+
 # What compiles the frames that this thread enters now: None where nothing is compiled.
 frame_compiler: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 

@@ -48,6 +48,7 @@ class FlatBuffer:
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
+    _rest_versions: tuple[int, ...] = field(init=False)  # the same, when they came to rest
     whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own
     rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
@@ -65,7 +66,7 @@ class FlatBuffer:
         )
         self.whole_types = tuple(type(param) for param in self.params)
         self.rest_types = tuple(rest_type_of(param) for param in self.params)
-        self.versions = tuple(version_of(param) for param in self.params)
+        self.versions = self._rest_versions = tuple(map(version_of, self.params))
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.training.memory, torch.Size([self.shard_numel])
         if stepped is None:  # optimizer offload keeps masters elsewhere
@@ -257,6 +258,7 @@ class FlatBuffer:
             param.data = view
         self.is_at_rest = self._views is self.stand_ins
         if self.is_at_rest:  # see NOTE(class) in stand_in
+            self._rest_versions = tuple(map(version_of, self.params))
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
@@ -269,11 +271,44 @@ class FlatBuffer:
             held = self.held.get(position) if self.held else None
             address = self._addresses[position] if held is None else held.data_ptr()
             is_other = param.data_ptr() != address or param.dtype is not dtype
-            is_written = (
-                is_sharded and held is None and version_of(param) != self.versions[position]
-            )
-            if is_other or is_written or (param.requires_grad and not trainable):
+            # At rest the class refuses writes; what it is not told of (`set_`) changes addresses.
+            is_own = self.rest_types[position] is self.whole_types[position]
+            is_noticed = self.is_at_rest and not is_own
+            version = self._rest_versions[position] if is_noticed else version_of(param)
+            is_written = is_sharded and held is None and version != self.versions[position]
+            # Adapters are switched on and off around an evaluation: that needs no gradient memory.
+            is_thawed = param.requires_grad and not trainable and torch.is_grad_enabled()
+            if is_other or is_written or is_thawed:
                 return position
+        return None
+
+    def has_touched_whole(self) -> bool:
+        """Return whether a parameter was written to while it is whole, or views other memory."""
+        if self.held:
+            return False
+        if tuple(map(version_of, self.params)) != self.versions:
+            return True
+        return list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self._views))
+
+    def find_written(self, full: Tensor) -> int | None:
+        """Return the first parameter that is whole in `full`, and not what rests; else None.
+
+        This rank's part is compared, where it rests on the device as it is. A write that changed
+        nothing is forgotten.
+        """
+        versions, resting = tuple(map(version_of, self.params)), self.resting.memory
+        for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            is_other = param.data_ptr() != view.data_ptr() and position not in self.held
+            if is_other or (resting is None and versions[position] != self.versions[position]):
+                return position
+        if self.held or resting is None or self.gather_codec is not None:
+            return None
+        own = self.own_of(full)
+        for piece in self.pieces:
+            part = piece.in_shard.as_slice()
+            if not torch.equal(own[part].view(torch.uint8), resting[part].view(torch.uint8)):
+                return piece.index
+        self.versions = versions
         return None
 
     def hold(self, values: Mapping[int, Tensor]) -> None:

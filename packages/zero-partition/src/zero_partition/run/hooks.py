@@ -25,10 +25,13 @@ from zero_partition.torch_private import (
     frame_compiler,
     has_dispatch_modes,
     hooked_call,
+    is_any_autocast_enabled,
+    is_in_backward,
     is_in_functional_transform,
     next_sequence_number,
     outside_functional_transforms,
     own_modules,
+    plain_access,
     sequence_number,
     set_call_of,
     skip_frame,
@@ -91,7 +94,9 @@ class AroundCall(Bound):
     def _prepare(self) -> None:
         if self.is_model:
             self.sharded.begin_forward()
-        self.sharded.require("a forward", StateKind.PARAMS)  # of a part of the model
+        elif not self.sharded.forwards and not is_in_backward():  # of a part of the model
+            self.sharded.follow_shard_writes()
+        self.sharded.require("a forward", StateKind.PARAMS)
         try:
             if self.unit is not None:
                 self.sharded.schedule.before_forward(self.unit)
@@ -107,11 +112,17 @@ class AroundCall(Bound):
         return _undisturbed(partial(self._finish, raised))
 
     def _finish(self, raised: bool) -> Call | None:
-        call = None
+        call, written = None, ""
         if self.unit is not None:
+            if not (raised or is_in_backward()) and self.unit.depth == 1:
+                written = self.unit.find_written()
             call = self.sharded.schedule.after_forward(self.unit, raised=raised)
+            if self.unit.placement is Placement.SHARDED and is_any_autocast_enabled():
+                torch.clear_autocast_cache()  # it would keep a cast of every unit's parameters
         if self.is_model:
             self.sharded.end_forward()
+        if written:
+            raise StateError(written)
         return call
 
     @untraced
@@ -123,10 +134,13 @@ class AroundCall(Bound):
         if self.unit is not None:
             self.unit.keep_views(tensors)
         if torch.is_grad_enabled() and (self.is_model or call is not None):
-            hook = _InBackward(self.sharded, call)
+            hook, is_hooked = _InBackward(self.sharded, call), False
             for tensor in tensors:
                 if tensor.grad_fn is not None:  # on a leaf the hook would stay
                     _hook(tensor, hook, first_node)
+                    is_hooked = True
+            if call is not None and not is_hooked:
+                self.sharded.schedule.note_unreachable(call.unit)
 
     def _check_transform(self) -> None:
         if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
@@ -267,7 +281,7 @@ def arrival_hook(
         waiting = gradients.waiting
         if not waiting and sharded.backward is not running:
             sharded.open_backward(param)
-        if gradients.unit.state is not whole:
+        if gradients.unit.state is not whole and not sharded.schedule.was_reached(gradients.unit):
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)
         is_followed = len(others[0]()) > 1
@@ -462,7 +476,8 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
     def zero_grad(set_to_none: bool = True) -> None:
         take_back(sharded, optimizer)
         sharded.drop_gradients(set_to_none=set_to_none)
-        plain_zero_grad(set_to_none=set_to_none)
+        with plain_access():
+            plain_zero_grad(set_to_none=set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 

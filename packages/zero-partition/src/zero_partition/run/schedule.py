@@ -89,6 +89,9 @@ class Schedule:
     _running: list[Unit] = field(factory=list, init=False)  # forwards, innermost last
     _active: list[Call] = field(factory=list, init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
+    # By unit's index: the backward that reached a call of it; those with calls that none can reach.
+    _reached: dict[int, int] = field(factory=dict, init=False)
+    _unreachable: set[int] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.training = self._trace = ExecutionOrder(len(self.units))
@@ -152,7 +155,7 @@ class Schedule:
         if call.backward == self._backward:
             return  # an output that an earlier call made carries the hooks of both
         self._check_current(call)
-        call.backward = self._backward
+        call.backward = self._reached[call.unit.index] = self._backward
         complete = [active for active in self._active if active.is_after(call)]
         for other in complete:  # see NOTE(backward order)
             self._active.remove(other)
@@ -161,6 +164,19 @@ class Schedule:
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
         self._use(call.unit, "backward")
+
+    def note_unreachable(self, unit: Unit) -> None:
+        """A call returned nothing that backward could come back through, though it may."""
+        self._unreachable.add(unit.index)
+
+    def was_reached(self, unit: Unit) -> bool:
+        """Return whether this backward ran the unit's calls while it was whole.
+
+        A gradient may arrive later: autocast remembers casts, and a Function returns gradients that
+        a backward inside of it has computed.
+        """
+        is_reached = self._reached.get(unit.index) == self._backward
+        return is_reached and unit.index not in self._unreachable
 
     def keep_whole(self, unit: Unit) -> None:
         """A backward makes a graph that reads this unit's parameters: reshard none until its own.
@@ -208,6 +224,7 @@ class Schedule:
         for unit in self.units:
             if self.is_in_use(unit):
                 return
+        self._unreachable.clear()  # graphs are out of date
         self._restart(is_training=True)
         recorded = self.training.recorded
         if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)

@@ -26,6 +26,7 @@ from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
     AtRestData,
     GradientGuard,
+    ParamShard,
     Parked,
     StateKind,
     find_owner,
@@ -388,6 +389,12 @@ class _Enter(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _before_shard_write(sharded: ReferenceType[ShardedModel]) -> None:
+    """A shard keeps no model alive."""
+    if (found := sharded()) is not None:
+        found.begin_shard_write()
+
+
 def _given_by_autograd(param: Tensor) -> Tensor | None:
     """Return the gradient that autograd has just accumulated, which a guard may have received."""
     grad = param.grad
@@ -447,7 +454,10 @@ class ShardedModel:
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
-    _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
+    _shards: list[nn.Parameter] = field(init=False)  # what the optimizer steps at stages 1 to 3
+    is_shard_written: bool = field(default=False, init=False)  # outside a step; not published
+    _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
+    _published: list[int] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
     _step_range: ExitStack | None = field(default=None, init=False)  # while somebody records
     # IDLE, BACKWARD, or FAILED: an exception ended the last one. IDLE -> BACKWARD -> IDLE or
@@ -469,6 +479,12 @@ class ShardedModel:
         )
         for place in self.places:
             record_owner(place.param, place)
+        own, shards = ref(self), [p for buffer in self.buffers for p in buffer.shard_params]
+        self._shards = shards if self.shards_state and self.optimizer is not None else []
+        for shard in self._shards:
+            shard.before_write = partial(_before_shard_write, own)  # type: ignore[attr-defined]
+            shard.shard_group = self.group  # type: ignore[attr-defined]
+        self._watch_shards(is_watched=True)
         self._look_at_modules()
 
     @property
@@ -507,6 +523,7 @@ class ShardedModel:
             self._check_modules()
             self._give_up_open_backward()
             self.outside.forget()
+            self.follow_shard_writes()
             for buffer in self.buffers:
                 if buffer.is_unrounded:
                     buffer.round_whole()
@@ -568,6 +585,7 @@ class ShardedModel:
         self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
         self.backward = ModelPhase.BACKWARD
         self._makes_graph = torch.is_grad_enabled()
+        self._watch_shards(is_watched=False)
         with plain_access():
             self.reducer.begin_backward()
             self._accumulates = any(
@@ -608,6 +626,8 @@ class ShardedModel:
         self.take_gradients()
         self.begin_write()
         self._follow_writes()
+        self._is_stepping = True
+        self._watch_shards(is_watched=False)
         if has_closure:
             self._published = self._shard_versions()
         for g in self.reducer.lenders:
@@ -650,9 +670,10 @@ class ShardedModel:
         self._hidden = []
         for g in self.reducer.lenders:
             g.take_back()
-        self.has_stepped = True
+        self.has_stepped, self._is_stepping = True, False
         self.publish_params(is_sharded=self.shards_state)
         self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
+        self._watch_shards(is_watched=True)
         self.schedule.step()
         if self._step_range is not None:
             self._end_step_range()
@@ -694,6 +715,31 @@ class ShardedModel:
         if self.residence.home is not None:
             self.residence.home.settle()
 
+    def begin_shard_write(self) -> None:
+        """Somebody is about to write to the optimizer's shards outside of its step.
+
+        Such as a clamp, weight decay by hand, a hook that runs after the step, or an optimizer that
+        swaps weights for evaluation. All ranks write to the same parameters, in one order.
+        Collective where shards are exposed.
+        """
+        no = (ModelPhase.BACKWARD, ModelPhase.FORWARD, ModelPhase.GATHERED)
+        self.require("a write to the optimizer's parameters", no=no)
+        if not self.is_shard_written:
+            self.begin_write()
+            self.is_shard_written = True
+
+    def follow_shard_writes(self) -> None:
+        """Publish what was written so. Collective then."""
+        if self.is_shard_written:
+            self.is_shard_written = False
+            self.publish_params(is_sharded=self.shards_state)
+
+    def _watch_shards(self, *, is_watched: bool) -> None:
+        """Notice writes to the optimizer's parameters, but not inside of a backward or a step."""
+        kind = ParamShard if is_watched and not self._is_stepping else nn.Parameter
+        for param in self._shards:
+            param.__class__ = kind
+
     def _has_written(self) -> bool:
         """Whether the optimizer of any rank has changed its shards since they were published.
 
@@ -703,13 +749,14 @@ class ShardedModel:
             return False
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
-    def _shard_versions(self) -> list[tuple[int, int]]:
-        params = (param for buffer in self.buffers for param in buffer.shard_params)
-        return [(param.data_ptr(), version_of(param)) for param in params]
+    def _shard_versions(self) -> list[int]:
+        """Return by shard how often it was written, then where it lies; no calls of Python's."""
+        return [*map(version_of, self._shards), *map(Tensor.data_ptr, self._shards)]
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
         self.require("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
+        self.follow_shard_writes()
         self.await_readers()
         self.schedule.settle()
         if self.exposure is not None:
@@ -793,6 +840,7 @@ class ShardedModel:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
                 self.reducer.finish_without_gradients()
+        self._watch_shards(is_watched=True)
         self.outside.forget()
         if not self._makes_graph:
             self.schedule.keeps_whole = False
@@ -815,6 +863,7 @@ class ShardedModel:
         self.backward = ModelPhase.IDLE
         with plain_access():
             self.reducer.abandon(is_asked_for=is_asked_for)
+        self._watch_shards(is_watched=True)
 
     def _refuse_callers(self) -> None:
         if is_in_ddp_forward():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
+from typing import Final
 
 import torch
 from attrs import define, field
@@ -20,6 +22,8 @@ from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import own_parameters, plain_access, version_of
+
+NUM_LOOKS: Final = 3  # forwards of a unit after which values are compared with shards
 
 
 @define(eq=False, repr=False)
@@ -86,6 +90,7 @@ class Unit:
     errors: CodecErrors | None = None  # asks what is lost on the way
     is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
+    _looks_left: int = field(default=NUM_LOOKS, init=False)  # forwards to look for writes in
     _filling: Sequence[Pending] = field(default=(), init=False)  # the slot, while on its way
     _full: list[Tensor] = field(factory=list, init=False)  # the slot, one per buffer
     _views: list[tuple[Tensor, ...]] = field(factory=list, init=False)
@@ -224,6 +229,38 @@ class Unit:
                     param = buffer.params[touched]
                     raise StateError(self._describe_change(param, buffer, touched))
 
+    def find_written(self) -> str:
+        """Say to which parameter, resting sharded, a forward has written; empty if to none. Local.
+
+        A version tells of most writes. Those through `data`, which have none, are looked for in the
+        first forwards. Each rank compares its own part.
+        """
+        is_sharded = self.placement is Placement.SHARDED and self.state is ShardState.UNSHARDED
+        if not is_sharded or self.is_held or not self._full:
+            return ""
+        looks, self._looks_left = self._looks_left > 0, self._looks_left - 1
+        for index, (buffer, full) in enumerate(zip(self.buffers, self._full, strict=True)):
+            if not looks and not buffer.has_touched_whole():
+                continue
+            position = buffer.find_written(full)
+            if position is None:
+                continue
+            module = next(m for m, _, *at in self.owners if at == [index, position])
+            code = inspect.unwrap(type(module).forward).__code__
+            return (
+                f"unit {self.name!r}, parameter {buffer.plan.params[position].name!r}: "
+                f"{type(module).__name__}.forward ({code.co_filename}:{code.co_firstlineno}), or "
+                "what it calls, wrote to it, and at stage 3 the change would be lost, since values "
+                f"rest in shards (rank {self.group.rank}). Use stage 2, or write between steps: "
+                "zero_engine.set_full_param(param, value), or `with GatheredParameters(param, "
+                "modifier_rank=0): ...`"
+            )
+        return ""
+
+    def stop_looking(self) -> None:
+        """Compare no values after a forward: the sanitizer does, and knows who wrote."""
+        self._looks_left = 0
+
     def _describe_change(
         self, param: nn.Parameter | None, buffer: FlatBuffer, position: int
     ) -> str:
@@ -269,14 +306,17 @@ class Unit:
             previous.give_up_slot()
         self.slot.owner = self
         if not self._full:
-            memory = self.slot.allocate(pool.device)
-            self._full = [
-                memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
-                for start, buffer in zip(self.plan.offsets, self.buffers, strict=False)
-            ]
-            self._views = [
-                buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
-            ]
+            with torch.inference_mode(False):  # they outlive the mode that is on now
+                self._view_slot(self.slot.allocate(pool.device))
+
+    def _view_slot(self, memory: Tensor) -> None:
+        self._full = [
+            memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
+            for start, buffer in zip(self.plan.offsets, self.buffers, strict=False)
+        ]
+        self._views = [
+            buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
+        ]
 
     @ranged("gather", "name")
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:

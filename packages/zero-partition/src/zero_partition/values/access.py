@@ -298,6 +298,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
     """
     place = place_of(param, what="full_param()")
     _require_values(place, "full_param()")
+    place.sharded.follow_shard_writes()
     return _for_rank(place, launch_trained(place)(), to_rank)
 
 

@@ -71,6 +71,7 @@ def gather_state_dict(
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
     sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelPhase.FORWARD,))
+    sharded.follow_shard_writes()
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     if sharded.is_exact and shards is None:
@@ -197,6 +198,12 @@ class _ModuleHooks(Bound):
             export_empty(module, () if keep_vars else self._left_out(call))
             return
         if all(map(_is_whole, self.places.values())):
+            if sharded.is_shard_written:
+                raise StateError(
+                    "state_dict() after the optimizer's parameters were written outside of its "
+                    f"step: other ranks' parts are not here yet (rank {sharded.whole.rank}); call "
+                    "the model, or zero_engine.full_state_dict(model), on every rank first"
+                )
             return
         if sharded.state_dict != "gather" and (call is None or not call["info"].full_state_dict):
             name = prefix + next(iter(self.places))

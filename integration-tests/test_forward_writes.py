@@ -1,0 +1,255 @@
+"""A forward that writes to its own parameters: followed, or refused by name, and never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import parity
+import pytest
+import torch
+import zero_engine
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from zero_comm import Group
+from zero_engine import ZeroConfig
+from zero_partition import StateError
+
+WIDTH: Final = 16  # each rank has a part of each weight
+
+
+def _assign(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+WRITES: Final[dict[str, Callable[[nn.Parameter], object]]] = {
+    "copy_": lambda w: w.data.copy_(nn.functional.normalize(w.data, dim=1)),
+    "mul_": lambda w: w.data.mul_(0.5),
+    "clamp_": lambda w: w.data.clamp_(min=0),
+    "detach": lambda w: w.detach().mul_(0.5),
+    "under no_grad": lambda w: torch.no_grad()(w.mul_)(0.5),
+    "=": _assign,
+}
+HARMLESS: Final[dict[str, Callable[[nn.Parameter], object]]] = {
+    "set_": lambda w: torch.no_grad()(w.set_)(w),
+    "mul_(1)": lambda w: torch.no_grad()(w.mul_)(1),
+    "data.clamp_": lambda w: w.data.clamp_(min=-100),
+}
+
+
+class Writes(nn.Module):
+    """A codebook, a positive weight, a cosine head."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) to the same."""
+        self.write(self.weight)
+        return x @ self.weight.t() * self.scale
+
+
+class Doubled(nn.Module):
+    """A parametrization that comes and goes in each forward, as adapters of peft do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) to the same."""
+        parametrize.register_parametrization(self.linear, "weight", nn.Identity())
+        y = self.linear(x)
+        parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+        return y.tanh()
+
+
+def _losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        return model(torch.ones(2, WIDTH) * (step + rank + 1) / 10).square().mean()
+
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, step)
+        parity.finish_step(loss, optimizer)
+        losses.append(loss.item())
+    return losses
+
+
+def _sharded(group: Group, make: Callable[[], nn.Module], stage: int) -> tuple[nn.Module, Any]:
+    model = parity.build(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_in_forward_is_followed_below_stage_3_and_refused_there(
+    group: Group, name: str
+) -> None:
+    """Through `data` it bumps no version, and was lost: the next gather brought the old values."""
+    for stage in (1, 2, 3):
+        model, optimizer = _sharded(
+            group, lambda: nn.Sequential(*(Writes(WRITES[name]) for _ in range(2))), stage
+        )
+        if stage == 3 or name == "=":
+            with pytest.raises(StateError, match=r"parameter '\d\.weight'|rank \d"):
+                _losses(model, optimizer, 0)
+            return
+        _losses(model, optimizer, group.rank)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", WRITES)
+def test_alone_a_write_in_forward_is_what_plain_torch_makes_of_it(group: Group, name: str) -> None:
+    """Parameters rest whole on one rank, at every stage."""
+    if name == "=":
+        return  # other memory is refused at every stage: see above
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Writes(WRITES[name]) for _ in range(2)))
+
+    plain = parity.build(make)
+    expected = _losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0)
+    for stage in (0, 1, 2, 3):
+        assert _losses(*_sharded(group, make, stage), 0) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_changes_nothing_passes(group: Group, stage: int) -> None:
+    """Versions count calls; `p.set_(p)` and parametrizations that come and go change no value."""
+    makes: dict[str, Callable[[], nn.Module]] = {
+        name: lambda write=write: nn.Sequential(*(Writes(write) for _ in range(2)))  # type: ignore[misc]
+        for name, write in HARMLESS.items()
+    }
+    makes["parametrized"] = lambda: nn.Sequential(Doubled(), Doubled())
+    for name, make in makes.items():
+        plain = parity.build(make)
+        expected = _losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0)
+        model, optimizer = _sharded(group, make, stage)
+        assert _losses(model, optimizer, 0) == expected, name
+        with torch.no_grad():
+            for param in model.parameters():
+                param.set_(param)
+        _losses(model, optimizer, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_may_be_switched_around_an_evaluation(group: Group, stage: int) -> None:
+    """Preference training evaluates a frozen reference: peft's `set_adapter` thaws it meanwhile."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        return model.requires_grad_(True)
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            model[0].requires_grad_(False)
+            model[1].requires_grad_(True)
+            with torch.no_grad():
+                reference = model(torch.ones(2, WIDTH))
+            model[0].requires_grad_(True)
+            model[1].requires_grad_(False)
+            loss = (model(torch.ones(2, WIDTH)) - 0.5 * reference).square().mean()
+            losses.append(loss.item())
+            parity.finish_step(loss, optimizer)
+        return losses
+
+    found = []
+    for is_sharded in (False, True):
+        model = parity.build(make)
+        model[1].requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        if is_sharded:
+            config = ZeroConfig(stage, min_unit_bytes=0)
+            zero_engine.shard(model, optimizer, config, group=group)
+        found.append(run(model, optimizer))
+    assert found[0] == found[1]
+
+
+ACCESSES: Final[dict[str, Callable[[nn.Module], object]]] = {
+    "full_state_dict": zero_engine.full_state_dict,
+    "full_param": lambda m: zero_engine.full_param(m[0].weight),
+    "forward": lambda m: m(torch.ones(2, WIDTH)),
+    "set_full_param": lambda m: zero_engine.set_full_param(m[0].weight, torch.ones(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_first_used_in_inference_mode_trains_afterwards(group: Group, stage: int) -> None:
+    """Memory that is made there is no good for autograd, and one rank alone found out."""
+    for name, access in ACCESSES.items():
+        model, optimizer = _sharded(
+            group, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), stage
+        )
+        with torch.inference_mode():
+            access(model)
+        assert all(loss >= 0 for loss in _losses(model, optimizer, group.rank)), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_under_no_grad_may_share_its_autocast(group: Group, stage: int) -> None:
+    """Autocast remembers casts of parameters, and their gradients arrived after their unit's."""
+    found = []
+    for is_sharded in (False, True):
+
+        def make() -> nn.Module:
+            return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+        model = parity.build(make)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_sharded:
+            model, optimizer = _sharded(group, make, stage)
+        losses = []
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    reference = model(torch.ones(2, WIDTH))
+                loss = (model(torch.ones(2, WIDTH)) - 0.5 * reference).float().square().mean()
+            losses.append(loss.item())
+            parity.finish_step(loss, optimizer)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+class _Adjoint(torch.autograd.Function):
+    """Gradients of parameters that a backward inside of a backward has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.f(x), [x, *ctx.f.parameters()], grad)
+
+
+class _Solver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) to the same."""
+        return self.head(_Adjoint.apply(self.f, x, *self.f.parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_adjoint_may_be_taken_over_units(group: Group, stage: int) -> None:
+    """Solvers of differential equations do so: gradients arrive when their units rest again."""
+    plain = parity.build(_Solver)
+    expected = _losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0)
+
+    assert _losses(*_sharded(group, _Solver, stage), 0) == expected

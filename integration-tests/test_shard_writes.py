@@ -1,0 +1,177 @@
+"""Who writes to the optimizer's parameters outside of its step is followed, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import Precision, ZeroConfig
+from zero_partition import StateError
+
+WIDTH: Final = 5
+X: Final = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+
+Params = list[nn.Parameter]
+
+
+class Averaging(torch.optim.SGD):
+    """Evaluates with an average of the weights, as schedule-free optimizers do: it swaps them."""
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and average."""
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            other = state.setdefault("average", param.detach() * 0.5)
+            kept = param.clone()
+            param.copy_(other)
+            other.copy_(kept)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Params:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _each(write: Callable[[Tensor], object]) -> Callable[[Averaging], None]:
+    def write_all(optimizer: Averaging) -> None:
+        with torch.no_grad():
+            for param in _params(optimizer):
+                write(param)
+
+    return write_all
+
+
+def _foreach(optimizer: Averaging) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(_params(optimizer), 0.9)
+
+
+WRITES: Final[dict[str, Callable[[Averaging], object]]] = {
+    "clamp": _each(lambda p: p.clamp_(-0.1, 0.1)),
+    "data": _each(lambda p: p.data.clamp_(-0.1, 0.1)),
+    "a view": _each(lambda p: p.view(-1).mul_(0.5)),
+    "out": _each(lambda p: torch.mul(p, 0.5, out=p)),
+    "decay": _foreach,
+    "first one only": lambda o: _params(o)[0].detach().mul_(0.5),
+    "replaced memory": _each(lambda p: setattr(p, "data", p.detach() * 0.5)),
+    "swapped": Averaging.swap,
+}
+
+
+def _loop(model: nn.Module, optimizer: Averaging, write: Any, when: str) -> list[Tensor]:
+    if when == "hook":
+        optimizer.register_step_post_hook(lambda *_: write(optimizer))
+    outputs = []
+    for _ in range(3):
+        model(X.to(next(model.parameters()).dtype)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "after the step":
+            write(optimizer)
+        with torch.no_grad():
+            outputs.append(model(X.to(next(model.parameters()).dtype)).float())
+            outputs.append(model[1](X.to(next(model.parameters()).dtype)).float())
+        if when == "after evaluation":
+            write(optimizer)
+    return outputs
+
+
+def _build() -> tuple[nn.Module, Averaging]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return model, Averaging(model.parameters(), lr=0.1, momentum=0.5)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_write_outside_the_step_is_everybodys(group: Group, stage: int) -> None:
+    """The other ranks' copies never saw it: a clamp, decay by hand, a hook, a swap of weights."""
+    for name, write in WRITES.items():
+        for when in ("after the step", "after evaluation", "hook"):
+            if name == "replaced memory" and stage == 0:
+                continue  # of the model's own parameters: refused by name
+            plain, its_optimizer = _build()
+            expected = _loop(plain, its_optimizer, write, when)
+            model, optimizer = _build()
+            config = ZeroConfig(stage, min_unit_bytes=0)
+            zero_engine.shard(model, optimizer, config, group=group)
+
+            found = _loop(model, optimizer, write, when)
+
+            for value, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(value, other, msg=lambda m: f"{name}, {when}: {m}")  # noqa: B023
+            weights = zero_engine.full_state_dict(model)
+            for key, value in weights.items():
+                torch.testing.assert_close(value, plain.state_dict()[key])
+
+
+READS: Final[dict[str, Callable[[nn.Parameter], object]]] = {
+    "norm": lambda p: p.norm(),
+    "vector_norm": torch.linalg.vector_norm,
+    "sum": torch.sum,
+    "max": lambda p: p.data.max(),
+    "mean of a view": lambda p: p.detach().mean(),
+    "foreach_norm": lambda p: torch._foreach_norm([p]),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_would_be_of_this_ranks_elements_only_is_refused(group: Group, stage: int) -> None:
+    """A norm of weights in a log was that of one rank's part, without a word."""
+    model, optimizer = _build()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    for param in _params(optimizer):
+        for name, read in READS.items():
+            with pytest.raises(StateError, match=r"full_param\(param\).*as_subclass"):
+                read(param)
+                raise AssertionError(name)
+        assert param.as_subclass(Tensor).sum() == param.detach().clone().sum()
+        assert type(param.detach() * 1) is Tensor
+    model(X).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_while_the_model_runs_is_refused(group: Group, stage: int) -> None:
+    """It would change what this forward or its backward reads, on some ranks sooner than others."""
+    model, optimizer = _build()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    before = zero_engine.full_state_dict(model)
+
+    def write(*_: object) -> None:
+        with pytest.raises(StateError, match="a write to the optimizer's parameters"):
+            _foreach(optimizer)
+
+    handle = model[1].register_forward_hook(write)
+    model(X).sum().backward()
+    handle.remove()
+    with zero_engine.unsharded(model):
+        write()
+    for name, value in zero_engine.full_state_dict(model).items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_to_masters_reaches_what_the_model_computes_with(group: Group, stage: int) -> None:
+    """Parameters of 16 bits are made of masters, and would stay what the step has made."""
+    for name, write in WRITES.items():
+        model, optimizer = _build()
+        precision = Precision(params=torch.bfloat16)
+        config = ZeroConfig(stage, min_unit_bytes=0, precision=precision)
+        zero_engine.shard(model, optimizer, config, group=group)
+        _loop(model, optimizer, write, "after the step")
+        write(optimizer)
+
+        found = model(X.bfloat16())
+        weights = zero_engine.full_state_dict(model)
+
+        plain, _ = _build()
+        if group.rank == 0:
+            plain.load_state_dict(weights)
+            plain.bfloat16()
+            assert torch.equal(plain(X.bfloat16()), found), name
