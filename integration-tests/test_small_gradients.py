@@ -128,9 +128,10 @@ def _count_planning(num_layers: int) -> int:
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_a_step_of_four_times_the_parameters_is_four_times_the_work(stage: int) -> None:
     """Asking at each arrival whether all have arrived is a square, and shows at thousands."""
-    few, many = (_instructions_of_a_step(num_layers, stage) for num_layers in (12, 48))
+    # Python 3.12 begins to trace instructions with the second tracing of a process.
+    _, few, many = (_instructions_of_a_step(num_layers, stage) for num_layers in (1, 12, 48))
 
-    assert many <= 4 * few
+    assert 0 < many <= 4 * few
 
 
 def _instructions_of_a_step(num_layers: int, stage: int) -> int:
