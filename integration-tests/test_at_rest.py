@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,6 +95,41 @@ def test_torchs_clip_works_where_the_shard_is_everything(group: Group) -> None:
 
     ours = zero_engine.clip_grad_norm_(model, 1e9)
     torch.testing.assert_close(torch.as_tensor(theirs).float(), ours)
+
+
+PARTS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "a group's": lambda _, optimizer: optimizer.param_groups[0]["params"],
+    "the model's": lambda model, _: [model.blocks[0].up.weight, model.blocks[1].down.bias],
+    "as they come": lambda model, _: model.blocks[1].parameters(),
+    "a module": lambda model, _: model.blocks[2],
+    "one": lambda model, _: model.blocks[2].up.weight,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_some_gradients_are_clipped_as_torchs_function_clips_them(group: Group, stage: int) -> None:
+    """Each group with a norm of its own, or a part alone: the whole model's is another number."""
+    for name, part in PARTS.items():
+        model, optimizer, _ = _with_gradients(group, stage, make=parity.tiny_float32)
+        expected = {n: zero_engine.full_grad(p) for n, p in model.named_parameters()}
+        plain, its_optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+        for key, param in plain.named_parameters():
+            param.grad = expected[key]
+        chosen = part(plain, its_optimizer)
+        chosen = chosen.parameters() if isinstance(chosen, nn.Module) else chosen
+        theirs = nn.utils.clip_grad_norm_(chosen, 1e-3)
+
+        ours = zero_engine.clip_grad_norm_(part(model, optimizer), 1e-3)
+
+        torch.testing.assert_close(ours, theirs, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        for key, param in model.named_parameters():
+            if (grad := zero_engine.full_grad(param)) is not None:
+                torch.testing.assert_close(grad, plain.get_parameter(key).grad)
+        zero_engine.clip_grad_value_(part(model, optimizer), 1e-5)
+    with pytest.raises(StateError, match="expected parameters of one sharded model, got 0 of 0"):
+        zero_engine.clip_grad_norm_([], 1.0)
+    with pytest.raises(StateError, match="belongs to none"):
+        zero_engine.clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0)
 
 
 def test_either_object_finds_the_gradients_to_clip(group: Group) -> None:

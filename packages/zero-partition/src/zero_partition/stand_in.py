@@ -300,8 +300,7 @@ class ShardOfParam(Tensor):
     be of this rank's elements only raises, as it does of gradients.
     """
 
-    before_write: Callable[[], None]
-    shard_group: Group
+    sharded: Callable[[], Any]  # a weak reference to the `ShardedModel`, of the layer above
 
     @classmethod
     def __torch_function__(
@@ -310,7 +309,9 @@ class ShardOfParam(Tensor):
         """Call the function on the plain tensors; views of a shard are noticed likewise."""
         kwargs, (name, attribute) = kwargs or {}, names_of(func)
         shards = [t for t in tensors_among((args, kwargs)) if isinstance(t, ShardOfParam)]
-        group = shards[0].shard_group
+        if (model := shards[0].sharded()) is None:
+            return plain_call(func, args, kwargs)
+        group = model.group
         if name in _REDUCTIONS and group.world_size > 1:
             raise StateError(
                 f"{name} was called on a parameter of the optimizer's, which is a shard: it would "
@@ -320,13 +321,12 @@ class ShardOfParam(Tensor):
             )
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if attribute == "data" and name == "__set__":
-            shards[0].before_write()
-        elif is_write and name not in _NO_WRITES:
-            for shard in tensors_among(args[:1]):
-                if isinstance(shard, ShardOfParam):
-                    shard.before_write()
-        elif "out" in kwargs and isinstance(kwargs["out"], ShardOfParam):
-            kwargs["out"].before_write()
+            model.begin_shard_write()
+        else:
+            is_write &= name not in _NO_WRITES
+            written = tensors_among(args[:1] if is_write else kwargs.get("out"))
+            if any(isinstance(tensor, ShardOfParam) for tensor in written):
+                model.begin_shard_write()
         with plain_access():
             result = func(*args, **kwargs)
             for view in tensors_among(result) if attribute in ("", "data") else ():
@@ -341,8 +341,7 @@ def _show_as_view(found: Tensor, shards: list[ShardOfParam]) -> None:
         for shard in shards:  # an empty one, too: all ranks notice the same writes
             if memory == storage_key(shard.untyped_storage()):
                 found.__class__ = ViewOfShard
-                found.before_write = shard.before_write  # type: ignore[attr-defined]
-                found.shard_group = shard.shard_group  # type: ignore[attr-defined]
+                found.sharded = shard.sharded  # type: ignore[attr-defined]
 
 
 class ViewOfShard(ShardOfParam):
@@ -356,8 +355,8 @@ class ParamShard(ShardOfParam, nn.Parameter):  # type: ignore[misc]
         with plain_access():
             return nn.Parameter(self.detach().clone(), self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.deepcopy(self).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(proto)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ParamShard({self.as_subclass(Tensor)!r})"

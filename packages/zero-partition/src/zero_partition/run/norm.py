@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from zero_comm import Group, collective
 
 from zero_partition.errors import StateError
-from zero_partition.stand_in import StateKind
+from zero_partition.stand_in import ParamShard, StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
 from .gradients import GradientReducer
-from .hooks import require_sharded
-from .sharded_model import ModelPhase, ShardedModel
+from .hooks import find_sharded, require_sharded
+from .sharded_model import ModelPhase, ShardedModel, place_of
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
@@ -37,9 +37,13 @@ class GradientReport:
         return bool(self.finite)
 
 
+# A sharded model, its optimizer, or some of its parameters: a module in it, or as torch takes them.
+Sharded = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
+
+
 @collective
 def clip_grad_norm_(
-    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    model_or_optimizer: Sharded,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -56,7 +60,9 @@ def clip_grad_norm_(
     min(1, max_norm / (norm + 1e-6)), as torch does.
 
     Args:
-        model_or_optimizer: Either of the two that were sharded together.
+        model_or_optimizer: Either of the two that were sharded together, for all gradients; or some
+            parameters, of the model or of the optimizer's groups, or a module in the model, for
+            theirs alone, as torch's function does. Every rank names the same ones.
         max_norm: The largest norm allowed.
         norm_type: 2 or infinity.
         error_if_nonfinite: A norm that is infinite or NaN is torch's RuntimeError, on every rank
@@ -73,11 +79,11 @@ def clip_grad_norm_(
         StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
         RuntimeError: See `error_if_nonfinite`.
     """
-    sharded = require_sharded(model_or_optimizer)
+    sharded, chosen = _chosen(model_or_optimizer, "clip_grad_norm_()")
     norm_type = float(norm_type)
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
-    grads = _gradients(sharded, "clip_grad_norm_()", across)
+    grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
     norm = _total_norm(sharded, grads, norm_type, across)
     if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
         nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
@@ -87,7 +93,7 @@ def clip_grad_norm_(
 
 @collective
 def clip_grad_value_(
-    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    model_or_optimizer: Sharded,
     clip_value: float,
     foreach: bool | None = None,
 ) -> None:
@@ -96,15 +102,15 @@ def clip_grad_value_(
     After backward, before the step. Local, but that it reduces what `no_sync` has left.
 
     Args:
-        model_or_optimizer: Either of the two that were sharded together.
+        model_or_optimizer: As for `clip_grad_norm_`.
         clip_value: The largest size of an element.
         foreach: Accepted as torch has it, and without effect.
 
     Raises:
         StateError: Not sharded, or an exception ended the backward.
     """
-    sharded = require_sharded(model_or_optimizer)
-    for grad in _gradients(sharded, "clip_grad_value_()", None):
+    sharded, chosen = _chosen(model_or_optimizer, "clip_grad_value_()")
+    for grad in _gradients(sharded, "clip_grad_value_()", None, chosen):
         grad.tensor.clamp_(-float(clip_value), float(clip_value))
 
 
@@ -166,7 +172,29 @@ class _Grad:
     norm: Tensor | None  # of order 2, where it was taken when the gradient came
 
 
-def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_Grad]:
+def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
+    """Return the model, and ids of parameters or of their shards; None for all."""
+    is_whole = isinstance(given, nn.Module) and find_sharded(given) is not None
+    if is_whole or isinstance(given, torch.optim.Optimizer):
+        return require_sharded(given), None  # type: ignore[arg-type]
+    if isinstance(given, nn.Module):
+        given = given.parameters()
+    params = [given] if isinstance(given, Tensor) else list(given)
+    owners = [
+        param.sharded() if isinstance(param, ParamShard) else place_of(param, what=what).sharded
+        for param in params
+    ]
+    if not owners or owners[0] is None or any(owner is not owners[0] for owner in owners):
+        raise StateError(
+            f"{what}: expected parameters of one sharded model, got {len(params)} of "
+            f"{len(set(map(id, owners)))}; call it for each model, on every rank"
+        )
+    return owners[0], set(map(id, params))
+
+
+def _gradients(
+    sharded: ShardedModel, what: str, across: Group | None, chosen: set[int] | None = None
+) -> list[_Grad]:
     sharded.require(what, StateKind.GRADS, no=(ModelPhase.BACKWARD, ModelPhase.FAILED))
     with plain_access():
         sharded.reducer.before_step()
@@ -182,6 +210,7 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_
             for g in sharded.reducer.gradients
             for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
             if target.grad is not None and target.grad.numel()
+            if chosen is None or id(target) in chosen or id(param) in chosen
         ]
 
 

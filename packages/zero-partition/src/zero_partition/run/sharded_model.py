@@ -389,12 +389,6 @@ class _Enter(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _before_shard_write(sharded: ReferenceType[ShardedModel]) -> None:
-    """A shard keeps no model alive."""
-    if (found := sharded()) is not None:
-        found.begin_shard_write()
-
-
 def _given_by_autograd(param: Tensor) -> Tensor | None:
     """Return the gradient that autograd has just accumulated, which a guard may have received."""
     grad = param.grad
@@ -482,8 +476,7 @@ class ShardedModel:
         own, shards = ref(self), [p for buffer in self.buffers for p in buffer.shard_params]
         self._shards = shards if self.shards_state and self.optimizer is not None else []
         for shard in self._shards:
-            shard.before_write = partial(_before_shard_write, own)  # type: ignore[attr-defined]
-            shard.shard_group = self.group  # type: ignore[attr-defined]
+            shard.sharded = own  # type: ignore[attr-defined]
         self._watch_shards(is_watched=True)
         self._look_at_modules()
 
