@@ -156,6 +156,38 @@ def test_a_write_while_the_model_runs_is_refused(group: Group, stage: int) -> No
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("first", [0, 1])
+def test_parameters_written_through_data_are_what_masters_become(
+    group: Group, stage: int, first: int
+) -> None:
+    """`p.data.clamp_()` after each step bumps no version: the masters undid it in the next one.
+
+    It is looked for in the first three steps, and followed from then on.
+    """
+    found = []
+    for through in ("data", "no_grad"):
+        model, optimizer = _build()
+        precision = Precision(params=torch.bfloat16)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
+        for step in range(6):
+            model(X.bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for param in model.parameters() if step >= first else ():
+                if through == "data":
+                    param.data.clamp_(-0.1, 0.1)
+                else:
+                    with torch.no_grad():
+                        param.clamp_(-0.1, 0.1)
+        model(X.bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        found.append(zero_engine.full_state_dict(model))
+
+    for name, value in found[0].items():  # a version tells of a parameter, values of each element
+        torch.testing.assert_close(value, found[1][name], rtol=0.02, atol=5e-3)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_masters_reaches_what_the_model_computes_with(group: Group, stage: int) -> None:
     """Parameters of 16 bits are made of masters, and would stay what the step has made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
@@ -18,6 +19,7 @@ from zero_partition.torch_private import version_of
 from .store import Store
 
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
+NUM_LOOKS: Final = 3  # so often values are compared, for writes that no version tells of
 
 
 @define(eq=False, repr=False)
@@ -53,6 +55,7 @@ class FlatBuffer:
     rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    _looks_left: float = field(default=NUM_LOOKS, init=False)  # see `follow_writes`
     is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
     _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
     _part_addresses: list[int] = field(init=False)  # of what shard_params view
@@ -213,9 +216,16 @@ class FlatBuffer:
             self.codec.decode(self.codec.encode(values), values)
 
     def follow_writes(self) -> None:
-        """Where parameters rest whole, what was written to them in place is right."""
+        """Where parameters rest whole, what was written to them in place is right.
+
+        A version tells of most writes. Those through `data`, which have none, are looked for before
+        the first steps; where there was one, before all that follow.
+        """
         if self.own is None or not (self.has_masters or self.codec is not None):
             return
+        if self._looks_left > 0 and self.has_masters and self.codec is None:
+            self._looks_left -= 1
+            self._follow_values(self.own)
         versions = tuple(version_of(param) for param in self.params)
         written = [
             piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
@@ -226,6 +236,19 @@ class FlatBuffer:
                     part = piece.in_shard.as_slice()
                     shard[part].copy_(self.own[part])
         self.versions = versions
+
+    @torch.no_grad()
+    def _follow_values(self, own: Tensor) -> None:
+        """Let masters be what parameters are, where these are not what the masters round to."""
+        if (memory := self.training.memory) is None:
+            return
+        for piece in self.pieces:
+            master, part = memory[piece.in_shard.as_slice()], own[piece.in_shard.as_slice()]
+            is_written = master.to(part.dtype) != part
+            if self._looks_left < math.inf and is_written.any():
+                self._looks_left = math.inf
+            if self._looks_left == math.inf:  # no host waits for a device from here on
+                master.copy_(torch.where(is_written, part.to(master.dtype), master))
 
     def reclaim(self) -> None:
         """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""

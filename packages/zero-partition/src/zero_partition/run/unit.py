@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
-from typing import Final
 
 import torch
 from attrs import define, field
@@ -16,14 +15,12 @@ from zero_comm import AbstractCodec, CommError, DivergenceError, Exposure, Group
 from zero_comm.ranges import ranged
 
 from zero_partition.errors import StateError
-from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
+from zero_partition.memory.flat_buffer import NUM_LOOKS, FlatBuffer, SecondaryShards
 from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import own_parameters, plain_access, version_of
-
-NUM_LOOKS: Final = 3  # forwards of a unit after which values are compared with shards
 
 
 @define(eq=False, repr=False)
