@@ -48,6 +48,16 @@ def test_every_way_in_trains_as_plain_torch_with_averaged_gradients(
     assert not wrong, "\n".join([f"{len(wrong)} cells", *wrong[:60]])
 
 
+@pytest.mark.ranks(1, timeout_s=120)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_of_gradients_make_legal_moves_only(group: Group, stage: int) -> None:
+    """The sanitizer compares each with the table, and numbers are what they are without it."""
+    for cell in [cell for cell in ways.cells_with_every_pair() if cell.stage == stage]:
+        weights = ways.found(cell, group, sanitize=True)
+        for name, value in ways.expected(cell, 1).items():
+            torch.testing.assert_close(weights[name], value, msg=lambda m: f"{cell}: {m}")  # noqa: B023
+
+
 def test_the_cells_that_are_always_run_have_every_pair_of_choices() -> None:
     """A choice that is never met is not stated."""
     cells = ways.cells_with_every_pair()

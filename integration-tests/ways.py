@@ -235,10 +235,11 @@ def expected(cell: Cell, world_size: int) -> dict[str, Tensor]:
     return replicas[0][0].state_dict()
 
 
-def found(cell: Cell, group: Group) -> dict[str, Tensor]:
+def found(cell: Cell, group: Group, **options: Any) -> dict[str, Tensor]:
     """Return the weights of the same loop over a sharded model; {} but on rank 0. Collective."""
     model, optimizer = build()
-    zero_engine.shard(model, optimizer, ZeroConfig(cell.stage, min_unit_bytes=0), group=group)
+    config = ZeroConfig(cell.stage, min_unit_bytes=0, **options)
+    zero_engine.shard(model, optimizer, config, group=group)
     for _ in _steps(cell, model, optimizer, group.rank):
         pass
     return zero_engine.full_state_dict(model)

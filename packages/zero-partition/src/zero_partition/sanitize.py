@@ -64,6 +64,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
         unit.stop_looking()
     for gradients in sharded.reducer.gradients:
         check_calls(gradients, "take use_accumulator leave_accumulator", checks)
+        gradients.check_moves()
     for place in sharded.places:
         checks.first.setdefault(place.buffer.index, len(checks.names))
         checks.names.append(f"unit {place.unit.name!r}, parameter {place.name!r}")

@@ -109,13 +109,25 @@ class GradState(Enum):
 MOVES: Final = {
     GradState.NONE: {GradState.LOCAL, GradState.ACCUMULATED, GradState.REDUCED},
     GradState.LOCAL: {GradState.ACCUMULATED, GradState.IN_FLIGHT},
-    GradState.ACCUMULATED: {GradState.LOCAL, GradState.IN_FLIGHT},
+    GradState.ACCUMULATED: {GradState.LOCAL, GradState.IN_FLIGHT, GradState.REDUCED},
     GradState.IN_FLIGHT: {GradState.REDUCED},
     GradState.REDUCED: {GradState.LOCAL, GradState.ACCUMULATED},
 }  # besides, each may stay as it is, and become NONE when it is dropped
 
 # The members themselves: looking them up in the class takes longer than comparing them.
 NONE, LOCAL, ACCUMULATED, IN_FLIGHT, REDUCED = GradState
+
+
+class CheckedStates(list[GradState]):
+    """States that compare each change with MOVES: what the sanitizer asks for."""
+
+    def __setitem__(self, at: Any, to: Any) -> None:
+        changes = zip(self[at], to, strict=True) if isinstance(at, slice) else [(self[at], to)]
+        for old, new in changes:
+            if new is not old and new is not NONE and new not in MOVES[old]:
+                raise StateError(f"a gradient that is {old.name} becomes {new.name}: report this")
+        super().__setitem__(at, to)
+
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
@@ -173,6 +185,10 @@ class BufferGradients:
             GradientGuard.like(stand_in, partial(_scale_gradient, own, position))
             for position, stand_in in enumerate(buffer.stand_ins)
         )
+
+    def check_moves(self) -> None:
+        """Compare changes of states with MOVES from now on."""
+        self.states = CheckedStates(self.states)
 
     @property
     def has_local(self) -> bool:
