@@ -224,5 +224,5 @@ def checkpoint_call() -> dict[str, Any] | None:
     frame = sys._getframe()
     while frame := frame.f_back:
         if frame.f_code in codes:
-            return frame.f_locals
+            return dict(frame.f_locals)
     return None
