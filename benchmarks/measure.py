@@ -63,6 +63,7 @@ def _has_storage(tensor: Tensor) -> bool:
     """Whether it holds memory itself; what a wrapper wraps is found on its own."""
     return (
         not is_traceable_wrapper_subclass(tensor)
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # as a guard's is not
         and tensor.layout == torch.strided
         and tensor.device.type != "meta"
     )
