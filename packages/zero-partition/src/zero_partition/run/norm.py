@@ -16,7 +16,7 @@ from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_acces
 
 from .gradients import GradientReducer
 from .hooks import find_sharded, require_sharded
-from .sharded_model import ModelPhase, ShardedModel, place_of
+from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
@@ -174,11 +174,13 @@ class _Grad:
 
 def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
     """Return the model, and ids of parameters or of their shards; None for all."""
-    is_whole = isinstance(given, nn.Module) and find_sharded(given) is not None
-    if is_whole or isinstance(given, torch.optim.Optimizer):
-        return require_sharded(given), None  # type: ignore[arg-type]
     if isinstance(given, nn.Module):
+        is_part = find_sharded(given) is None and any(map(find_place, given.parameters()))
+        if not is_part:
+            return require_sharded(given), None
         given = given.parameters()
+    elif isinstance(given, torch.optim.Optimizer):
+        return require_sharded(given), None
     params = [given] if isinstance(given, Tensor) else list(given)
     owners = [
         param.sharded() if isinstance(param, ParamShard) else place_of(param, what=what).sharded
