@@ -165,3 +165,39 @@ def test_a_backward_that_fails_leaves_no_gradient_whatever_the_way_in(
     weights = zero_engine.full_state_dict(model)
     for name, value in weights.items():
         torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+class _KeepsLoss(nn.Module):
+    """Returns nothing that backward could come back through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(ways.WIDTH, ways.WIDTH) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> None:
+        self.loss = self.layers(x).square().mean()
+
+
+class _Losses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(ways.WIDTH, ways.WIDTH)
+        self.heads = nn.ModuleList(_KeepsLoss() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for head in self.heads:
+            head(x)
+        return sum(head.loss for head in self.heads)  # type: ignore[return-value]
+
+
+def test_a_unit_that_returns_no_loss_is_told_to(group: Group) -> None:
+    """Nothing says when its backward runs, which would read the values of another unit."""
+    model = _Losses()
+    zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
+    with pytest.raises(StateError, match=r"parameter 'heads\.\d.*return the loss"):
+        model(torch.ones(2, ways.WIDTH)).backward()
+    for stage in (1, 2):
+        model = _Losses()
+        zero_engine.shard(model, None, ZeroConfig(stage, min_unit_bytes=0), group=group)
+        model(torch.ones(2, ways.WIDTH)).backward()

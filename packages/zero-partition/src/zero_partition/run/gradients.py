@@ -726,8 +726,9 @@ class GradientReducer:
         raise StateError(
             f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
             f"{g.unit.name!r} was sharded (rank {self.routes.whole.rank}): its backward may have "
-            "read other values. Please report the model; making the modules involved one unit "
-            "(ZeroConfig.units) avoids it."
+            "read other values. Backward comes back to a unit through the tensors that its module "
+            "returns: return the loss, where the module keeps it in an attribute. Making the "
+            "modules involved one unit (ZeroConfig.units), or stage 2, avoids it too."
         )
 
     def collect(self, g: BufferGradients) -> None:
