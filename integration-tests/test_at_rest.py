@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import math
+import operator
 import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import parity
 import parking
 import pytest
+import safetensors.torch
 import torch
 import zero_engine
 from parity import ZeroConfig
@@ -161,14 +166,94 @@ def test_an_optimizer_built_after_shard_is_told_apart(group: Group) -> None:
 # ---- Weights in and out ----
 
 
-def test_state_dict_names_what_to_call_instead(group: Group) -> None:
-    """NaN in a checkpoint is found out weeks later."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    **{
+        name: operator.attrgetter(name) for name in ("shape", "dtype", "device", "layout", "nbytes")
+    },
+    **{name: operator.attrgetter(name) for name in ("ndim", "is_meta", "is_cpu", "requires_grad")},
+    **{name: operator.methodcaller(name) for name in ("numel", "size", "dim", "stride")},
+    **{name: operator.methodcaller(name) for name in ("is_contiguous", "element_size")},
+    "len": len,
+    "is a tensor": torch.is_tensor,
+    "zeros_like": torch.zeros_like,
+    "new_zeros": lambda value: value.new_zeros(3),
+    "on another device": lambda value: torch.ones_like(value, device="meta").shape,
+}
+USES: dict[str, Callable[[Tensor], Any]] = {
+    **{name: operator.methodcaller(name) for name in ("clone", "detach", "cpu", "float", "numpy")},
+    **{name: operator.methodcaller(name) for name in ("tolist", "sum", "isnan", "contiguous")},
+    **{name: operator.methodcaller(name) for name in ("data_ptr", "untyped_storage", "zero_")},
+    **{name: operator.attrgetter(name) for name in ("data", "T")},
+    "add": lambda value: value + 1,
+    "to": lambda value: value.to("meta"),
+    "an element": lambda value: value[0],
+    "a write": lambda value: value.__setitem__(0, 1.0),
+    "an array": np.asarray,
+    "copy_": lambda value: torch.empty(value.shape).copy_(value),
+    "equal": lambda value: torch.equal(value, value),
+    "foreach": lambda value: torch._foreach_norm([value]),
+    "out": lambda value: torch.add(torch.ones(()), 1, out=value),
+    "a parameter": nn.Parameter,
+    "broadcast": lambda value: torch.distributed.broadcast(value, 0),
+    "copy.copy": copy.copy,
+    "copy.deepcopy": lambda value: copy.deepcopy({"a": value}),
+    "pickle": lambda value: pickle.dumps([value]),
+    "torch.save": lambda value: torch.save({"a": value}, io.BytesIO()),
+    "safetensors": lambda value: safetensors.torch.save({"a": value}),
+}
 
-    with pytest.raises(StateError, match=r"'unused'|'frozen'.*full_state_dict\(model\)"):
-        model.state_dict()
-    with pytest.raises(StateError, match=r"'blocks\.0\.norm\.weight'.*2 ranks.*full_state_dict"):
-        model.blocks.state_dict(prefix="blocks.")
+
+def test_state_dict_has_names_of_what_is_sharded(group: Group) -> None:
+    """Libraries ask it for names, on one rank; NaN in a checkpoint is found out weeks later."""
+    expected = parity.build().state_dict()
+    model, _ = parity.build_sharded(group, ZeroConfig(3))
+    if group.rank == 0:
+        found = model.state_dict()
+        assert list(found) == list(expected)
+        assert list(model.blocks.state_dict(prefix="a.")) == [
+            f"a.{name}" for name in parity.build().blocks.state_dict()
+        ]
+        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for (name, value), (what, ask) in itertools.product(found.items(), QUESTIONS.items()):
+            if value.dim():
+                answer = ask(expected[name])
+                same = torch.equal if isinstance(answer, Tensor) else operator.eq
+                assert same(ask(value), answer), f"{name}: {what}"
+        for name, (what, use) in itertools.product(named, USES.items()):
+            with pytest.raises(StateError, match=rf"'{name}'.*2 ranks.*full_state_dict\(model\)"):
+                use(found[name]), what
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=r"full_state_dict\(model\) on every rank"):
+                parity.build().load_state_dict(found, assign=assign)
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            parity.build().embed.weight.data = found["embed.weight"]
+        assert "NameOnly" in f"{found['embed.weight']} {found['embed.weight']!r}"
+    model.load_state_dict(model.state_dict())  # its own: nothing changes, as in torch
+    edited = {name: torch.full((11, 6), 0.5) for name in ("embed.weight", "head.weight")}  # tied
+    model.load_state_dict(model.state_dict() | edited)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected | edited, what="one edited")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_of_a_model_may_rename_what_is_whole(group: Group, stage: int) -> None:
+    """Models that changed keep old names in their files by such hooks."""
+
+    def rename(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        state[f"{prefix}old"] = state.pop(f"{prefix}weight")
+
+    def build() -> nn.Module:
+        model = parity.build(parity.tiny_float32)
+        for block in model.blocks:
+            block.up.register_state_dict_post_hook(rename)
+        return model
+
+    expected, model = build().state_dict(), build()
+    zero_engine.shard(model, None, ZeroConfig(stage), group=group)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what=f"stage {stage}")
 
 
 def test_weights_come_out_as_the_models_own(group: Group) -> None:

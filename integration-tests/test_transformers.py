@@ -375,6 +375,53 @@ def _llama(**options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+class _PassesNoValues(transformers.Trainer):
+    """Saves as trainers of other libraries do, which ask the model itself."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            self.model.save_pretrained(output_dir)
+
+
+class _ZeroPassesNoValues(ZeroTrainer, _PassesNoValues):
+    """The same over a sharded model."""
+
+
+def test_what_a_trainer_in_between_saves_has_values(ranks, tmp_path: Path) -> None:
+    """Of adapters, of modules that peft copies beside them, and of a whole model."""
+    pytest.importorskip("peft")
+    ranks(2).run(_train_in_between, folder=str(tmp_path), timeout_s=120)
+
+
+def _train_in_between(group: Group, folder: str) -> None:
+    import peft
+    from safetensors.torch import load_file
+
+    _as_torchrun(group)
+    options: Any = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    for kind in ("whole", "adapters"):
+        for name, zero in (("ddp", None), ("zero", _zero(3))):
+            model = _llama()
+            if kind == "adapters":
+                model = peft.get_peft_model(model, peft.LoraConfig(**options))
+            steps: Any = {"max_steps": 2, "save_steps": 2, "save_strategy": "steps"}
+            args = _args(f"{folder}/{kind}-{name}", **steps)
+            trainer = (_PassesNoValues if zero is None else _ZeroPassesNoValues)(
+                model=model,
+                args=args,
+                train_dataset=_sequences(20),
+                **({} if zero is None else {"zero": zero}),
+            )
+            trainer.train()
+        if group.rank == 0:
+            file = f"checkpoint-2/{'model' if kind == 'whole' else 'adapter_model'}.safetensors"
+            expected, found = (
+                load_file(f"{folder}/{kind}-{name}/{file}") for name in ("ddp", "zero")
+            )
+            parity.assert_same_weights(found, expected, what=kind)
+            assert kind == "whole" or any("lm_head" in key for key in found)
+
+
 def test_of_peft_the_adapter_alone_is_saved(ranks, tmp_path: Path) -> None:
     """What DDP would save, at stage 3, without gathering what is frozen."""
     from safetensors.torch import load_file

@@ -23,7 +23,7 @@ from zero_comm import Group
 from zero_comm.testing import RankPool
 from zero_engine import initialize, shard
 from zero_engine.compat import deepspeed
-from zero_partition import PartitionError
+from zero_partition import PartitionError, StateError
 
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 2,
@@ -79,18 +79,18 @@ def test_an_engine_may_be_made_and_trained_inside(group: Group) -> None:
 # ---- state_dict() ----
 
 
-def test_state_dicts_have_the_names_with_placeholders(group: Group) -> None:
-    """What DeepSpeed 0.19 gives at stage 3: scripts look for names, often on one rank alone."""
+def test_state_dicts_have_the_names(group: Group) -> None:
+    """As DeepSpeed's have at stage 3: scripts look for them, often on one rank alone."""
     expected = parity.build(parity.tiny_float32).state_dict()
     with _init(group):
         model = parity.build(parity.tiny_float32)
-    _assert_placeholders(model.state_dict(), expected, torch.float32)
+    _assert_names(model.state_dict(), expected, torch.float32)
     engine = _engine(group, model, bf16={"enabled": True})
     if group.rank == 0:
-        _assert_placeholders(engine.module.state_dict(), expected, torch.bfloat16)
+        _assert_names(engine.module.state_dict(), expected, torch.bfloat16)
         named = {name.removeprefix("module."): v for name, v in engine.state_dict().items()}
         assert len(named) == len(engine.state_dict()) == len(expected)
-        _assert_placeholders(named, expected, torch.bfloat16)
+        _assert_names(named, expected, torch.bfloat16)
         kept = engine.module.state_dict(keep_vars=True)
         assert all(kept[name] is param for name, param in model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -98,9 +98,10 @@ def test_state_dicts_have_the_names_with_placeholders(group: Group) -> None:
             assert torch.equal(value, expected[name].to(value.dtype)), name
     with deepspeed.zero.GatheredParameters([model.embed.weight]):
         some = engine.module.state_dict()
-        assert some["embed.weight"].shape == some["head.weight"].shape == (11, 6)
-        assert some["scale"].shape == (0,)
-    _assert_placeholders(engine.module.state_dict(), expected, torch.bfloat16)
+        assert torch.equal(some["embed.weight"], some["head.weight"])
+        with pytest.raises(StateError, match="'scale'"):
+            some["scale"].sum()
+    _assert_names(engine.module.state_dict(), expected, torch.bfloat16)
     assert model.scale.detach is not None and "detach" not in vars(model.scale)
 
     whole = parity.build(parity.tiny_float32)
@@ -108,7 +109,7 @@ def test_state_dicts_have_the_names_with_placeholders(group: Group) -> None:
     parity.assert_same_weights(stage_2.module.state_dict(), expected, what="stage 2")
 
 
-def _assert_placeholders(
+def _assert_names(
     found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
 ) -> None:
     buffers = {name for name, _ in parity.tiny_float32().named_buffers()}
@@ -117,8 +118,10 @@ def _assert_placeholders(
         if name in buffers:
             assert torch.equal(value, expected[name])
         else:
-            assert type(value) is Tensor and not value.requires_grad
-            assert (value.shape, value.dtype) == ((0,), dtype), name
+            assert not value.requires_grad
+            assert (value.shape, value.dtype) == (expected[name].shape, dtype), name
+            with pytest.raises(StateError, match=rf"'(module\.)?{name}'"):
+                value.clone()
 
 
 # ---- from_pretrained() inside ----

@@ -81,11 +81,12 @@ def _check_wire(config: ZeroConfig, _: Attribute, wire: Wire) -> None:
         raise ConfigError(f"ZeroConfig.wire: {error}") from error
 
 
-def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
-    if value not in ("raise", "gather", "placeholders"):
-        raise ConfigError(
-            f"ZeroConfig.state_dict: expected 'raise', 'gather' or 'placeholders', got {value!r}"
-        )
+def _as_state_dict(value: Any) -> Any:
+    """Return the kind of `state_dict()`; "placeholders" is what DeepSpeed's users call "names"."""
+    kinds = {"names": "names", "placeholders": "names", "gather": "gather"}
+    if not isinstance(value, str) or value not in kinds:
+        raise ConfigError(f"ZeroConfig.state_dict: expected 'names' or 'gather', got {value!r}")
+    return kinds[value]
 
 
 def _is_asked_to_sanitize() -> bool:
@@ -130,10 +131,11 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: What `state_dict()` does of what is sharded over several ranks, which are the
             optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and at
-            1 and 2 with `Wire(params=...)`: "raise" names `full_state_dict` and
-            `full_optimizer_state_dict`; "gather" makes it collective and gives every rank
-            everything, and the optimizer's `load_state_dict()` takes that; "placeholders" raises
-            for the optimizer, and has empty tensors of the model's parameters, as DeepSpeed does.
+            1 and 2 with `Wire(params=...)`: "names" gives stand-ins of the model's parameters, with
+            shape, dtype and device: a use of their values raises and names `full_state_dict`; the
+            optimizer's raises and names `full_optimizer_state_dict`. "gather" makes both collective
+            and gives every rank everything, and the optimizer's `load_state_dict()` takes that.
+            "placeholders" means "names".
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
@@ -161,8 +163,8 @@ class ZeroConfig:
     max_reuse_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
     small_param_numel: int = field(default=0, validator=at_least(0, int), kw_only=True)
     max_small_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
-    state_dict: Literal["raise", "gather", "placeholders"] = field(
-        default="raise", validator=_check_state_dict, kw_only=True
+    state_dict: Literal["names", "gather"] = field(
+        default="names", converter=_as_state_dict, kw_only=True
     )
     offload: Offload | None = field(
         default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True

@@ -172,9 +172,7 @@ def Init(
     group = default_group(module) if group is None else group
     if config.placements.params is Placement.REPLICATED:
         return nullcontext()
-    return zero_partition.Init(
-        module, group=group, timeout_s=config.timeout_s, state_dict=config.state_dict
-    )
+    return zero_partition.Init(module, group=group, timeout_s=config.timeout_s)
 
 
 def materialise(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import cache, lru_cache, partial
 from typing import Any, Final, NoReturn, Protocol
@@ -38,26 +38,6 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
-
-
-def export_empty(module: nn.Module, names: Iterable[str]) -> None:
-    """Have an empty tensor of each of these in the state dict of which this is a pre-hook. Local.
-
-    Next, torch calls `param.detach()` for every name. An attribute of the object comes before the
-    method, so nothing is gathered or refused, until `end_empty_export`.
-    """
-    for name in names:
-        param = own_parameters(module)[name]
-        assert param is not None, "its values are elsewhere"
-        empty = torch.empty(0, dtype=param.dtype, device=param.device)
-        vars(param)["detach"] = empty.detach
-
-
-def end_empty_export(module: nn.Module, *_: Any) -> None:
-    """Undo `export_empty`, if it was done. May be a post-hook itself."""
-    for param in own_parameters(module).values():
-        if param is not None:
-            vars(param).pop("detach", None)
 
 
 def refuse_deepcopy() -> NoReturn:
@@ -143,6 +123,98 @@ def stand_in_type(kind: type[StandIn], cls: type[Tensor]) -> type[Any]:
     """What a tensor of this class is meanwhile. Named like it: messages and `repr` show it."""
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (kind, cls), names)
+
+
+class NameOnly(StandIn, Tensor):  # type: ignore[misc]
+    """Value in a state dict of a parameter that is sharded: name, shape, dtype and device.
+
+    Libraries ask a state dict for names, often on one rank, where nothing can be gathered. It has
+    no memory. A use of its values raises; loading it into its own parameter changes nothing, as
+    with the views that torch's `state_dict()` gives.
+    """
+
+    param: nn.Parameter  # whose values these would be
+    remedy: str  # names the parameter, and says how to get at its values
+
+    @classmethod
+    def of(cls, param: nn.Parameter, remedy: str) -> NameOnly:
+        """Make one for a parameter."""
+        # On the meta device, torch itself refuses `other.data = named`, which asks `other` alone.
+        named = without_memory(cls, param.shape, param.dtype, "meta")
+        named.param, named.remedy = param, remedy
+        return named
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Be on the parameter's device; else answer as any stand-in does."""
+        attribute = names_of(func)[1]
+        if attribute == "device" or attribute.startswith("is_"):
+            return getattr(torch.empty(0, device=args[0].param.device), attribute)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @staticmethod
+    def _answers(func: Callable) -> bool:
+        return _looks_at_no_element(func) and names_of(func)[0] not in _NEED_MEMORY
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make what is only like it, such as `zeros_like` does, and refuse all else."""
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name.startswith(_FACTORIES):
+            device = kwargs.get("device") or args[0].param.device
+            like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return func(like, *args[1:], **{**kwargs, "device": device})
+        return cls._on_use(func, name, "", args, kwargs)
+
+    @classmethod
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
+        named = next(t for t in tensors_among((args, kwargs)) if isinstance(t, NameOnly))
+        named._refuse(attribute or name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise StateError(f"{name} was called on a value of state_dict(): {self.remedy}")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"NameOnly(shape={tuple(self.shape)}, dtype={self.dtype}: the values are sharded)"
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        self._refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        self._refuse("pickling")
+
+
+_NEED_MEMORY: Final = {
+    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "is_set_to", "new_tensor")
+}
+
+
+def export(module: nn.Module, values: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Let the state dict of which this is a pre-hook have these values. Local.
+
+    Next, torch calls `param.detach()` for every name. An attribute of the object comes before the
+    method, so nothing is gathered or refused, until `end_export`.
+
+    Args:
+        module: The module that owns the parameters.
+        values: For some of them, by attribute, what makes their values.
+    """
+    for attribute, make in values.items():
+        vars(own_parameters(module)[attribute])["detach"] = make
+
+
+def end_export(module: nn.Module, *_: Any) -> None:
+    """Undo `export`, if it was done. May be a post-hook itself."""
+    for param in own_parameters(module).values():
+        if param is not None:
+            vars(param).pop("detach", None)
 
 
 # What changes every element of a gradient alike, and so is the same for a shard as for the whole.

@@ -211,7 +211,7 @@ def _as_deepspeed(settings: EngineConfig) -> EngineConfig:
     """
     zero, precision = settings.zero, settings.zero.precision
     if zero.stage is Stage.THREE:
-        zero = attrs.evolve(zero, state_dict="placeholders")
+        zero = attrs.evolve(zero, state_dict="names")
     if precision is not None:
         stage = zero.stage if precision.masters is None else max(zero.stage, Stage.ONE)
         precision = attrs.evolve(precision, cast_inputs=False)

@@ -236,7 +236,7 @@ _STAGE_3: Final = (
     FileKey("model_persistence_threshold", COUNT, None, "zero.max_small_numel", _ENDLESS, _bounded),
     FileKey(
         *("gather_16bit_weights_on_model_save", FLAG, False, "zero.state_dict"),
-        convert={False: "raise", True: "gather"}.__getitem__,
+        convert={False: "names", True: "gather"}.__getitem__,
         aliases=("stage3_gather_fp16_weights_on_model_save",),
     ),
     idle("module_granularity_threshold", 0, "ZeroConfig.min_unit_bytes joins modules", COUNT),

@@ -174,7 +174,11 @@ class ZeroTrainer(transformers.Trainer):
             }
         elif state_dict is None:
             state_dict = zero_engine.full_state_dict(self.model)
-        super()._save(output_dir, state_dict)
+        named = self.model.named_parameters(remove_duplicate=False)
+        values = {id(param): state_dict[name] for name, param in named if name in state_dict}
+        sharded: Any = find_sharded(self.model)
+        with sharded.exporting(values):  # libraries in between ask the model, or a part of it
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, optimizer = Path(output_dir, "zero"), self.optimizer.optimizer  # in Accelerate's

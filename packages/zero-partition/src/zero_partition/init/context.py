@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 from weakref import ReferenceType, ref
@@ -21,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from zero_comm import CommError, Group, check_agreement
 
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import in_batches
-from zero_partition.stand_in import VALUES, end_empty_export, export_empty, names_of, tensors_among
+from zero_partition.stand_in import VALUES, NameOnly, end_export, export, names_of, tensors_among
 from zero_partition.torch_private import (
     forward_pre_hooks,
     is_viewed,
@@ -68,17 +68,17 @@ def refuse_forward(module: nn.Module, args: Any) -> None:
 
 
 def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """state_dict pre-hook: outside Init it would give stand-ins away."""
-    stand_ins = _stand_ins_of(module)
-    empty = [name for name, early in stand_ins.items() if early.exports_empty]
-    name = next((name for name in stand_ins if name not in empty), None)
-    if name is not None and CURRENT.get() is None:
-        raise StateError(
-            f"state_dict(): parameter {prefix + name!r} was sharded by Init: call "
-            "zero_engine.shard(model, ...) first, and then "
+    """state_dict pre-hook: outside Init there are names, and no values."""
+    if CURRENT.get() is None and not keep_vars:
+        remedy = (
+            "parameter %r was sharded by Init: call zero_engine.shard(model, ...) first, and then "
             "zero_engine.full_state_dict(model) on every rank"
         )
-    export_empty(module, () if keep_vars else empty)
+        names = {
+            name: partial(NameOnly.of, early.parameter, remedy % (prefix + name))
+            for name, early in _stand_ins_of(module).items()
+        }
+        export(module, names)
 
 
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
@@ -92,7 +92,7 @@ def guard_module(module: nn.Module) -> None:
     if refuse_forward not in forward_pre_hooks(module).values():
         module.register_forward_pre_hook(refuse_forward, prepend=True)
         module.register_state_dict_pre_hook(before_export)
-        module.register_state_dict_post_hook(end_empty_export)
+        module.register_state_dict_post_hook(end_export)
 
 
 def unguard_module(module: nn.Module) -> None:
@@ -100,7 +100,7 @@ def unguard_module(module: nn.Module) -> None:
     for hooks, ours in (
         (forward_pre_hooks(module), refuse_forward),
         (state_dict_pre_hooks(module), before_export),
-        (state_dict_hooks(module), end_empty_export),
+        (state_dict_hooks(module), end_export),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
@@ -195,8 +195,6 @@ class Init:
         batch_bytes: Small parameters stay whole until there are so many bytes of them, and travel
             as one.
         timeout_s: How long to wait for ranks that do not build the same, in seconds.
-        state_dict: With "placeholders", `state_dict()` has an empty tensor of every parameter that
-            was sharded, inside the block and after it. Otherwise there are whole ones inside.
 
     Raises:
         PartitionError: A parameter is not dense and contiguous, or not on the group's device.
@@ -208,7 +206,6 @@ class Init:
     group: Group = field(kw_only=True)
     batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
-    state_dict: StateDictKind = field(default="raise", kw_only=True)
     _outer: Init | None = field(default=None, init=False)
     # What is to be sharded as soon as it can be: all that these modules own, and what was touched.
     # Modules are held alive: when garbage goes must not decide what ranks agree on.
@@ -360,8 +357,7 @@ class Init:
                     f"torch.device({str(self.group.device)!r}):`"
                 )
         self._agree("shard", params)
-        exports_empty = self.state_dict == "placeholders"
-        shard_early(params, group=self.group, exports_empty=exports_empty)
+        shard_early(params, group=self.group)
         self._sharded += [ref(param) for _, param in params]
 
     def _unshard(self, param: Tensor, early: EarlyShard) -> None:

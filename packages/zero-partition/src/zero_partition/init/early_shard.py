@@ -74,7 +74,6 @@ class EarlyShard:
     group: Group
     layout: FlatLayout  # of one tensor
     shard: Tensor  # 1-D, padding included
-    exports_empty: bool = False  # in a state dict, instead of an error
     is_blank: bool = False  # allocated and never written
     is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
     serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
@@ -182,30 +181,25 @@ def forget_early(param: nn.Parameter) -> None:
     del param.__dict__["__deepcopy__"]
 
 
-def early_shard_of(
-    tensor: Tensor, label: str, *, group: Group, exports_empty: bool = False
-) -> EarlyShard:
+def early_shard_of(tensor: Tensor, label: str, *, group: Group) -> EarlyShard:
     """This rank's part of such a tensor, cut evenly, as zeros. Local."""
     layout = FlatLayout.plan([tensor.numel()], world_size=group.world_size, align=1)
     shard = torch.zeros(layout.splits[group.rank], dtype=tensor.dtype, device=group.device)
-    return EarlyShard(label, group, layout, shard, exports_empty)
+    return EarlyShard(label, group, layout, shard)
 
 
-def shard_early(
-    params: Sequence[tuple[str, nn.Parameter]], *, group: Group, exports_empty: bool
-) -> None:
+def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> None:
     """Keep this rank's part of each parameter, of the values of rank 0. Collective.
 
     Args:
         params: Labels and parameters; whole, dense, contiguous, on the group's device.
         group: The ranks to distribute over.
-        exports_empty: What a state dict has of them meanwhile: empty tensors, or it is an error.
     """
     small = [param.detach() for _, param in params if 0 < param.nbytes <= _SMALL_BYTES]
     broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:
         whole = param.detach()
-        early = early_shard_of(whole, label, group=group, exports_empty=exports_empty)
+        early = early_shard_of(whole, label, group=group)
         early.install(param)
         if param.nbytes > _SMALL_BYTES:
             if group.rank:  # see NOTE(files)

@@ -13,7 +13,7 @@ from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage, names_fields
 from .wire import AS_ONE, Wire
 
 # What `model.state_dict()` does about parameters whose values are elsewhere.
-StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
+StateDictKind: TypeAlias = Literal["names", "gather"]
 
 
 @names_fields
@@ -35,9 +35,9 @@ class PartitionConfig:
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
-        state_dict: What `state_dict()` does about what is sharded: "raise"; "gather", for model and
-            optimizer, which every rank must then call; or "placeholders", empty tensors of the
-            model's parameters, as DeepSpeed's has, while the optimizer's raises.
+        state_dict: What `state_dict()` gives of what is sharded: "names", stand-ins of the model's
+            parameters, of which a use raises, while the optimizer's raises at once; or "gather",
+            the values of both, for which every rank must call it.
         wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
             left out.
         timeout_s: How long to wait for ranks that do not call `partition`, in seconds.
@@ -53,7 +53,7 @@ class PartitionConfig:
     max_small_numel: int | None = None
     precision: Precision = AS_IT_IS
     cut: CutChoice = None
-    state_dict: StateDictKind = "raise"
+    state_dict: StateDictKind = "names"
     wire: Wire = AS_ONE
     timeout_s: float = 60.0
     sanitize: bool = False

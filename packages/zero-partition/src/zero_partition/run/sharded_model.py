@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -429,7 +429,8 @@ class ShardedModel:
     state_dict: StateDictKind  # what it does of what is sharded
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
-    exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
+    # Parameter's id -> what `state_dict()` gives of it, or its name alone; None: not set.
+    exported: Mapping[int, Tensor] | None = field(default=None, init=False)
     buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units, in order
     places: tuple[ParamRef, ...] = field(init=False)  # of all parameters, likewise
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
@@ -720,6 +721,18 @@ class ShardedModel:
         if not self.is_shard_written:
             self.begin_write()
             self.is_shard_written = True
+
+    @contextmanager
+    def exporting(self, values: Mapping[int, Tensor]) -> Iterator[None]:
+        """Let `state_dict()` give these values, by the parameter's id, and other names. Local.
+
+        Where parameters rest whole and exact, it gives them as always.
+        """
+        self.exported = values
+        try:
+            yield
+        finally:
+            self.exported = None
 
     def follow_shard_writes(self) -> None:
         """Publish what was written so. Collective then."""

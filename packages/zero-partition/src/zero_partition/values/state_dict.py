@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, count, groupby, repeat
 from typing import Any, Final, final
 
@@ -29,19 +30,13 @@ from zero_partition.run.sharded_model import (
     place_of,
 )
 from zero_partition.run.unit import ShardState, Unit
-from zero_partition.stand_in import Bound, StateKind, end_empty_export, export_empty
-from zero_partition.torch_private import checkpoint_call, plain_access
+from zero_partition.stand_in import Bound, NameOnly, StateKind, end_export, export
+from zero_partition.torch_private import checkpoint_call
 
 from .load import StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
 from .runs import LocalState, launch_entry, owner_of, plan_states
 
 _TIMEOUT_S: Final = 60.0
-
-# What torch.distributed.checkpoint was asked for, where that is not the whole.
-_WITHOUT_FULL: Final = (
-    "get_state_dict() of torch.distributed.checkpoint, without "
-    "StateDictOptions(full_state_dict=True)"
-)
 
 # NOTE(masters): torch's format has no place for the values that an optimizer updates beside rounded
 # parameters, and weights alone would lose what was rounded away. They lie beside "state", where
@@ -79,12 +74,8 @@ def gather_state_dict(
         copies: dict[Any, Tensor] = {}
         return {key: _to_host(value, copies) for key, value in state.items()}
     sharded.schedule.settle()
-    sharded.exports_stand_ins = True
-    try:
-        with plain_access():
-            state = sharded.model.state_dict()
-    finally:
-        sharded.exports_stand_ins = False
+    with sharded.exporting({}):
+        state = sharded.model.state_dict()
     values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
     for unit in sharded.units:
         if not is_first and unit.exposure is not None and shards is None:
@@ -105,7 +96,7 @@ def gather_state_dict(
     for name, param in sharded.model.named_parameters(remove_duplicate=False):
         if id(param) in values:  # by object: modules may have moved since they were sharded
             whole[name] = values[id(param)]
-    return {key: _find(key, value, whole) for key, value in state.items()}
+    return {key: _find(key, value, whole, values) for key, value in state.items()}
 
 
 def _exact_values(
@@ -123,7 +114,9 @@ def _exact_values(
         yield from zip(buffer.params, values, strict=True)
 
 
-def _find(key: str, value: Any, whole: Mapping[str, Tensor]) -> Any:
+def _find(key: str, value: Any, whole: Mapping[str, Tensor], values: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, NameOnly):  # whatever a hook of the model has called it
+        return values[id(value.param)]
     if not isinstance(value, Tensor) or key.endswith("_extra_state"):
         return value
     if key not in whole:
@@ -175,11 +168,6 @@ def _has_exact(place: ParamRef) -> bool:
     return place.unit.placement is Placement.REPLICATED and place.unit.codec is None
 
 
-def _is_whole(place: ParamRef) -> bool:
-    is_exact = place.unit.state is ShardState.UNSHARDED and place.unit.codec is None
-    return is_exact or place.is_gathered
-
-
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
 class _ModuleHooks(Bound):
     """Of a module that owns some parameters."""
@@ -187,34 +175,58 @@ class _ModuleHooks(Bound):
     sharded: ShardedModel
     places: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
     _exact: dict[str, Tensor] = field(factory=dict, init=False)  # where slots have what is rounded
+    _named: set[str] = field(factory=set, init=False)  # attributes of which there are names alone
     _loaded: set[str] = field(factory=set, init=False)
 
     def before_export(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Unshard what the module owns, or say what to call instead."""
+        """Unshard what the module owns, or let the state dict have its names."""
         sharded, call = self.sharded, checkpoint_call()
-        if sharded.exports_stand_ins:
-            return
-        if sharded.state_dict == "placeholders" and call is None:
-            export_empty(module, () if keep_vars else self._left_out(call))
-            return
-        if all(map(_is_whole, self.places.values())):
-            if sharded.is_shard_written:
-                raise StateError(
-                    "state_dict() after the optimizer's parameters were written outside of its "
-                    f"step: other ranks' parts are not here yet (rank {sharded.whole.rank}); call "
-                    "the model, or zero_engine.full_state_dict(model), on every rank first"
-                )
-            return
-        if sharded.state_dict != "gather" and (call is None or not call["info"].full_state_dict):
-            name = prefix + next(iter(self.places))
-            what = "state_dict()" if call is None else _WITHOUT_FULL
+        is_asked = call is not None and call["info"].full_state_dict
+        gathers = sharded.state_dict == "gather" or is_asked
+        if gathers and sharded.exported is None:
+            sharded.follow_shard_writes()
+        named = [attribute for attribute in self.places if not self._has_values(attribute)]
+        if named and call is not None and not gathers:
+            remedy = self._remedy(prefix + named[0])
+            raise StateError(f"get_state_dict() of torch.distributed.checkpoint: {remedy}")
+        if len(named) < len(self.places) and sharded.is_shard_written:
             raise StateError(
-                f"{what}: parameter {name!r}, as it is updated, is sharded over "
-                f"{sharded.group.world_size} ranks, and gathering it needs all of them. Call "
-                "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
-                "save_pretrained() takes them as state_dict=...), or set "
-                "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
+                "state_dict() after the optimizer's parameters were written outside of its "
+                f"step: other ranks' parts are not here yet (rank {sharded.whole.rank}); call "
+                "the model, or zero_engine.full_state_dict(model), on every rank first"
             )
+        if gathers and named and sharded.exported is None:
+            self._gather()
+            named = []
+        self._named = set(named)
+        if not keep_vars:
+            export(module, {each: partial(self._value, each, prefix) for each in named})
+
+    def _has_values(self, attribute: str) -> bool:
+        place = self.places[attribute]
+        is_exact = place.unit.state is ShardState.UNSHARDED and place.unit.codec is None
+        return self.sharded.exported is None and (is_exact or place.is_gathered)
+
+    def _value(self, attribute: str, prefix: str) -> Tensor:
+        place = self.places[attribute]
+        param = place.buffer.params[place.position]
+        value = (self.sharded.exported or {}).get(id(param))
+        return NameOnly.of(param, self._remedy(prefix + attribute)) if value is None else value
+
+    def _remedy(self, name: str) -> str:
+        return (
+            f"parameter {name!r}, as it is updated, is sharded over "
+            f"{self.sharded.group.world_size} ranks, and there is no more than its name, shape and "
+            "dtype here. Call zero_engine.full_state_dict(model) on every rank (rank 0 receives "
+            "the weights; save_pretrained() and the like take them as state_dict=...), or let what "
+            "takes none save inside `with zero_engine.unsharded(model):`; of "
+            "torch.distributed.checkpoint, ask for StateDictOptions(full_state_dict=True); or set "
+            "ZeroConfig(state_dict='gather') if every rank calls state_dict()"
+        )
+
+    def _gather(self) -> None:
+        """Let the module own values. Collective."""
+        sharded = self.sharded
         sharded.require("state_dict()", StateKind.PARAMS)
         if not sharded.gathers:
             sharded.finish_update()  # so that weights and optimizer state are of one step
@@ -229,13 +241,10 @@ class _ModuleHooks(Bound):
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         """Give the state dict memory of its own, and reshard."""
-        end_empty_export(module)
-        if self.sharded.exports_stand_ins:
-            return
+        end_export(module)
         call = checkpoint_call()
         goes_to_host = call is not None and call["info"].cpu_offload
-        left_out = self._left_out(call)
-        given = {a: place for a, place in self.places.items() if a not in left_out}
+        given = {a: place for a, place in self.places.items() if a not in self._named}
         for attribute, place in given.items():
             name = prefix + attribute
             exact = self._exact.pop(attribute, None)
@@ -267,7 +276,11 @@ class _ModuleHooks(Bound):
             value = state.pop(name, None)
             if value is None:
                 continue
-            if not isinstance(value, Tensor) or value.shape != expected:
+            if isinstance(value, NameOnly) and value.param is place.buffer.params[place.position]:
+                pass  # its own: as torch, which copies a parameter to itself
+            elif isinstance(value, NameOnly):
+                errors.append(f"parameter {name!r}: expected values, got a name: {value.remedy}")
+            elif not isinstance(value, Tensor) or value.shape != expected:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 errors.append(f"parameter {name!r}: expected shape {tuple(expected)}, got {got}")
             elif value.is_meta or value.layout is not torch.strided:
@@ -286,12 +299,6 @@ class _ModuleHooks(Bound):
         missing = incompatible.missing_keys
         missing[:] = [key for key in missing if key not in self._loaded]
         self._loaded.clear()
-
-    def _left_out(self, call: dict[str, Any] | None) -> set[str]:
-        """Names of which placeholders are enough; torch.distributed.checkpoint asks for values."""
-        if self.sharded.state_dict != "placeholders" or call is not None:
-            return set()
-        return {n for n, p in self.places.items() if not _has_exact(p) and not p.is_gathered}
 
 
 @collective
@@ -551,7 +558,8 @@ class _StateDictHooks(Bound):
     def before_export(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse, where not every rank is known to call it."""
         call = checkpoint_call()
-        what = "optimizer.state_dict()" if call is None else _WITHOUT_FULL
+        theirs = "get_state_dict() of torch.distributed.checkpoint, without full_state_dict=True"
+        what = "optimizer.state_dict()" if call is None else theirs
         is_asked = call is not None and call["info"].full_state_dict
         self._check(what, "full_optimizer_state_dict(model)", may_gather=is_asked)
 

@@ -116,7 +116,7 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         group=group,
     )
     if not isinstance(settings, ZeroConfig):
-        settings = ZeroConfig(stage, state_dict="placeholders")
+        settings = ZeroConfig(stage)
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
 
