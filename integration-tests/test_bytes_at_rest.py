@@ -142,3 +142,52 @@ def test_a_deleted_model_is_freed(group: Group) -> None:
         while parity.live_bytes() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert parity.live_bytes() == 0, f"stage {stage}"
+
+
+class _Mixed(nn.Sequential):
+    """An embedding, layers and a head in one container, as in many scripts."""
+
+    def __init__(self) -> None:
+        layers = [nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0) for _ in range(4)]
+        super().__init__(nn.Embedding(100, WIDTH), *layers, nn.Linear(WIDTH, 100))
+
+
+def test_a_container_of_several_classes_is_whole_by_parts(group: Group) -> None:
+    """It was one unit, and stage 3 kept the whole model whole."""
+    plain = parity.build(_Mixed)
+    model = parity.build(_Mixed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, window=1, min_unit_bytes=0), group=group)
+    for step in range(2):
+        tokens = [(torch.arange(24).view(3, 8) * (step + rank + 2)) % 100 for rank in range(2)]
+        for rank in range(2):
+            (plain(tokens[rank]).square().mean() / 2).backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        model(tokens[group.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    largest = max(sum(param.nbytes for param in part.parameters()) for part in plain)
+    slots = memory_report(model).slots_bytes
+    assert largest <= slots < 1.1 * largest
+    weights = zero_engine.full_state_dict(model)
+    for name in weights:
+        torch.testing.assert_close(weights[name], plain.state_dict()[name])
+
+
+@pytest.mark.slow
+def test_a_unit_that_is_most_of_the_model_is_said_so(group: Group) -> None:
+    """Stage 3 would save nothing, in silence."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(2**14 + 1, 1024)
+            self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(2))
+
+    with pytest.warns(UserWarning, match=r"unit '\(model\)' has 64 MiB.*table\.weight.*units="):
+        zero_engine.shard(Model(), None, ZeroConfig(3), group=group)
+    for quiet in (ZeroConfig(3, units=["table"]), ZeroConfig(3, units=[]), ZeroConfig(2)):
+        zero_engine.shard(Model(), None, quiet, group=group)

@@ -1,6 +1,8 @@
 """Where parameters may be cut, who keeps what is not, and which form a unit."""
 
 import random
+from collections.abc import Callable
+from typing import Final
 
 import pytest
 import torch
@@ -144,6 +146,48 @@ def test_rows_and_blocks_even_out_what_whole_tensors_left_uneven() -> None:
 def test_repeated_blocks_become_units() -> None:
     """Users should not have to name the layers of a transformer."""
     assert choose_units(_Net(), max_unit_bytes=2**30) == tuple(f"blocks.{i}" for i in range(4))
+
+
+def _layers(num: int) -> list[nn.Module]:
+    return [_Block() for _ in range(num)]
+
+
+CONTAINERS: Final[dict[str, tuple[Callable[[], nn.Module], list[str]]]] = {
+    "embedding, blocks, head": (
+        lambda: nn.Sequential(nn.Embedding(500, 16), *_layers(3), nn.Linear(16, 500)),
+        ["0", "1", "2", "3", "4"],
+    ),
+    "blocks in between": (
+        lambda: nn.Sequential(nn.Embedding(500, 16), nn.Sequential(*_layers(2)), nn.Linear(16, 50)),
+        ["0", "1.0", "1.1", "2"],
+    ),
+    "two classes in turn": (
+        lambda: nn.ModuleList([_Block(), nn.Linear(16, 16), _Block(), nn.Linear(16, 16)]),
+        ["0", "1", "2", "3"],
+    ),
+    "none twice": (
+        lambda: nn.ModuleDict({"a": nn.Linear(16, 16), "b": _Block(), "c": nn.Embedding(500, 16)}),
+        ["a", "b.1", "b.2", "c"],
+    ),
+    "a small one": (
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(500, 16)),
+        ["0", "2"],
+    ),
+    "one child": (lambda: nn.Sequential(nn.Linear(16, 16)), []),
+    "towers": (
+        lambda: nn.ModuleDict({"text": _Net(), "head": nn.Linear(16, 16)}),
+        [f"text.blocks.{i}" for i in range(4)] + ["head"],
+    ),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_children_of_a_container_become_units(container: str) -> None:
+    """Else the container is one unit, and stage 3 keeps the model whole."""
+    make, expected = CONTAINERS[container]
+    model = make()
+    assert list(choose_units(model, max_unit_bytes=2**30, min_unit_bytes=512)) == expected
+    assert not choose_units(model, max_unit_bytes=2**30, min_unit_bytes=2**20)
 
 
 def test_what_is_too_large_becomes_a_unit_of_its_own() -> None:

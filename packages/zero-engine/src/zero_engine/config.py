@@ -105,7 +105,8 @@ class ZeroConfig:
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (arXiv 1910.02054).
         units: Names of the modules whose parameters are gathered and reduced as one, as in
-            `model.named_modules()`. Chosen when None: repeated blocks, and what is too large.
+            `model.named_modules()`. Chosen when None: children of containers of modules, and what
+            is too large.
         max_unit_bytes: Where units are chosen, what is larger is split if it can be.
         min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
             they are not worth a gather and hooks of their own.

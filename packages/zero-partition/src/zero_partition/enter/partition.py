@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -340,6 +341,8 @@ def partition(
     if config.sanitize:
         facts["sanitize"] = "True"
     check_agreement(facts, group=routes.whole, timeout_s=config.timeout_s)
+    if config.units is None and placements.params is Placement.SHARDED:
+        _warn_of_large_unit(plans)
 
     residence.prepare(
         plans,
@@ -392,6 +395,27 @@ def partition(
         message = "unit %r: %d parameters, %d elements, %s at rest, cut %s"
         _LOG.debug(message, plan.name or "(model)", len(params), plan.extent.numel, how, cuts)
     return sharded
+
+
+_LARGE_BYTES: Final = 64 * 2**20
+
+
+def _warn_of_large_unit(plans: Sequence[UnitPlan]) -> None:
+    """Warn where sharding parameters saves little, since one unit has most of them."""
+    largest = max(plans, key=lambda plan: plan.num_bytes)
+    num_bytes = sum(plan.num_bytes for plan in plans)
+    if largest.num_bytes <= max(_LARGE_BYTES, num_bytes // 2):
+        return
+    params = [param for buffer in largest.buffers for param in buffer.params]
+    params.sort(key=lambda param: -param.shape.numel())
+    names = ", ".join(param.name for param in params[:3])
+    warnings.warn(
+        f"unit {largest.name or '(model)'!r} has {largest.num_bytes / 2**20:,.0f} MiB of the "
+        f"model's {num_bytes / 2**20:,.0f} MiB, and is whole while it runs, which leaves little to "
+        f"save (its largest parameters are {names}). Name modules inside it in "
+        "ZeroConfig(units=[...]), as in model.named_modules(); units=[] says that it is meant so",
+        stacklevel=4,
+    )
 
 
 def _describe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 from weakref import WeakSet
@@ -93,13 +94,16 @@ _SMALL = "(small parameters)"  # no module's name
 def choose_units(
     model: nn.Module, *, max_unit_bytes: int, min_unit_bytes: int = 0
 ) -> tuple[str, ...]:
-    """Names of the modules that become units: repeated blocks, and what is too large to stay whole.
+    """Return the names of the modules that become units. Local.
 
-    A block is a child of a container whose children are all of one class (the layers of a
-    transformer, say). What belongs to no block stays with the model itself; modules that own more
-    than `max_unit_bytes` of it become units of their own, and so do the blocks inside a block that
-    is larger than that. A block of less than `min_unit_bytes` is not worth its hooks and messages:
-    it stays with what encloses it, unless the container as a whole is larger than `max_unit_bytes`.
+    In a container (ModuleList, ModuleDict, Sequential), a block is a child whose class occurs more
+    than once, such as the layers of a transformer. Of its other children, one becomes a unit if no
+    unit is inside it, such as an embedding before the layers. A child of less than `min_unit_bytes`
+    is not worth its hooks and messages: it stays with what encloses it, unless it is a block of a
+    container that is larger than `max_unit_bytes`.
+
+    What is in no container stays with the model itself; modules that own more than `max_unit_bytes`
+    of it become units of their own, and so do the blocks inside a block that is larger than that.
     Leaf modules (`set_leaf_modules`) become units as they are; one without a forward, such as a
     ModuleList, is no unit, and nothing inside it is.
     """
@@ -107,26 +111,31 @@ def choose_units(
     first = {module: name for name, module in model.named_modules()}  # of those in several places
 
     def visit(module: nn.Module, name: str) -> None:
-        has_blocks = _is_repeated(module)
-        may_keep_blocks = has_blocks and _bytes_of(module) <= max_unit_bytes
+        classes = _classes_in(module)
+        keeps_small = _bytes_of(module) <= max_unit_bytes
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if first[child] != path or not any(True for _ in child.parameters()):
                 continue
+            may_be_unit, is_small = _has_forward(child), _bytes_of(child) < min_unit_bytes
             if child in _LEAVES:
-                if _has_forward(child):  # else it stays, whole, with what encloses it
+                if may_be_unit:  # else it stays, whole, with what encloses it
                     chosen.append(path)
-            elif has_blocks and _has_forward(child):
-                if may_keep_blocks and _bytes_of(child) < min_unit_bytes:
+            elif classes[type(child)] > 1 and may_be_unit:
+                if keeps_small and is_small:
                     chosen.extend(_leaf_units_in(child, path))
                     continue
                 chosen.append(path)
                 if _bytes_of(child) > max_unit_bytes:
                     visit(child, path)
             else:
-                if _has_forward(child) and _bytes_of(child, recurse=False) > max_unit_bytes:
+                num_chosen = len(chosen)
+                if may_be_unit and _bytes_of(child, recurse=False) > max_unit_bytes:
                     chosen.append(path)
                 visit(child, path)
+                is_single = classes.total() > 1 and len(chosen) == num_chosen
+                if is_single and may_be_unit and not is_small:
+                    chosen.append(path)
 
     if model not in _LEAVES:
         visit(model, "")
@@ -296,10 +305,11 @@ def enclosing(name: str) -> Iterator[str]:
         yield name
 
 
-def _is_repeated(container: nn.Module) -> bool:
-    children = [c for c in container.children() if any(True for _ in c.parameters())]
-    is_list = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
+def _classes_in(module: nn.Module) -> Counter[type[nn.Module]]:
+    """Return how often each class occurs among the children of a container; none of another."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return Counter()
+    return Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
 
 
 def _has_forward(module: nn.Module) -> bool:
