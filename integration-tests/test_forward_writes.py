@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import parity
@@ -12,7 +13,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from zero_comm import Group
-from zero_engine import ZeroConfig
+from zero_engine import Precision, ZeroConfig
 from zero_partition import StateError
 
 WIDTH: Final = 16  # each rank has a part of each weight
@@ -91,23 +92,24 @@ def test_a_write_in_forward_is_followed_below_stage_3_and_refused_there(
     group: Group, name: str
 ) -> None:
     """Through `data` it bumps no version, and was lost: the next gather brought the old values."""
-    for stage in (1, 2, 3):
-        model, optimizer = _sharded(
-            group, lambda: nn.Sequential(*(Writes(WRITES[name]) for _ in range(2))), stage
-        )
-        if stage == 3 or name == "=":
-            with pytest.raises(StateError, match=r"parameter '\d\.weight'|rank \d"):
-                _losses(model, optimizer, 0)
-            return
-        _losses(model, optimizer, group.rank)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Writes(WRITES[name]) for _ in range(2)))
+
+    plain = parity.build(make)
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = _losses(parity.as_ddp(plain, group), its_optimizer, group.rank)
+    for stage in (0, 1, 2):
+        assert _losses(*_sharded(group, make, stage), group.rank) == expected, stage
+    model, optimizer = _sharded(group, make, 3)
+    with pytest.raises(StateError, match=r"parameter '\d\.weight'|rank \d"):
+        _losses(model, optimizer, 0)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", WRITES)
 def test_alone_a_write_in_forward_is_what_plain_torch_makes_of_it(group: Group, name: str) -> None:
     """Parameters rest whole on one rank, at every stage."""
-    if name == "=":
-        return  # other memory is refused at every stage: see above
 
     def make() -> nn.Module:
         return nn.Sequential(*(Writes(WRITES[name]) for _ in range(2)))
@@ -116,6 +118,57 @@ def test_alone_a_write_in_forward_is_what_plain_torch_makes_of_it(group: Group, 
     expected = _losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 0)
     for stage in (0, 1, 2, 3):
         assert _losses(*_sharded(group, make, stage), 0) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("masters", [False, True], ids=["as they are", "with masters"])
+def test_other_values_may_stand_in_a_parameter_for_a_while(
+    group: Group, tmp_path: Path, stage: int, masters: bool
+) -> None:
+    """Averages, perturbed weights: what is swapped in is used, what is swapped out is not lost."""
+    if masters and not stage:
+        return
+    precision = Precision(params=torch.bfloat16, masters=torch.float32) if masters else None
+
+    def run(model: nn.Module, optimizer: Any, *, is_sharded: bool) -> list[float]:
+        losses = []
+        for step in range(3):
+            kept = [param.data for param in model.parameters()]
+            for param in model.parameters():
+                param.data = param.data * 0.5
+            losses.append(model(torch.ones(2, WIDTH)).square().mean().item())
+            first = next(model.parameters())
+            others: list[Callable[[], object]] = [
+                lambda: zero_engine.save(tmp_path, model, optimizer, step=0),
+                lambda: zero_engine.full_param(first),  # noqa: B023
+                lambda: zero_engine.local_param(first),  # noqa: B023
+                lambda: zero_engine.set_full_param(first, torch.ones(WIDTH, WIDTH)),  # noqa: B023
+                lambda: zero_engine.unshard(model, optimizer),
+            ]
+            for use in others if is_sharded else ():  # of the parameter's own memory
+                with pytest.raises(StateError, match=r"memory was replaced.*copy_\(value\)"):
+                    use()
+            if step != 1:  # else the optimizer steps what is there
+                for param, data in zip(model.parameters(), kept, strict=True):
+                    param.data = data
+            del kept
+            loss = model(torch.ones(2, WIDTH) * (step + 1) / 10).square().mean()
+            parity.finish_step(loss, optimizer)
+            losses.append(loss.item())
+        return losses
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+
+    plain = parity.build(make)
+    expected = run(plain, torch.optim.SGD(plain.parameters(), lr=0.1), is_sharded=False)
+    model = parity.build(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = ZeroConfig(stage, min_unit_bytes=0, precision=precision)
+    zero_engine.shard(model, optimizer, config, group=group)
+    found = run(model, optimizer, is_sharded=True)
+    torch.testing.assert_close(found, expected, rtol=0.1 if masters else 1e-6, atol=1e-6)
+    zero_engine.save(tmp_path, model, optimizer, step=3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

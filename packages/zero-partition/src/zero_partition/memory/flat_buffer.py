@@ -12,6 +12,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 
+from zero_partition.errors import StateError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import placeholder, rest_type_of
 from zero_partition.torch_private import version_of
@@ -175,6 +176,7 @@ class FlatBuffer:
 
     def fill(self, position: int, value: Tensor) -> None:
         """Write a parameter's full value to all that rests of it on this rank."""
+        self.check_memory()
         flat, piece = value.detach().reshape(-1), self.piece_of(position)
         self.is_unrounded = self.codec is not None
         with torch.no_grad():
@@ -220,7 +222,11 @@ class FlatBuffer:
 
         A version tells of most writes. Those through `data`, which have none, are looked for before
         the first steps; where there was one, before all that follow.
+
+        Raises:
+            StateError: As for `check_memory`.
         """
+        self.check_memory()
         if self.own is None or not (self.has_masters or self.codec is not None):
             return
         if self._looks_left > 0 and self.has_masters and self.codec is None:
@@ -293,7 +299,9 @@ class FlatBuffer:
         for position, param in enumerate(self.params):
             held = self.held.get(position) if self.held else None
             address = self._addresses[position] if held is None else held.data_ptr()
-            is_other = param.data_ptr() != address or param.dtype is not dtype
+            is_other = param.dtype is not dtype or (
+                param.data_ptr() != address and (is_sharded or not self._is_like(position))
+            )
             # At rest the class refuses writes; what it is not told of (`set_`) changes addresses.
             is_own = self.rest_types[position] is self.whole_types[position]
             is_noticed = self.is_at_rest and not is_own
@@ -304,6 +312,39 @@ class FlatBuffer:
             if is_other or is_written or is_thawed:
                 return position
         return None
+
+    def _is_like(self, position: int) -> bool:
+        """Return whether a parameter, with memory of the user's, could be copied into ours."""
+        param, view = self.params[position], self._views[position]
+        return param.shape == view.shape and param.device == view.device
+
+    def find_replaced(self) -> list[int]:
+        """Return which parameters that rest whole have memory of the user's, as by `param.data =`.
+
+        A forward computes with it, as in plain torch. What reads our memory instead must not.
+        """
+        if self.whole is None or not self.has_touched_whole():
+            return []
+        pairs = zip(self.params, self._views, strict=True)
+        return [at for at, (param, view) in enumerate(pairs) if param.data_ptr() != view.data_ptr()]
+
+    def check_memory(self) -> None:
+        """Raise StateError where a parameter has memory of the user's, maybe for a while only."""
+        if replaced := self.find_replaced():
+            name = self.plan.params[replaced[0]].name
+            raise StateError(
+                f"parameter {name!r}: its memory was replaced, as by `param.data = value`, and "
+                f"what is read now would have other values (rank {self.group.rank}). Put its own "
+                "memory back, or write the value into it: param.data.copy_(value)"
+            )
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copy values that the user has put in place of our memory into it: a step writes there."""
+        for position in self.find_replaced():
+            param, value = self.params[position], self.params[position].data
+            param.data = self._views[position]
+            param.copy_(value)  # a write, which masters follow by its version
 
     def has_touched_whole(self) -> bool:
         """Return whether a parameter was written to while it is whole, or views other memory."""

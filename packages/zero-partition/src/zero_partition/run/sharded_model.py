@@ -235,6 +235,7 @@ def launch_buffer(
 def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
     """As `launch_whole`, of a parameter as it is updated. Sends nothing where it rests whole so."""
     buffer = place.buffer
+    buffer.follow_writes()
     if buffer.has_masters:
         return launch_whole(place, part_of(place, buffer.trained).to(place.group.device))
     if buffer.whole is None or buffer.codec is not None:
@@ -244,6 +245,7 @@ def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
 
 def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
     """As `launch_trained`, of all parameters of a flat buffer; views of what rests whole so."""
+    buffer.follow_writes()
     if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
         return launch_buffer(buffer, buffer.trained.to(buffer.group.device))
     return partial(buffer.views_of, buffer.whole)
@@ -691,6 +693,7 @@ class ShardedModel:
     def _follow_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.whole is not None:
+                buffer.take_over()
                 buffer.follow_writes()
 
     @ranged("publish")

@@ -334,6 +334,7 @@ def local_param(param: nn.Parameter) -> Tensor:
     place = place_of(param, what="local_param()")
     _require_values(place, "local_param()")
     buffer = place.buffer
+    buffer.follow_writes()
     if place.sharded.shards_state:
         return part_of(place, buffer.trained).detach().clone()
     assert buffer.whole is not None, "replicated parameters have a whole buffer"

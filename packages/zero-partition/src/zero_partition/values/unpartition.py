@@ -43,6 +43,8 @@ def unpartition(model: nn.Module) -> None:
     sharded = require_sharded(model)
     _check_idle(sharded)
     sharded.require("unpartition()", *StateKind, no=(ModelPhase.GATHERED,))
+    for buffer in sharded.buffers:
+        buffer.follow_writes()
     entries: dict[ParamRef, dict[str, Entry]] = {}
     if sharded.optimizer is None or not sharded.shards_state:
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
