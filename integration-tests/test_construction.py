@@ -23,7 +23,7 @@ import zoo
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from training import assert_weights_of
 from zero_comm import AgreementError, Group
@@ -407,6 +407,57 @@ def test_what_was_left_unwritten_is_named(group: Group) -> None:
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
         zero_engine.materialise(model, group=group)
     assert all(param.is_meta for param in model.parameters())
+
+
+class _Rotary(nn.Module):
+    """Computes its tables anew in `reset_parameters`, as litgpt, nanochat and torchtitan do."""
+
+    cos: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos", torch.empty(8, 4), persistent=False)
+        self.register_buffer("table", torch.empty(4, 6, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.empty(600, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Assign what `__init__` left empty."""
+        angles = torch.outer(torch.arange(8.0), torch.arange(1.0, 5))
+        self.cos = angles.cos().bfloat16()  # another dtype
+        self.table = torch.polar(torch.ones(6, 4), torch.rand(6, 4)).t()  # not contiguous
+        self.weight = nn.Parameter(torch.randn(600, 4))
+
+
+def test_init_may_put_other_tensors_in_their_place(group: Group) -> None:
+    """It was refused as not initialised, though nothing of it was missing."""
+    with torch.device("meta"):
+        model = nn.ModuleList([_Rotary(), nn.Linear(4, 4)])
+    plain = parity.build(lambda: nn.ModuleList([_Rotary(), nn.Linear(4, 4)]))
+    for module in (model, plain):
+        torch.manual_seed(5 + group.rank * (module is model))  # values of rank 0
+        if module is model:
+            zero_engine.materialise(model, group=group)
+        else:
+            plain[0].reset_parameters()
+            plain[1].reset_parameters()
+    assert model[0].weight.untyped_storage().nbytes() == 4  # sharded
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), name
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    assert_weights_of(model, plain, group=group, what="assigned")
+
+    with torch.device("meta"):
+        left = nn.ModuleList([_Rotary()])
+
+    def leave(module: nn.Module) -> None:
+        if isinstance(module, _Rotary):
+            module.reset_parameters()
+            module.cos = torch.empty(8, 4, device="meta")
+
+    with pytest.raises(PartitionError, match=r"'0\.cos': not, or not wholly"):
+        zero_engine.materialise(left, leave, group=group)
 
 
 DTYPES = (

@@ -33,7 +33,8 @@ def materialise(
     Args:
         model: Built under `torch.device("meta")`, wholly or in part, or inside `Init` with
             `skip_init` or `device="meta"`. What has values keeps them.
-        init: Called with every module, children before parents, as `module.apply` does. When None,
+        init: Called with every module, children before parents, as `module.apply` does. It writes
+            what is there, or puts other parameters and buffers in their place. When None,
             `reset_parameters()` of each module that owns something on the meta device.
         group: The ranks to distribute over.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
@@ -61,9 +62,16 @@ def materialise(
                 init(module)
             elif id(module) in owners:
                 module.reset_parameters()  # type: ignore[operator]
-    check_filled(model, empty, group=group)
-    for _, tensor in empty:
+    # `init` may have put other tensors in their place, as `self.cos, self.sin = table()` does.
+    params = dict(model.named_parameters(remove_duplicate=False))
+    now = params | dict(model.named_buffers(remove_duplicate=False))
+    found = [(name, now[name], tensor) for name, tensor in empty if name in now]
+    unsure = [(name, here) for name, here, old in found if here is old or here.is_meta]
+    check_filled(model, unsure, group=group)
+    for _, tensor, _ in found:
         if not isinstance(tensor, nn.Parameter) and tensor.numel():
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
             broadcast_flat(tensor.view(-1).view(torch.uint8), src=0, group=group).wait()
 
 
