@@ -486,3 +486,51 @@ def _assert_at_rest(model: nn.Module) -> None:
 
 def _x(step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+class _Sharing(nn.Module):
+    """Its second part is that of other blocks, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared, self.last = _linear(), shared, _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.shared(self.own(x)).tanh())
+
+
+def _sharing(shared: nn.Module, **before: nn.Module) -> nn.Module:
+    blocks = nn.ModuleList(_Sharing(shared) for _ in range(6))
+    return _Of(_in_turn, **before, blocks=blocks)
+
+
+def _beside() -> nn.Module:
+    shared = _linear()
+    return _sharing(shared, part=shared)
+
+
+SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "in blocks": (lambda: _sharing(_linear()), "blocks.0.shared"),
+    "beside blocks": (_beside, "part"),
+    "with a unit inside": (
+        lambda: _sharing(nn.Sequential(_linear(), nn.Tanh(), _linear())),
+        "blocks.0.shared.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_module_of_many_units_may_be_a_unit(group: Group, kind: str, window: int) -> None:
+    """Its memory went to a later block, while the blocks between still needed it."""
+    make, name = SHARED[kind]
+    units = [name, *(f"blocks.{index}" for index in range(6))]
+    plain, model = parity.build(make), parity.build(make)
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = ZeroConfig(3, min_unit_bytes=0, window=window, units=units)
+    zero_engine.shard(model, optimizer, config, group=group)
+    for step in range(NUM_STEPS):
+        for each, by in ((plain, its_optimizer), (model, optimizer)):
+            parity.finish_step(each(torch.ones(2, WIDTH) * (step + 1)).square().mean(), by)
+    assert_weights_of(model, plain, group=group, what=kind)

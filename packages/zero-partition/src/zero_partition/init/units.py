@@ -220,6 +220,12 @@ def plan_units(
     _check_storages(names)
     used = [name for name, params in members.items() if params]
     outer = {around for name in used for around in enclosing(name)}
+    # A module in several units stays whole from the first of them to the last.
+    unit_of = {modules[name]: name for name in used if name in unit_names}
+    for place, module in places.items():
+        name = unit_of.get(module, place)
+        if name != place and not set(unit_of.values()).isdisjoint(enclosing(place)):
+            outer.add(name)
     buffers = plan_buffers(
         [members[name] for name in used],
         {id(param): param_names for param, param_names in names.items()},

@@ -438,7 +438,7 @@ class UnitPlan:
 
     name: str  # of the module whose forward uses them; "" is the model itself
     buffers: tuple[BufferPlan, ...]
-    is_outer: bool  # other units run inside this one's forward
+    is_outer: bool  # other units run inside this one's forward, or it runs inside several
     rests_whole: bool = False  # on every rank, at every stage; used by any module
 
     def resting(self, placement: Placement) -> Placement:

@@ -142,7 +142,7 @@ class Extent:
 
     numel: int  # without padding
     num_bytes: int  # of its slot
-    is_outer: bool  # other units run inside its forward
+    is_outer: bool  # see `UnitPlan`
 
 
 @frozen
