@@ -402,9 +402,9 @@ _LARGE_BYTES: Final = 64 * 2**20
 
 def _warn_of_large_unit(plans: Sequence[UnitPlan]) -> None:
     """Warn where sharding parameters saves little, since one unit has most of them."""
-    largest = max(plans, key=lambda plan: plan.num_bytes)
+    largest = max(plans, key=lambda plan: plan.num_bytes, default=None)
     num_bytes = sum(plan.num_bytes for plan in plans)
-    if largest.num_bytes <= max(_LARGE_BYTES, num_bytes // 2):
+    if largest is None or largest.num_bytes <= max(_LARGE_BYTES, num_bytes // 2):
         return
     params = [param for buffer in largest.buffers for param in buffer.params]
     params.sort(key=lambda param: -param.shape.numel())

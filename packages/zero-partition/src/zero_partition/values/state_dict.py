@@ -214,6 +214,12 @@ class _ModuleHooks(Bound):
         return NameOnly.of(param, self._remedy(prefix + attribute)) if value is None else value
 
     def _remedy(self, name: str) -> str:
+        if self.sharded.exported is not None:
+            return (
+                f"the values of parameter {name!r} are not here while this state dict is made. What "
+                "a state_dict hook of the model derives from them, compute from the result of "
+                "zero_engine.full_state_dict(model), or train at stage 2 or lower"
+            )
         return (
             f"parameter {name!r}, as it is updated, is sharded over "
             f"{self.sharded.group.world_size} ranks, and there is no more than its name, shape and "
