@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_arguments_arrive_as_the_very_objects_that_were_passed() -> None:
 
     first, second = seen
     assert first is options
-    assert second is not options and second["log"] is options["log"]
+    assert second is not options and second["log"] is not options["log"]  # nothing is put in twice
     assert second["x"] is second["bundle"].tensors[0] is second["pair"].right[0] is not x
 
 
@@ -239,6 +239,65 @@ def test_a_function_that_writes_to_its_argument_is_refused() -> None:
     message = r"_writes: it wrote in place to its input 0, .*clone"
     with pytest.raises(CheckpointError, match=message):
         checkpoint(_writes, torch.randn(3, requires_grad=True) * 1)
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object]]] = {
+    "list": (list, list.append),
+    "list of tensors": (lambda: [torch.ones(3)], list.append),
+    "dict": (dict, lambda found, h: found.setdefault(len(found), h)),
+    "dict of tensors": (lambda: {0: torch.ones(3)}, lambda found, h: found.update({len(found): h})),
+    "defaultdict": (lambda: defaultdict(list), lambda found, h: found["a"].append(h)),
+    "nested": (lambda: {"a": [[]]}, lambda found, h: found["a"][0].append(h)),
+    "in a tuple": (lambda: ([],), lambda found, h: found[0].append(h)),
+    "set": (set, set.add),
+    "deque": (deque, deque.append),
+}
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in _tensors_in(item)]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_a_function_collects_is_collected_once(container: str) -> None:
+    """The second run put its own into the caller's list: torch's checkpoint leaves two."""
+    make, put = CONTAINERS[container]
+
+    def collect(x: Tensor, found: Any) -> Tensor:
+        put(found, h := x.sin())
+        return h.exp()
+
+    grads, sizes = [], []
+    for run in (plainly, checkpoint):
+        x, found = torch.arange(3.0, requires_grad=True), make()
+        y = run(collect, x, found)
+        loss = y.sum() + sum(h.square().sum() for h in _tensors_in(found))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append(x.grad)
+        sizes.append(len(_tensors_in(found)))
+    assert torch.equal(*grads)
+    assert sizes[0] == sizes[1]
+
+
+def test_a_function_that_collects_in_an_object_is_refused() -> None:
+    """It is not copied, and would have each tensor twice."""
+
+    def collect(x: Tensor, into: Any) -> Tensor:
+        into.found.append(x.sin())
+        into.log.append(1)
+        return x.exp()
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(
+        CheckpointError, match=r"collect: .*'found' of argument 1 from 0 to 1.*once"
+    ):
+        checkpoint(collect, x, SimpleNamespace(found=[], log=[]))
+    with pytest.raises(CheckpointError, match=r"attribute 'found' of argument 'into'"):
+        checkpoint(collect, x, into=SimpleNamespace(found=deque(), log=[]))
 
 
 @pytest.mark.parametrize(

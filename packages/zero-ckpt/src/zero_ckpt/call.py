@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from operator import is_, setitem
+from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 
 from attrs import frozen
@@ -16,22 +18,28 @@ from .torch_private import version_of
 
 _SEQUENCES: Final = (tuple, list)
 _MAPPINGS: Final = (dict, MutableMapping)  # a dict is one too, but that takes longer to find out
+_GROWING: Final = (dict, set, deque)
 _PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
 
 
-def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """The same value with `replace(x)` in place of each `x` of a kind, depth first.
+def replace_in(
+    value: Any, kind: type, replace: Callable[[Any], Any], *, copies: bool = False
+) -> Any:
+    """Return the same value with `replace(x)` in place of each `x` of a kind, depth first.
 
     Looks into dicts, lists, tuples (named ones too), subclasses of these, and dataclasses. What
-    holds nothing to replace is the very same object; what does is copied. Others are left alone.
+    holds something to replace is copied, and with `copies` every dict, list, set and deque; all
+    else is the very same object.
     """
     if isinstance(value, kind):
         return replace(value)
     if type(value) in _PLAIN:
         return value
     if isinstance(value, _SEQUENCES):
-        new = [replace_in(item, kind, replace) for item in value]
-        return value if all(map(is_, new, value)) else _like(value, new)
+        new = [replace_in(item, kind, replace, copies=copies) for item in value]
+        is_same = all(map(is_, new, value)) and not (copies and isinstance(value, list))
+        return value if is_same else _like(value, new)
+    other = copy(value) if copies and isinstance(value, _GROWING) else value
     put: Callable[[Any, Any, Any], None] = setitem
     if isinstance(value, _MAPPINGS):
         items = value
@@ -39,10 +47,9 @@ def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
         items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         put = object.__setattr__
     else:
-        return value
-    other = value
+        return other
     for key, item in [*items.items()]:
-        changed = replace_in(item, kind, replace)
+        changed = replace_in(item, kind, replace, copies=copies)
         if changed is not item:
             other = copy(value) if other is value else other
             put(other, key, changed)
@@ -64,6 +71,9 @@ _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 class _Place(int):
     """The number of an input, where it was."""
+
+
+_LEAVES: Final = (*_PLAIN, _Place, FunctionType, MethodType, type)
 
 
 class _Input(NamedTuple):
@@ -93,11 +103,16 @@ class _Input(NamedTuple):
 
 @frozen(eq=False)
 class Call:
-    """A function and its arguments, with numbers in place of tensors."""
+    """A function and its arguments, with numbers in place of tensors.
+
+    Lists, dicts, sets and deques are copies of what was given, and are copied for each call: what
+    the function puts into them when it is computed again does not reach the caller's.
+    """
 
     function: Callable[..., Any]
     _arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
     _inputs: list[_Input]
+    _sizes: dict[str, int]  # see `_sizes_in`; before the first call
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, list[Tensor]]:
@@ -111,17 +126,28 @@ class Call:
                 inputs.append(tensor)
             return places[id(tensor)]
 
-        arguments = replace_in((args, kwargs), Tensor, place_of)
-        return cls(function, arguments, [_Input.of(tensor) for tensor in inputs]), inputs
+        arguments = replace_in((args, kwargs), Tensor, place_of, copies=True)
+        known = [_Input.of(tensor) for tensor in inputs]
+        return cls(function, arguments, known, _sizes_in(arguments)), inputs
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call it with these inputs, detached ones."""
         fresh = [known.again(tensor) for known, tensor in zip(self._inputs, inputs, strict=True)]
-        args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place])
+        args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place], copies=True)
         return self.function(*args, **kwargs)
 
     def check_unwritten(self, inputs: Sequence[Tensor], layer: str) -> None:
-        """Raise CheckpointError if the function wrote to an input: it could not begin again."""
+        """Raise CheckpointError if the function wrote to an input: it could not begin again.
+
+        Or if it put a tensor into a list of an object that it was given, which is not copied.
+        """
+        for where, size in _sizes_in(self._arguments).items():
+            if size != self._sizes.get(where, size):
+                raise CheckpointError(
+                    f"{layer}: it changed the number of tensors in {where} from "
+                    f"{self._sizes[where]} to {size}, and would do so again when it is computed "
+                    "once more; let it return what it collects, or take a list as an argument"
+                )
         for index, (known, tensor) in enumerate(zip(self._inputs, inputs, strict=True)):
             if version_of(tensor) != known.version:
                 raise CheckpointError(
@@ -129,3 +155,18 @@ class Call:
                     f"{tuple(tensor.shape)}, so it could not be computed again from the values it "
                     "was given; let it write to a clone"
                 )
+
+
+def _sizes_in(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many tensors are in lists that are attributes of arguments other than modules.
+
+    Other contents are often a log or a cache, which may grow twice.
+    """
+    args, kwargs = arguments
+    return {
+        f"attribute {name!r} of argument {key!r}": sum(isinstance(v, Tensor) for v in value)
+        for key, argument in (*enumerate(args), *kwargs.items())
+        if type(argument) not in _LEAVES and not isinstance(argument, nn.Module)
+        for name, value in getattr(argument, "__dict__", {}).items()
+        if isinstance(value, list | deque)
+    }

@@ -216,8 +216,8 @@ class _ModuleHooks(Bound):
     def _remedy(self, name: str) -> str:
         if self.sharded.exported is not None:
             return (
-                f"the values of parameter {name!r} are not here while this state dict is made. What "
-                "a state_dict hook of the model derives from them, compute from the result of "
+                f"the values of parameter {name!r} are not here while this state dict is made. "
+                "What a state_dict hook of the model derives from them, compute from the result of "
                 "zero_engine.full_state_dict(model), or train at stage 2 or lower"
             )
         return (
