@@ -224,3 +224,55 @@ def test_one_group_gathers_parameters_and_inputs(group: Group, num_slots: int | 
     configs = parity.ZeroConfig(1), parity.ZeroConfig(3)
     training.assert_trains_as_plain(group, _normed_linears, run, *configs)
     assert [saver.kept_bytes() for saver in savers] == [{}] * 3
+
+
+def _chunk_loss(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(hidden @ weight.t(), ids, reduction="sum")
+
+
+class _Chunked(nn.Module):
+    """Takes its loss in chunks, whose logits are computed again: the weight is an argument."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.embed = nn.Embedding(20, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(DIM, 20, bias=False) for _ in range(2))
+
+    def encode(self, ids: Tensor) -> Tensor:
+        """Without the loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+    def loss(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Each head's, and of one head through the embedding's weight."""
+        weights = [*(head.weight for head in self.heads), self.embed.weight]
+        chunks = zip(hidden.chunk(3), ids.chunk(3), strict=True)
+        losses = [self.run(_chunk_loss, h, w, i) for h, i in chunks for w in weights]
+        return sum(losses) / ids.numel()  # type: ignore[return-value]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.loss(self.encode(ids), ids)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("where", ["inside the model", "outside"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["kept", "packed"])
+def test_a_weight_may_be_an_argument(group: Group, stage: int, where: str, is_packed: bool) -> None:
+    """A detached copy of a parameter at rest was of its class, and not known to its unit."""
+    checkpointer = Checkpointer(saver=PackedSaver()) if is_packed else Checkpointer()
+    plain = parity.build(lambda: _Chunked(lambda function, *args: function(*args)))
+    model = parity.build(lambda: _Chunked(checkpointer.checkpoint))
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = parity.ZeroConfig(stage, min_unit_bytes=0, window=1)
+    zero_engine.shard(model, optimizer, config, group=group)
+    for step in range(3):
+        ids = (torch.arange(12) * (step + 3)) % 20
+        for each, by in ((plain, its_optimizer), (model, optimizer)):
+            loss = each(ids) if where != "outside" else each.loss(each.encode(ids), ids)
+            parity.finish_step(loss, by)
+    training.assert_weights_of(model, plain, group=group, what=where)

@@ -87,7 +87,7 @@ class _Input(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Input:
         kind, attributes = type(tensor), {}
-        if kind in (Tensor, nn.Parameter) or kind.__torch_dispatch__ is not _NO_DISPATCH:
+        if kind is Tensor or kind.__torch_dispatch__ is not _NO_DISPATCH:
             kind = None  # a wrapper of other tensors puts itself on again
         else:
             attributes = dict(vars(tensor))
@@ -105,6 +105,9 @@ class _Input(NamedTuple):
 class Call:
     """A function and its arguments, with numbers in place of tensors.
 
+    Parameters stay themselves: they are there anyway, and where ZeRO shards them, the function
+    gathers them for as long as it uses them.
+
     Lists, dicts, sets and deques are copies of what was given, and are copied for each call: what
     the function puts into them when it is computed again does not reach the caller's.
     """
@@ -112,6 +115,7 @@ class Call:
     function: Callable[..., Any]
     _arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
     _inputs: list[_Input]
+    params: dict[nn.Parameter, int]  # with their versions before the first call
     _sizes: dict[str, int]  # see `_sizes_in`; before the first call
 
     @classmethod
@@ -119,8 +123,12 @@ class Call:
         """The call, and its inputs: each tensor once, in the order of the arguments. Local."""
         places: dict[int, _Place] = {}
         inputs: list[Tensor] = []
+        params: dict[nn.Parameter, int] = {}
 
-        def place_of(tensor: Tensor) -> _Place:
+        def place_of(tensor: Tensor) -> _Place | nn.Parameter:
+            if isinstance(tensor, nn.Parameter):
+                params[tensor] = version_of(tensor)
+                return tensor
             if id(tensor) not in places:
                 places[id(tensor)] = _Place(len(inputs))
                 inputs.append(tensor)
@@ -128,7 +136,7 @@ class Call:
 
         arguments = replace_in((args, kwargs), Tensor, place_of, copies=True)
         known = [_Input.of(tensor) for tensor in inputs]
-        return cls(function, arguments, known, _sizes_in(arguments)), inputs
+        return cls(function, arguments, known, params, _sizes_in(arguments)), inputs
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call it with these inputs, detached ones."""
@@ -136,11 +144,22 @@ class Call:
         args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place], copies=True)
         return self.function(*args, **kwargs)
 
+    def check_params(self, layer: str, when: str) -> None:
+        """Raise CheckpointError if a parameter among the arguments was written since."""
+        for param, version in self.params.items():
+            if version_of(param) != version:
+                raise CheckpointError(
+                    f"{layer}: a parameter that it was given, of shape {tuple(param.shape)}, was "
+                    f"written in place {when}, so it cannot be computed again; write to a clone, "
+                    "or after backward"
+                )
+
     def check_unwritten(self, inputs: Sequence[Tensor], layer: str) -> None:
         """Raise CheckpointError if the function wrote to an input: it could not begin again.
 
         Or if it put a tensor into a list of an object that it was given, which is not copied.
         """
+        self.check_params(layer, "by itself")
         for where, size in _sizes_in(self._arguments).items():
             if size != self._sizes.get(where, size):
                 raise CheckpointError(

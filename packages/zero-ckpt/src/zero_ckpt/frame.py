@@ -194,6 +194,7 @@ class Frame:
             return tensor
 
     def _recompute(self) -> None:
+        self.call.check_params(self.layer, "after it was called")
         with self.copying() if self._is_over else without_modes():  # which note the first run
             inputs = self.kept.restore()
         count = 0

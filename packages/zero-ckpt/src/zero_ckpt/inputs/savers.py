@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_ckpt.errors import CheckpointError
 
@@ -53,8 +53,7 @@ def detached(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Without their graphs. Those that a saver is not to pack say so by `stays_as_it_is`."""
     found = [tensor.detach() for tensor in inputs]
     for tensor, plain in zip(inputs, found, strict=True):
-        # a parameter is there anyway: a copy would come on top of it
-        if isinstance(tensor, nn.Parameter) or stays_as_it_is(tensor):
+        if stays_as_it_is(tensor):
             plain.no_checkpointing = True  # type: ignore[attr-defined]
     return found
 
