@@ -148,18 +148,65 @@ def _as_torch(part: nn.Module, x: Tensor) -> Tensor:
 # ---- Loops ----
 
 
+def _part_alone(model: Any, tokens: Tensor, draw: random.Random) -> Tensor:
+    part = draw.choice(list(model.parts))
+    return part(torch.randn(*tokens.shape, WIDTH)).square().mean()
+
+
+def _penalty(model: Any, tokens: Tensor, draw: random.Random) -> Tensor:
+    params = [param for param in model.parameters() if param.requires_grad]
+    chosen = draw.sample(params, draw.randint(1, len(params)))
+    return sum(p.square().sum() + p.abs().sum() for p in chosen) / 100  # type: ignore[return-value]
+
+
+# What a loss is made of besides a call of the model.
+_WAYS: Final[tuple[Callable[[Any, Tensor, random.Random], Tensor], ...]] = (
+    lambda model, tokens, _: model.forward(tokens).square().mean(),
+    lambda model, tokens, _: model.head(model.embed(tokens)).square().mean(),
+    lambda model, tokens, _: nn.functional.linear(model.embed(tokens), model.head.weight).mean(),
+    _part_alone,
+    _penalty,
+)
+_DROPS: Final[tuple[Callable[[Any, torch.optim.Optimizer, bool, random.Random], None], ...]] = (
+    lambda _, optimizer, to_none, __: optimizer.zero_grad(set_to_none=to_none),
+    lambda model, _, to_none, __: model.zero_grad(set_to_none=to_none),
+    lambda model, _, to_none, draw: draw.choice(list(model.parts)).zero_grad(to_none),
+)
+
+
+def _drop(model: nn.Module, optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    draw.choice(_DROPS)(model, optimizer, draw.random() < 0.7, draw)
+
+
+@torch.no_grad()
+def _write(optimizer: torch.optim.Optimizer, draw: random.Random) -> None:
+    """What scripts do to the optimizer's parameters by hand: decay, a clamp."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if draw.random() < 0.5:
+            param.clamp_(-1, 1)
+        else:
+            param.data.mul_(0.99)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int) -> list[float]:
     """A loop of plain torch. Returns what it computes."""
     draw, found = random.Random(seed), list[float]()
     torch.manual_seed(seed)
     for step in range(draw.randint(2, 4)):
         for micro in range(draw.randint(1, 3)):
-            loss = parity.loss_of(model, parity.batch(step, micro, 0))
-            if draw.random() < 0.2:
-                loss = loss + model(parity.batch(step, 5, 0)[0]).square().mean()
-            if draw.random() < 0.2:
-                loss = loss + 0.01 * model.get_parameter("head.weight").square().sum()
-            loss.backward()
+            tokens = parity.batch(step, 5, 0)[0]
+            if draw.random() < 0.7:
+                loss = parity.loss_of(model, parity.batch(step, micro, 0))
+                if draw.random() < 0.2:
+                    loss = loss + model(tokens).square().mean()
+                if draw.random() < 0.3:
+                    loss = loss + draw.choice(_WAYS)(model, tokens, draw)
+            else:
+                loss = draw.choice(_WAYS)(model, tokens, draw)
+            if draw.random() < 0.15:
+                _drop(model, optimizer, draw)
+            if loss.requires_grad:  # else all of it is frozen
+                loss.backward()
             found.append(loss.item())
             if draw.random() < 0.2:
                 model.eval()
@@ -168,7 +215,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int) -> l
                 model.train()
         if draw.random() < 0.9:
             optimizer.step()
-        optimizer.zero_grad(set_to_none=draw.random() < 0.7)
+        if draw.random() < 0.2:
+            _write(optimizer, draw)
+        _drop(model, optimizer, draw)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
     return found

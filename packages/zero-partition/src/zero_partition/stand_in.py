@@ -549,6 +549,23 @@ class AtRest(StandIn):
         return _as_plain(type(self).__mro__[3].__reduce_ex__, (self, protocol), {})
 
 
+class Unpublished(StandIn):
+    """Mixed into the class of a parameter that rests whole, while shards of it were written.
+
+    Each rank has written its own part, so that a use has to be preceded by a gather. Most are in a
+    call of the model, which begins with that; others come from anywhere.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+        for tensor in tensors_among((args, kwargs)):
+            if isinstance(tensor, Unpublished):
+                _owner_of(tensor).sharded.follow_shard_writes()  # of all, which ends this class
+        return func(*args, **kwargs)
+
+
 class AtRestData(AtRest, Tensor):  # type: ignore[misc]
     """`param.data` of a parameter at rest: the same stand-in, without autograd."""
 

@@ -15,7 +15,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 from zero_partition.errors import StateError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import placeholder, rest_type_of
-from zero_partition.torch_private import version_of
+from zero_partition.torch_private import plain_access, version_of
 
 from .store import Store
 
@@ -261,10 +261,11 @@ class FlatBuffer:
         memory = self.training.memory
         if memory is None or list(map(Tensor.data_ptr, self.shard_params)) == self._part_addresses:
             return
-        for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
-            if param.data_ptr() != part.data_ptr():
-                part.copy_(param.data)
-                param.data = part
+        with plain_access():  # no write of the user's
+            for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
+                if param.data_ptr() != part.data_ptr():
+                    part.copy_(param.data)
+                    param.data = part
 
     def point_targets(self, shard: Tensor | None) -> None:
         """Let targets view this flat shard; nothing, or where it rests on the device, when None."""

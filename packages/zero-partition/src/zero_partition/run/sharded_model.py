@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -29,8 +29,10 @@ from zero_partition.stand_in import (
     ParamShard,
     Parked,
     StateKind,
+    Unpublished,
     find_owner,
     record_owner,
+    stand_in_type,
 )
 from zero_partition.torch_private import (
     call_after_backward,
@@ -325,6 +327,7 @@ class OutsideUses:
     def _whole(self, place: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
         sharded = self.sharded
         sharded.require(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
+        sharded.follow_shard_writes()
         held = place.buffer.held.get(place.position)
         if held is not None:
             return held
@@ -456,7 +459,9 @@ class ShardedModel:
     _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    _step_range: ExitStack | None = field(default=None, init=False)  # while somebody records
+    _step_range: contextlib.ExitStack | None = field(
+        default=None, init=False
+    )  # while somebody records
     # IDLE, BACKWARD, or FAILED: an exception ended the last one. IDLE -> BACKWARD -> IDLE or
     # FAILED, FAILED -> IDLE when its gradients are dropped. Changed by this class only.
     backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
@@ -697,18 +702,19 @@ class ShardedModel:
                 buffer.follow_writes()
 
     @ranged("publish")
-    def publish_params(self, *, is_sharded: bool) -> None:
+    def publish_params(self, *, is_sharded: bool, frozen: Collection[FlatBuffer] = ()) -> None:
         """End a write to what is trained: what the model computes with follows.
 
         Args:
             is_sharded: Each rank has written its part only. Collective then.
+            frozen: Buffers that do not train, and were written all the same.
         """
         for buffer in self.buffers:
             buffer.reclaim()
             buffer.follow_update()
         self.end_write()
         if is_sharded:
-            publish(self.units)
+            publish(self.units, frozen=frozen)
         if self.residence.home is not None:
             self.residence.home.settle()
 
@@ -723,9 +729,18 @@ class ShardedModel:
         self.require("a write to the optimizer's parameters", no=no)
         if not self.is_shard_written:
             self.begin_write()
-            self.is_shard_written = True
+            self._set_shard_written(is_written=True)
 
-    @contextmanager
+    def _set_shard_written(self, *, is_written: bool) -> None:
+        self.is_shard_written = is_written
+        for buffer in self.buffers:
+            pairs = zip(buffer.params, buffer.whole_types, strict=True)
+            for param, whole_type in pairs if buffer.whole is not None else ():
+                with contextlib.suppress(TypeError):  # a class that Python cannot change
+                    kind = stand_in_type(Unpublished, whole_type) if is_written else whole_type
+                    param.__class__ = kind
+
+    @contextlib.contextmanager
     def exporting(self, values: Mapping[int, Tensor]) -> Iterator[None]:
         """Let `state_dict()` give these values, by the parameter's id, and other names. Local.
 
@@ -740,8 +755,16 @@ class ShardedModel:
     def follow_shard_writes(self) -> None:
         """Publish what was written so. Collective then."""
         if self.is_shard_written:
-            self.is_shard_written = False
-            self.publish_params(is_sharded=self.shards_state)
+            self._set_shard_written(is_written=False)
+            assert self.optimizer is not None, "who writes has found the shards in its groups"
+            groups = self.optimizer.param_groups
+            seen = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+            frozen = [
+                buffer
+                for buffer in self.buffers
+                if not buffer.plan.trainable and not seen.isdisjoint(map(id, buffer.shard_params))
+            ]
+            self.publish_params(is_sharded=self.shards_state, frozen=frozen)
 
     def _watch_shards(self, *, is_watched: bool) -> None:
         """Notice writes to the optimizer's parameters, but not inside of a backward or a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
 
@@ -381,10 +381,14 @@ class Unit:
             copies.close(buffer.index)
 
 
-def publish(units: Sequence[Unit]) -> None:
-    """All-gather them in place. Collective; waits.
+def publish(units: Sequence[Unit], *, frozen: Collection[FlatBuffer] = ()) -> None:
+    """All-gather what rests whole, in place. Collective; waits.
 
     What travels as it is takes no memory on its way, and all of it is launched at once.
+
+    Args:
+        units: Of which parameters that train are gathered.
+        frozen: Buffers that do not train, and were written all the same.
     """
     units = [unit for unit in units if unit.placement is Placement.REPLICATED]
     is_encoded = any(buffer.codec is not None for unit in units for buffer in unit.buffers)
@@ -394,15 +398,15 @@ def publish(units: Sequence[Unit]) -> None:
         if len(in_flight) == limit:
             for handle in in_flight.popleft():
                 handle.wait()
-        if handles := list(_launch(unit)):
+        if handles := list(_launch(unit, frozen)):
             in_flight.append(handles)
     for handle in chain.from_iterable(in_flight):
         handle.wait()
 
 
-def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
+def _launch(unit: Unit, frozen: Collection[FlatBuffer]) -> Iterator[Handle[Tensor]]:
     for buffer in unit.buffers:
-        if buffer.whole is None or not buffer.plan.trainable:
+        if buffer.whole is None or not (buffer.plan.trainable or buffer in frozen):
             continue
         if unit.errors is not None and buffer.codec is not None:
             unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
