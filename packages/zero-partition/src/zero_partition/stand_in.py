@@ -821,14 +821,9 @@ class Parked:
         gone = (view for s in self.storages if s.storage is None for view in s.views)
         return frozenset(id(view.tensor) for view in gone)
 
-    def refuse(self, what: str, kinds: Collection[StateKind], *, rank: int) -> None:
-        """Raise StateError if it needs something that is parked."""
-        gone = [kind.value for kind in StateKind if kind in self.kinds and kind in kinds]
-        if gone:
-            raise StateError(
-                f"{what} needs state that offload_states() has parked: {', '.join(gone)} (rank "
-                f"{rank}); call zero_engine.reload_states(model) on every rank first"
-            )
+    def among(self, kinds: Collection[StateKind]) -> list[str]:
+        """Return which of these kinds are parked, by name."""
+        return [kind.value for kind in StateKind if kind in self.kinds and kind in kinds]
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:

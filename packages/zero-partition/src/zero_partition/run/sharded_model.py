@@ -57,7 +57,8 @@ class ModelPhase(Enum):
     """What a model is doing; by phase the text of the error where a call is refused in it.
 
     `ShardedModel.require` refuses. A forward may run inside a context that gathers parameters, so
-    several can hold at a time; of BACKWARD and FAILED one does, see `ShardedModel.backward`.
+    several can hold at a time; of IDLE, BACKWARD and FAILED one does, and BACKWARD_MOVES has the
+    legal changes.
     """
 
     IDLE = ""
@@ -74,6 +75,17 @@ class ModelPhase(Enum):
         "{what} inside {context}: the parameters that are whole there would be out of date or "
         "lost; leave the context first (rank {rank})"
     )
+    OFFLOADED = (
+        "{what} needs state that offload_states() has parked: {kinds} (rank {rank}); call "
+        "zero_engine.reload_states(model) on every rank first"
+    )
+
+
+BACKWARD_MOVES: Final = {
+    ModelPhase.IDLE: {ModelPhase.IDLE, ModelPhase.BACKWARD},
+    ModelPhase.BACKWARD: {ModelPhase.IDLE, ModelPhase.FAILED},  # it has ended; by an exception
+    ModelPhase.FAILED: {ModelPhase.IDLE},  # its gradients are dropped
+}
 
 
 @frozen(eq=False)
@@ -462,8 +474,7 @@ class ShardedModel:
     _step_range: contextlib.ExitStack | None = field(
         default=None, init=False
     )  # while somebody records
-    # IDLE, BACKWARD, or FAILED: an exception ended the last one. IDLE -> BACKWARD -> IDLE or
-    # FAILED, FAILED -> IDLE when its gradients are dropped. Changed by this class only.
+    # IDLE, BACKWARD, or FAILED: an exception ended the last one. Changed by `_move` only.
     backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
     _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
@@ -581,10 +592,12 @@ class ShardedModel:
             self._give_up_backward()
             if arrived is not None:
                 arrived.grad = grad
-        if arrived is not None:
-            self.backward = ModelPhase.FAILED
-        self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
-        self.backward = ModelPhase.BACKWARD
+        self._move(ModelPhase.BACKWARD)
+        try:
+            self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
+        except StateError:
+            self._move(ModelPhase.IDLE if arrived is None else ModelPhase.FAILED)
+            raise
         self._makes_graph = torch.is_grad_enabled()
         self._watch_shards(is_watched=False)
         with plain_access():
@@ -823,8 +836,9 @@ class ShardedModel:
                 context = self.gathers[-1] if self.gathers else ""
                 said = phase.value.format(what=what, context=context, rank=self.whole.rank)
                 raise StateError(said)
-        if self.parked is not None:
-            self.parked.refuse(what, kinds, rank=self.whole.rank)
+        if self.parked is not None and (gone := self.parked.among(kinds)):
+            offloaded, rank = ModelPhase.OFFLOADED.value, self.whole.rank
+            raise StateError(offloaded.format(what=what, kinds=", ".join(gone), rank=rank))
 
     def _is_in(self, phase: ModelPhase) -> bool:
         if phase is ModelPhase.FORWARD:
@@ -867,7 +881,7 @@ class ShardedModel:
         """The outermost backward has ended."""
         with plain_access():
             self.reducer.collect_waiting()  # which may refuse: then the backward has failed
-            self.backward = ModelPhase.IDLE
+            self._move(ModelPhase.IDLE)
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
@@ -878,10 +892,14 @@ class ShardedModel:
             self.schedule.keeps_whole = False
         self.schedule.end_backward()
 
+    def _move(self, to: ModelPhase) -> None:
+        assert to in BACKWARD_MOVES[self.backward], f"{self.backward} becomes {to}"
+        self.backward = to
+
     def fail_backward(self) -> None:
         """An exception ended a backward. Waits for no other rank."""
         if self.backward is ModelPhase.BACKWARD:
-            self.backward = ModelPhase.FAILED
+            self._move(ModelPhase.FAILED)
             self.reducer.forget_waiting()
         self.schedule.abandon_backward()  # what is on its way is left to the next use
 
@@ -892,7 +910,7 @@ class ShardedModel:
 
     def _give_up_backward(self, *, is_asked_for: bool = False) -> None:
         """Drop the gradients of a backward that an exception ended."""
-        self.backward = ModelPhase.IDLE
+        self._move(ModelPhase.IDLE)
         with plain_access():
             self.reducer.abandon(is_asked_for=is_asked_for)
         self._watch_shards(is_watched=True)
