@@ -201,3 +201,36 @@ def test_a_unit_that_returns_no_loss_is_told_to(group: Group) -> None:
         model = _Losses()
         zero_engine.shard(model, None, ZeroConfig(stage, min_unit_bytes=0), group=group)
         model(torch.ones(2, ways.WIDTH)).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_is_entered_by_any_way(group: Group, stage: int) -> None:
+    """DeepSpeed's scripts call methods of `engine.module`, and parts of it."""
+    for name, way in ways.WAYS.items():
+        plain = [ways.build() for _ in range(group.world_size)]
+        model, optimizer = ways.build()
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = zero_engine.initialize(
+            model=model, optimizer=optimizer, config=config, group=group
+        )
+        for step in range(ways.NUM_STEPS):
+            for number in range(2):
+                engine.backward(way(engine.module, ways.batch(step, number, group.rank)))
+                engine.step()
+                for rank, (each, _) in enumerate(plain):
+                    (way(each, ways.batch(step, number, rank)) / 2).backward()
+            ways.average([each for each, _ in plain])
+            for _, by in plain:
+                by.step()
+                by.zero_grad()
+        for key, value in zero_engine.full_state_dict(model).items():
+            torch.testing.assert_close(
+                value,
+                plain[0][0].state_dict()[key],
+                msg=lambda m: f"{name}: {m}",  # noqa: B023
+            )

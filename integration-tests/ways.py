@@ -192,7 +192,7 @@ def cells_with_every_pair() -> list[Cell]:
 # ---- A cell is run ----
 
 
-def _batch(step: int, number: int, rank: int) -> Tensor:
+def batch(step: int, number: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
@@ -204,7 +204,7 @@ def _steps(cell: Cell, model: Model, optimizer: torch.optim.Optimizer, rank: int
         if cell.moment == "before forward":
             drop(model, optimizer)
         for number in range(cell.num_backwards):
-            loss = way(model, _batch(step, number, rank))
+            loss = way(model, batch(step, number, rank))
             if number == 0 and cell.moment == "between forward and backward":
                 drop(model, optimizer)
             loss.backward()
@@ -226,13 +226,18 @@ def expected(cell: Cell, world_size: int) -> dict[str, Tensor]:
     replicas = [build() for _ in range(world_size)]
     loops = [_steps(cell, *replica, rank) for rank, replica in enumerate(replicas)]
     for _ in zip(*loops, strict=True):
-        for params in zip(*(model.parameters() for model, _ in replicas), strict=True):
-            grads = [param.grad for param in params if param.grad is not None]
-            if grads:
-                mean = sum(grads) / world_size
-                for grad in grads:
-                    grad.copy_(mean)
+        average([model for model, _ in replicas])
     return replicas[0][0].state_dict()
+
+
+def average(replicas: Sequence[nn.Module]) -> None:
+    """Give each replica the mean of their gradients."""
+    for params in zip(*(model.parameters() for model in replicas), strict=True):
+        grads = [param.grad for param in params if param.grad is not None]
+        if grads:
+            mean = sum(grads) / len(replicas)
+            for grad in grads:
+                grad.copy_(mean)
 
 
 def found(cell: Cell, group: Group, **options: Any) -> dict[str, Tensor]:
