@@ -183,6 +183,40 @@ def test_accumulated_and_clipped_it_is_the_plain_loop(group: Group, tmp_path: Pa
             parity.assert_same_weights(weights, expected, what=f"stage {stage}")
 
 
+class _InParts(ZeroTrainer):
+    """Its loss is made of parts of the model, without a call of it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **named: Any) -> Any:
+        """GPT-2's own, in parts; the model's would shift the labels so."""
+        hidden = model.transformer(inputs["input_ids"]).last_hidden_state
+        logits = torch.nn.functional.linear(hidden, model.lm_head.weight)
+        labels, counted = inputs["labels"][:, 1:], named["num_items_in_batch"]
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        # `counted` is of all ranks, whose losses are averaged.
+        return loss * self.args.world_size / counted
+
+
+@pytest.mark.ranks(timeout_s=120)
+def test_a_loss_of_its_own_may_use_parts_of_the_model(group: Group, tmp_path: Path) -> None:
+    """Trainer drops gradients by `model.zero_grad()`, and nothing calls the model."""
+    _as_torchrun(group)
+    told = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    options: Any = {"train_dataset": _sequences(12)}
+    ddp = _train(_gpt2(**STILL), _args(tmp_path, **told), **options)
+    for stage in (0, 1, 2, 3):
+        args = _args(tmp_path, **told)
+        trainer = _InParts(model=_gpt2(**STILL), args=args, zero=_zero(stage), **options)
+        trainer.train()
+        torch.testing.assert_close(
+            _logged(trainer, "loss"), _logged(ddp, "loss"), rtol=1e-4, atol=0
+        )
+        weights = full_state_dict(trainer.model)
+        for name, value in ddp.model.state_dict().items() if group.rank == 0 else ():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
+
+
 def _plain_loop(group: Group, stage: int, trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of one epoch over the same batches."""
     model, batches = _gpt2(**STILL), list(trainer.get_train_dataloader())
