@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import parity
 import pytest
@@ -82,13 +83,8 @@ def _assert_same_state(optimizer: torch.optim.Optimizer, expected: torch.optim.O
 
 
 def test_unshard_at_a_wrong_moment_is_refused(group: Group) -> None:
-    """Gradients and graphs in the middle of a step have no place in a plain optimizer."""
+    """Graphs in the middle of a step have no place in a plain model."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
-    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
-    with pytest.raises(StateError, match=r"gradients wait.*step\(\) or optimizer.zero_grad\(\)"):
-        zero_engine.unshard(model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
     hook = model.blocks[1].register_forward_hook(lambda *_: zero_engine.unshard(model) and None)
     with pytest.raises(StateError, match=r"while the forward of unit.*between steps"):
         parity.loss_of(model, parity.batch(0, 0, group.rank))
@@ -100,6 +96,24 @@ def test_unshard_at_a_wrong_moment_is_refused(group: Group) -> None:
     zero_engine.unshard(model, optimizer)
     with pytest.raises(StateError, match="run the forward again"):
         loss.backward()
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_gradients_that_wait_come_back_whole(group: Group, stage: int, in_no_sync: bool) -> None:
+    """Or a step after `unshard()` would be one without them."""
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=parity.tiny_float32)
+    plain = parity.as_ddp(parity.build(parity.tiny_float32), group)
+    with zero_engine.no_sync(model) if in_no_sync else nullcontext():
+        parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    parity.loss_of(plain, parity.batch(0, 0, group.rank)).backward()
+    zero_engine.unshard(model, optimizer)
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if other.grad is None:
+            assert param.grad is None or not param.grad.any(), name
+        else:
+            assert type(param.grad) is torch.Tensor
+            torch.testing.assert_close(param.grad, other.grad)
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)

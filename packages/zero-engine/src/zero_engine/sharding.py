@@ -15,7 +15,7 @@ from zero_comm import Group, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
-from zero_partition.seams import find_sharded
+from zero_partition.seams import find_sharded, retire_partition
 
 from .checks import default_group
 from .config import ZeroConfig
@@ -41,6 +41,11 @@ def shard(
     Collective. Both objects come back as they are, changed in place; all ranks take the values of
     rank 0. Optimizer state that exists is sharded, and a scheduler built before goes on working.
 
+    A model that is sharded already is sharded anew, at any moment between steps: with another
+    optimizer, which gets the shards, while no rank ever has more than a unit whole (the one before
+    loses its state, and raises if it is stepped again); with the same one, whose state is whole for
+    a moment; and with none, where it keeps the one that it has.
+
     Args:
         model: On the device of the group, its parameters dense and contiguous.
         optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
@@ -60,6 +65,8 @@ def shard(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
+    if config is None and optimizer is None and find_sharded(model) is not None:
+        return model, optimizer
     config = ZeroConfig() if config is None else config
     is_many = isinstance(optimizer, list | tuple) and all(
         isinstance(item, torch.optim.Optimizer) for item in optimizer
@@ -82,10 +89,11 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
+    kept = retire_partition(model, optimizer)  # before the next one takes its folders
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        line = line_of(model, optimizer, config, group)
+        line = line_of(model, kept, config, group)
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
     offload = config.offload
@@ -94,7 +102,7 @@ def shard(
         offload = evolve(offload, disk=disk)
     homes = homes_of(offload, group.device)
     try:
-        partition(model, optimizer, config.for_partition, group=group, homes=homes)
+        partition(model, kept, config.for_partition, group=group, homes=homes)
     except BaseException:
         homes.close()
         raise
@@ -114,8 +122,8 @@ def unshard(
 ) -> tuple[Model, AnyOptimizer]:
     """Undo `shard`: plain objects again, whole on every rank, with none of our hooks. Collective.
 
-    For exporting, copying or compiling a model, or to shard it in another way. Needs the memory
-    that the plain model and optimizer have.
+    For exporting, copying or compiling a model, or to shard it in another way. Gradients that are
+    there come back whole in `param.grad`. Needs the memory that the plain model and optimizer have.
 
     Args:
         model: The very module that `shard` returned.
@@ -126,9 +134,8 @@ def unshard(
 
     Raises:
         ConfigError: `optimizer` was not sharded together with `model`.
-        zero_partition.StateError: Not sharded, a forward is running, gradients wait for the
-            optimizer (call its `step()` or `zero_grad()` first), or an entry of the optimizer's
-            state is laid out so that no whole of it is known; nothing was done.
+        zero_partition.StateError: Not sharded, a forward or backward is running, or an entry of the
+            optimizer's state is laid out so that no whole of it is known; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = find_sharded(model)

@@ -13,6 +13,7 @@ from zero_partition.__about__ import __version__
 
 if TYPE_CHECKING:
     from zero_partition.chained import ChainedOptimizer
+    from zero_partition.enter.life_cycle import unpartition
     from zero_partition.enter.partition import partition
     from zero_partition.errors import (
         AtRestError,
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
         full_state_dict,
         load_full_optimizer_state_dict,
     )
-    from zero_partition.values.unpartition import unpartition
 
 __all__ = [
     "AS_IT_IS",
@@ -145,6 +145,7 @@ __all__ = [
 # Where a name is; loaded on first use.
 _NAMES: Final = {
     "zero_partition.chained": "ChainedOptimizer",
+    "zero_partition.enter.life_cycle": "unpartition",
     "zero_partition.enter.partition": "partition",
     "zero_partition.errors": (
         "AtRestError LayoutError LoadError LostEditError OverlapError PartitionError StateError"
@@ -178,7 +179,6 @@ _NAMES: Final = {
     "zero_partition.values.state_dict": (
         "full_optimizer_state_dict full_state_dict load_full_optimizer_state_dict"
     ),
-    "zero_partition.values.unpartition": "unpartition",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MOVED: Final = {"STAGES": "zero_partition.plan", "Stage": "zero_partition.plan"}  # since 0.1

@@ -47,6 +47,7 @@ from zero_partition.run.unit import Unit
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_model
+from .life_cycle import retire_partition
 from .model_plan import as_it_holds, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
@@ -305,9 +306,10 @@ def partition(
 
     Args:
         model: On the group's device; its parameters dense and contiguous.
-        optimizer: Any torch optimizer built from the model's parameters, new or used. One that
-            looks at more than single elements says so by `needs_cut`, is one of torch's, or is
-            tried on small tensors.
+        optimizer: Any torch optimizer built from the model's parameters, new or used. A model that
+            is partitioned already is handed over to it, see `retire_partition`. One that looks at
+            more than single elements says so by `needs_cut`, is one of torch's, or is tried on
+            small tensors.
         config: What is chosen; see `PartitionConfig`.
         group: The ranks that train it.
         homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
@@ -325,6 +327,7 @@ def partition(
             wire needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
+    optimizer = retire_partition(model, optimizer)
     check_model(model, optimizer, group)
     config = evolve(config, **options)
     has_home = homes.params is not None

@@ -109,7 +109,7 @@ def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | No
             by an exception, or `param` belongs to no sharded model.
     """
     place = place_of(param, what="full_grad()")
-    wait = _launch_grad(place, "full_grad()")
+    wait = launch_grad(place, "full_grad()")
     return None if wait is None else _for_rank(place, wait(), to_rank)
 
 
@@ -194,7 +194,7 @@ def update_full_grads(
 
     for param in dict.fromkeys(params):
         place = place_of(param, what=what)
-        wait = _launch_grad(place, what)
+        wait = launch_grad(place, what)
         if wait is not None:
             queue.append((param, wait))
         if len(queue) > ahead:
@@ -225,7 +225,8 @@ def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
     return next((g for g in reducer.gradients if g.buffer is place.buffer), None)
 
 
-def _launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
+def launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
+    """Launch the gather of a gradient, None where there is none; call it to wait. Collective."""
     g, position = _gradients_of(place, what), place.position
     if g is None:
         return None

@@ -1,0 +1,228 @@
+"""A model is sharded, made plain and sharded anew as often as its user likes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import Offload, ZeroConfig
+from zero_partition import PartitionError, StateError
+from zero_partition.seams import find_sharded
+
+WIDTH: Final = 8
+RESIDENCES: Final[dict[str, Callable[[Path], Offload | None]]] = {
+    "device": lambda _: None,
+    "host": lambda _: Offload(optimizer="host"),
+    "parameters too": lambda _: Offload(optimizer="host", params="host"),
+    "disk": lambda folder: Offload(optimizer="disk", path=folder),
+}
+
+
+class Run(NamedTuple):
+    """A training, plain or sharded: what a life does to both alike."""
+
+    model: nn.Module
+    shard: Callable[..., object]  # (model, optimizer or None, which configuration); () is plain
+    unshard: Callable[..., object]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _steps(run: Run, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
+    """Gradients of the last step wait until the next one drops them, as in many loops."""
+    for number in numbers:
+        optimizer.zero_grad()
+        run.model(torch.ones(4, WIDTH) * (number + 1) / 10).square().sum().backward()
+        optimizer.step()
+
+
+def _once(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 0, 1)
+    run.unshard(run.model, optimizer)
+    _steps(run, optimizer, 2)
+
+
+def _twice(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    for first in (0, 3):
+        run.shard(run.model, optimizer, first % 2)
+        _steps(run, optimizer, first)
+        run.unshard(run.model, optimizer)
+        _steps(run, optimizer, first + 1)
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 6)
+
+
+def _waiting(run: Run) -> None:
+    """A backward before and one after, and one step of both."""
+    optimizer = _adamw(run.model)
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 0)
+    optimizer.zero_grad()
+    run.model(torch.ones(4, WIDTH)).sum().backward()
+    run.unshard(run.model, optimizer)
+    run.model(torch.ones(4, WIDTH) / 2).square().sum().backward()
+    optimizer.step()
+    run.shard(run.model, optimizer, 1)
+    _steps(run, optimizer, 1)
+
+
+def _same_again(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    for which in (0, 1, 0):
+        run.shard(run.model, optimizer, which)
+        _steps(run, optimizer, which)
+
+
+def _another(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 0, 1)
+    other = _momentum(run.model)
+    run.shard(run.model, other, 1)
+    _steps(run, other, 2, 3)
+    again = _adamw(run.model)
+    run.shard(run.model, again, 0)
+    _steps(run, again, 4)
+
+
+def _none(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    run.shard(run.model, None, 2)
+    with torch.no_grad():
+        run.model(torch.ones(4, WIDTH))
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 0)
+    run.shard(run.model, None, 1)
+    _steps(run, optimizer, 1)
+
+
+class _Interrupt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise KeyError("interrupted")
+
+
+def _after_an_exception(run: Run) -> None:
+    optimizer = _adamw(run.model)
+    run.shard(run.model, optimizer, 0)
+    _steps(run, optimizer, 0)
+    optimizer.zero_grad()
+    hidden = _Interrupt.apply(run.model[0](torch.ones(4, WIDTH)))
+    with pytest.raises(KeyError, match="interrupted"):
+        run.model[1:](hidden).sum().backward()
+    run.shard(run.model, optimizer, 1)
+    _steps(run, optimizer, 1)
+    run.unshard(run.model, optimizer)
+    _steps(run, optimizer, 2)
+
+
+LIVES: Final[dict[str, Callable[[Run], None]]] = {
+    "once": _once,
+    "twice": _twice,
+    "gradients wait": _waiting,
+    "the same optimizer": _same_again,
+    "another optimizer": _another,
+    "no optimizer": _none,
+    "after an exception": _after_an_exception,
+}
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    parts = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5))
+    model = nn.Sequential(*parts)
+    model[2].weight.requires_grad_(False)
+    model.register_buffer("seen", torch.ones(2))
+    return model
+
+
+def _traces(model: nn.Module) -> dict[str, object]:
+    """Whatever is on the objects that was not there before."""
+    traces: dict[str, object] = {"printed": str(model)}
+    for name, module in model.named_modules():
+        traces[f"class of {name}"] = type(module)
+        for key, value in vars(module).items():
+            traces[f"{name}.{key}"] = len(value) if "_hooks" in key else key
+    for name, param in model.named_parameters():
+        hooks = (param._backward_hooks or (), param._post_accumulate_grad_hooks or ())
+        traces[name] = (type(param), *map(len, hooks), sorted(vars(param)))
+    return traces
+
+
+@pytest.mark.ranks(1, 2, timeout_s=120)
+@pytest.mark.parametrize("residence", RESIDENCES)
+@pytest.mark.parametrize("life", LIVES)
+def test_a_life_leads_where_plain_torchs_does(
+    group: Group, tmp_path: Path, life: str, residence: str
+) -> None:
+    """Sharding happened once in a model's life, with one optimizer."""
+    plain = Run(_build(), lambda *_: None, lambda *_: None)
+    LIVES[life](plain)
+    for stage, other in itertools.product((0, 1, 2, 3), (0, 1, 2, 3)):
+        configs = []
+        for number, each in enumerate((stage, other)):
+            folder = tmp_path / f"{group.rank}-{stage}-{other}-{number}"
+            folder.mkdir()
+            offload = RESIDENCES[residence](folder)
+            if each == 0 or (each < 3 and offload is not None and offload.params != "device"):
+                offload = None
+            configs.append(ZeroConfig(each, min_unit_bytes=0, offload=offload))
+        configs.append(ZeroConfig(stage, min_unit_bytes=0))  # without an optimizer
+        model = _build()
+        before = _traces(model)
+
+        def shard(model: nn.Module, optimizer: Any, which: int, configs: Any = configs) -> None:
+            zero_engine.shard(model, optimizer, configs[which], group=group)
+
+        LIVES[life](Run(model, shard, zero_engine.unshard))
+        if find_sharded(model) is not None:
+            zero_engine.unshard(model)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(
+                value,
+                plain.model.state_dict()[name],
+                msg=lambda m: f"{stage} and {other}: {m}",  # noqa: B023
+            )
+        assert _traces(model) == before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_without_shards_says_who_has_them(group: Group, stage: int) -> None:
+    """It would update nothing, without a word."""
+    model = _build()
+    first, second = _adamw(model), _momentum(model)
+    config = ZeroConfig(stage, min_unit_bytes=0)
+    zero_engine.shard(model, first, config, group=group)
+    run = Run(model, lambda *_: None, lambda *_: None)
+    _steps(run, first, 0)
+    with pytest.raises(PartitionError, match=r"parameter 0 of shape .* is not in the model"):
+        zero_engine.shard(model, _momentum(_build()), config, group=group)
+    _steps(run, first, 1)  # nothing was done
+    zero_engine.shard(model, second, config, group=group)
+    with pytest.raises(StateError, match=r"AdamW was stepped, but .*another optimizer"):
+        first.step()
+    _steps(run, second, 2)
+    zero_engine.shard(model, first, config, group=group)
+    _steps(run, first, 3)
+    with pytest.raises(StateError, match="SGD was stepped"):
+        second.step()

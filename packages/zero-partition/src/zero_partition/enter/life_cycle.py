@@ -1,0 +1,208 @@
+"""End a partition: plain objects again, or the same model ready for another partition."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zero_comm import all_gather_json, collective
+
+from zero_partition.chained import members_of
+from zero_partition.errors import StateError
+from zero_partition.init.context import guard_module
+from zero_partition.init.early_shard import early_shard_of
+from zero_partition.optimizer.shards import Entry, check_optimizer
+from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import find_sharded, require_sharded
+from zero_partition.run.sharded_model import (
+    ModelPhase,
+    ParamRef,
+    ShardedModel,
+    launch_trained_buffer,
+)
+from zero_partition.run.step import bring_back_state
+from zero_partition.stand_in import StateKind, forget_owner
+from zero_partition.torch_private import plain_access, step_pre_hooks
+from zero_partition.values.access import launch_grad
+from zero_partition.values.runs import launch_entry, owner_of, places_in, plan_states
+
+_TIMEOUT_S = 60.0
+
+
+@collective
+def unpartition(model: nn.Module) -> None:
+    """Make the model and its optimizer plain again, with whole parameters and state. Collective.
+
+    Afterwards every rank holds all of it, in memory of its own, and no hook is left: the model can
+    be copied, pickled, compiled, handed on, or sharded again. The objects stay the same. Gradients
+    that are there are whole in `param.grad`; those of a backward that an exception ended are
+    dropped.
+
+    Raises:
+        StateError: Not sharded, a forward or backward is running, or the optimizer's state is laid
+            out so that no whole of it is known; nothing was done.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
+    _check_idle(sharded)
+    for buffer in sharded.buffers:
+        buffer.follow_writes()
+    grads = _gather_grads(sharded)
+    entries: dict[ParamRef, dict[str, Entry]] = {}
+    if sharded.optimizer is None or not sharded.shards_state:
+        all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
+    else:
+        states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
+        planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
+        entries = dict(zip(sharded.places, planned, strict=True))
+    sharded.begin_write()
+    if sharded.residence.offload is not None and sharded.optimizer is not None:
+        bring_back_state(sharded.optimizer)
+    with plain_access():
+        sharded.reducer.begin_backward()  # takes guards away
+    for buffer in sharded.buffers:
+        # Memory of their own, as before: tensors of one storage look tied to who saves them.
+        buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])
+        for member in members_of(sharded.optimizer) if entries else ():
+            _return_state({place: entries[place] for place in places_in(buffer)}, member)
+    _leave(sharded)
+    for param, grad in grads.items():
+        param.grad = grad.to(param.dtype)
+
+
+@collective
+def retire_partition(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer | None:
+    """End a model's partition, if it has one, so that another can follow. Collective then.
+
+    With the optimizer that it has, all of its state is whole for a moment. With another one, no
+    rank ever has more than a unit whole: parameters are as `Init` leaves them, gradients are
+    dropped, and the state of the optimizer before is gone, which raises if it is stepped again.
+
+    Args:
+        model: The very module that was partitioned, or a plain one.
+        optimizer: Of the next partition. None: that of the last, if it has one.
+
+    Returns:
+        The optimizer of the next partition.
+
+    Raises:
+        PartitionError: The optimizer is not of this model.
+        StateError: As for `unpartition`.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = find_sharded(model)
+    if sharded is not None:
+        before = sharded.optimizer
+        optimizer = before if optimizer is None else optimizer
+        if optimizer is not None and optimizer is not before:
+            check_optimizer(optimizer, model, shards_state=sharded.shards_state)
+        if optimizer is before and before is not None:
+            unpartition(model)
+        else:
+            _release(sharded)
+    for member in members_of(optimizer):
+        hooks = step_pre_hooks(member)
+        for key in [key for key, hook in hooks.items() if hook is _refuse_step]:
+            del hooks[key]
+    return optimizer
+
+
+def _release(sharded: ShardedModel) -> None:
+    """Let each rank keep its part of sharded parameters, and all of the others. Collective."""
+    _check_idle(sharded)
+    sharded.drop_gradients(set_to_none=True)
+    for buffer in sharded.buffers:
+        buffer.follow_writes()
+    sharded.begin_write()
+    params = {id(owner_of(place)): place.param for place in sharded.places}
+    for member in members_of(sharded.optimizer):
+        member.state = defaultdict(dict)
+        for group in member.param_groups:
+            group["params"][:] = [params.get(id(param), param) for param in group["params"]]
+        member.register_step_pre_hook(_refuse_step)
+    with plain_access():
+        sharded.reducer.begin_backward()  # takes guards away
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            values = launch_trained_buffer(buffer)()
+            if unit.placement is Placement.REPLICATED:
+                buffer.install([value.clone() for value in values])
+                continue
+            buffer.install(values)
+            for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
+                early = early_shard_of(value, plan.name, group=sharded.whole)
+                early.keep_part_of(value)
+                early.install(param)
+    for module in sharded.model.modules():
+        guard_module(module)
+    _leave(sharded)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise StateError(
+        f"the {type(optimizer).__name__} was stepped, but its model was sharded again with another "
+        "optimizer, which has the shards now: step that one, or shard(model, optimizer) again, "
+        "which begins without state"
+    )
+
+
+def _leave(sharded: ShardedModel) -> None:
+    """Take all that is ours off the model and the optimizer."""
+    for remove in sharded.removers:
+        remove()
+    sharded.removers.clear()
+    sharded.residence.homes.close()
+    for place in sharded.places:
+        forget_owner(place.param)
+    sharded.end_write()  # backward of a graph that was made before says so
+
+
+def _check_idle(sharded: ShardedModel) -> None:
+    """Raise StateError if it is running; drop what a failed backward has left."""
+    in_use = next((unit for unit in sharded.units if unit.depth), None)
+    if in_use is not None:
+        raise StateError(
+            f"unpartition() was called while the forward of unit {in_use.name!r} is running; call "
+            "it between steps"
+        )
+    if sharded.phase is ModelPhase.FAILED:
+        sharded.drop_gradients(set_to_none=True)
+    no = (ModelPhase.GATHERED, ModelPhase.BACKWARD)
+    sharded.require("unpartition()", *StateKind, no=no)
+
+
+def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
+    """Return the whole gradients that there are, each in memory of its own. Collective."""
+    if not any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients):
+        return {}
+    places = [place for place in sharded.places if place.is_trainable]
+    waits = [(place.param, launch_grad(place, "unpartition()")) for place in places]
+    return {param: wait() for param, wait in waits if wait is not None}
+
+
+def _return_state(
+    entries: Mapping[ParamRef, dict[str, Entry]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Put parameters back in the shards' place, with the whole of their state. Collective."""
+    params = {id(owner_of(place)): place.param for place in entries}
+    known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+    for group in optimizer.param_groups:
+        group["params"][:] = [params.get(id(param), param) for param in group["params"]]
+    waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
+    for place, planned in entries.items():
+        if id(shard := owner_of(place)) in known:
+            state = optimizer.state.pop(shard, {})
+            tag = place.buffer.gather_tag
+            of_param = {
+                key: launch_entry(entry, state, key, group=place.group, tag=tag)
+                for key, entry in planned.items()
+            }
+            waits.append((place.param, of_param))
+    for param, of_param in waits:
+        if of_param:
+            optimizer.state[param] = {key: wait() for key, wait in of_param.items()}
