@@ -62,6 +62,59 @@ def test_manual_optimization_and_closures_that_are_repeated_are_those_of_ddp_str
             loops.assert_same(got, expected, group=group, what=f"stage {stage}")
 
 
+@pytest.mark.ranks(timeout_s=180)
+@pytest.mark.parametrize("kind", ["another each time", "the one it keeps", "by the same trainer"])
+def test_a_second_fit_is_that_of_ddp_strategy(group: Group, kind: str) -> None:
+    """A module is trained in phases, a notebook's cell is run again."""
+    import lightning_loops as loops
+
+    def kept(module: nn.Module, known: dict[int, Any]) -> torch.optim.Optimizer:
+        return known.setdefault(0, loops.adamw(module))
+
+    def run(stages: tuple[Any, ...]) -> Any:
+        known: dict[int, Any] = {}
+        keeps = kind == "the one it keeps"
+        module = loops.Module((lambda module: kept(module, known)) if keeps else loops.adamw)
+        got: Any = loops.fit(group, stages[0], module)
+        for stage in stages[1:]:
+            if kind == "by the same trainer":
+                got[2].fit_loop.max_epochs += 2
+                got[2].fit(module, loops.batches(), loops.batches(8))
+                weights = module.state_dict()
+                if stage is not None:
+                    weights = zero_engine.full_state_dict(module)
+                got = list(module.losses), {k: v.clone() for k, v in weights.items()}, got[2]
+            else:
+                got[2].validate(module, loops.batches(), verbose=False)
+                got = loops.fit(group, stage, module)
+        return got
+
+    expected = run((None, None, None))
+    for stages in ((0, 0, 0), (1, 1, 1), (2, 3, 1), (3, 3, 3), (3, 2, 3)):
+        if kind == "by the same trainer" and len(set(stages)) > 1:
+            continue
+        loops.assert_same(run(stages), expected, group=group, what=f"{kind}, stages {stages}")
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.:UserWarning")
+@pytest.mark.ranks(timeout_s=120)
+def test_a_module_without_an_optimizer_is_fitted(group: Group, tmp_path: Path) -> None:
+    """`configure_optimizers()` may return None; and a file is written before any fit."""
+    import lightning_loops as loops
+
+    weights = []
+    for stage in (None, 3):
+        module = loops.Module(lambda _: None)
+        trainer = loops.trainer_of(group, loops.strategy_of(stage))
+        trainer.strategy.connect(module)
+        trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
+        saved = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)["state_dict"]
+        got = loops.fit(group, stage, module)
+        weights.append((got[0], got[1], saved))
+    loops.assert_same(weights[1], weights[0], group=group, what="without")
+    loops.assert_same(([], weights[1][2]), ([], weights[0][2]), group=group, what="saved")
+
+
 @pytest.mark.ranks(timeout_s=120)
 def test_what_configure_model_builds_is_sharded_while_it_is_built(group: Group) -> None:
     """And has the values of plain construction on rank 0."""
@@ -357,7 +410,6 @@ def test_what_cannot_be_says_what_to_do(group: Group, tmp_path: Path) -> None:
         ),
         "a path that every rank sees": lambda: trained.save_checkpoint("s3://bucket/x"),
         "one of a plain loop": lambda: fit(ckpt_path=f"{tmp_path}/plain"),
-        "is sharded already": lambda: fit(trained.lightning_module),
         "from_deepspeed": lambda: ZeroStrategy(config={"zero_optimization": {"stage": 3}}),
         "stage: expected": lambda: ZeroStrategy(4),
         "fabric.setup\\(model, optimizer\\)": lambda: fabric().setup_optimizers(loops.sgd(net)),

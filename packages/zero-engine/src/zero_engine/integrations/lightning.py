@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,20 @@ _OF_DDP: Final = ("cluster_environment", "parallel_devices", "process_group_back
 _PRECISIONS: Final = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 _AVERAGES: Final = (StochasticWeightAveraging, WeightAveraging)
 _BESIDE: Final = "lightning"  # in a checkpoint's `extra`: what Lightning keeps, as it writes it
+
+
+@cache
+def _finding_own_zero_grad(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return a class whose `zero_grad` is what `shard()` has put into the optimizer itself.
+
+    Lightning's wrapper of an optimizer inherits from the optimizer's class, and would not find it.
+    """
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        optimizer = vars(self).get("_optimizer", self)
+        vars(optimizer).get("zero_grad", partial(kind.zero_grad, optimizer))(set_to_none)
+
+    return type(kind.__name__, (kind,), {"zero_grad": zero_grad})
 
 
 class _Called(nn.Module):
@@ -60,18 +74,15 @@ class _Zero:
                 "ZeroStrategy: expected one precision, Lightning's by '16-mixed' and the like, or "
                 f"ZeroConfig's with '32-true'; got the plugin {name} and {own}"
             )
-        given: Any = optimizers[0] if len(optimizers) == 1 else optimizers or None
+        # `configure_optimizers()` that returns None is an optimizer of Lightning's without groups.
+        real = [optimizer for optimizer in optimizers if optimizer.param_groups]
+        given: Any = real[0] if len(real) == 1 else real or None
         zero_engine.shard(module, given, self.config)
-        if given is None:
-            return
-        kind = type(given)
-
-        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
-            vars(given).get("zero_grad", partial(kind.zero_grad, given))(set_to_none)
-
-        # Lightning's wrapper of an optimizer inherits from its class, and so would not find what
-        # shard() has put into the optimizer itself.
-        given.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad})
+        if given is not None:
+            kind = type(given)
+            given.__class__ = _finding_own_zero_grad(kind)
+            sharded: Any = find_sharded(module)
+            sharded.removers.append(lambda: setattr(given, "__class__", kind))
 
     def _save(
         self: Any, path: Any, model: Any, optimizer: Any, beside: Any, step: int = 0, **options: Any
@@ -92,7 +103,8 @@ class _Zero:
 class ZeroStrategy(_Zero, DDPStrategy):
     """ZeRO for `lightning.Trainer`: losses and weights are those of DDPStrategy.
 
-    The module and its optimizer stay sharded when `fit` ends, for what follows. Checkpoints are
+    The module and its optimizer stay sharded when `fit` ends, for what follows; a further `fit`, by
+    this trainer or another, shards it anew with the optimizer that it configures. Checkpoints are
     folders, as `zero_engine.save` writes them; of weights alone (`save_weights_only`) they are
     files that `Model.load_from_checkpoint` reads. Files that DDPStrategy wrote are loaded, too.
 
@@ -160,7 +172,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: `save_checkpoint` writes weights from where they are."""
-        return {}
+        is_sharded = find_sharded(self.lightning_module) is not None
+        return {} if is_sharded else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: `save_checkpoint` writes it from where it is."""
@@ -169,6 +182,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, or a file if it is of weights only. Collective."""
         module, filled = self.lightning_module, checkpoint["state_dict"]  # by on_save_checkpoint()
+        if find_sharded(module) is None:  # before any fit
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         if "optimizer_states" not in checkpoint:
             whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module) | filled}
             super().save_checkpoint(whole, filepath, storage_options)
