@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -181,6 +182,43 @@ def test_accumulated_and_clipped_it_is_the_plain_loop(group: Group, tmp_path: Pa
             for name, value in ddp.model.state_dict().items():
                 torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
             parity.assert_same_weights(weights, expected, what=f"stage {stage}")
+
+
+@pytest.mark.ranks(timeout_s=180)
+@pytest.mark.parametrize("way", ["fp32", "bf16"])
+def test_a_second_trainer_is_that_of_ddp(group: Group, tmp_path: Path, way: str) -> None:
+    """Two phases, or a notebook's cell that is run again; an evaluation in between."""
+    _as_torchrun(group)
+    told: Any = {"num_train_epochs": 1} | ({"bf16": True} if way == "bf16" else {})
+
+    def run(*stages: int | None) -> Any:
+        model, logs = _gpt2(), []
+        for number, stage in enumerate(stages):
+            zero = None if stage is None else _zero(stage)
+            args = _args(tmp_path, learning_rate=1e-2 / (number + 1), **told)
+            data = {"train_dataset": _sequences(13, seed=number)}
+            trainer = _train(model, args, zero=zero, **data)
+            logs += _logged(trainer, "loss")
+            if number == 1:
+                kind = transformers.Trainer if zero is None else ZeroTrainer
+                more = {} if zero is None else {"zero": zero}
+                # The host's own leaves a mark by which the next one would not average gradients.
+                seen = copy.deepcopy(model) if zero is None else model
+                other = kind(model=seen, args=args, eval_dataset=_sequences(5, seed=3), **more)
+                logs.append(other.evaluate()["eval_loss"])
+        if stages[0] is None:
+            return logs, model.state_dict()
+        weights = full_state_dict(model)
+        zero_engine.unshard(model)
+        assert "forward" not in vars(model) and not hasattr(model, "_is_accelerate_prepared")
+        return logs, weights
+
+    logs, weights = run(None, None, None)
+    for stages in ((1, 1, 1), (3, 3, 3), (2, 3, 1)):
+        their_logs, their_weights = run(*stages)
+        assert their_logs == logs, stages
+        if group.rank == 0:
+            parity.assert_same_weights(their_weights, weights, what=str(stages))
 
 
 class _InParts(ZeroTrainer):

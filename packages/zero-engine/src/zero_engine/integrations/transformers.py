@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,6 +150,8 @@ class ZeroTrainer(transformers.Trainer):
             if self._settings.zero.stage == 3 and self.args.world_size > 1:
                 for module in whole.modules():  # for generate() and layerdrop, which are in step
                     module._is_fsdp_managed_module = True
+            sharded: Any = find_sharded(whole)
+            sharded.removers.append(partial(_unprepare, whole))
             self._sharded = whole
         return self.model_wrapped if training else model
 
@@ -210,6 +213,19 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
 
     With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`).
     """
+
+
+def _unprepare(model: nn.Module) -> None:
+    """Undo what a trainer has put on a model that it sharded, for the next one to find it plain."""
+    own = vars(model)
+    own.pop("_is_accelerate_prepared", None)
+    original = own.pop("_original_forward", None)
+    if original is not None:
+        del own["forward"]
+        if getattr(original, "__func__", None) is not type(model).forward:
+            model.forward = original
+    for module in model.modules():
+        vars(module).pop("_is_fsdp_managed_module", None)
 
 
 class _Scaler:

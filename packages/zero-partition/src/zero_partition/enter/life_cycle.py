@@ -48,7 +48,9 @@ def unpartition(model: nn.Module) -> None:
     """
     sharded = require_sharded(model)
     _check_idle(sharded)
+    replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
+        replaced |= buffer.take_back()
         buffer.follow_writes()
     grads = _gather_grads(sharded)
     entries: dict[ParamRef, dict[str, Entry]] = {}
@@ -69,6 +71,8 @@ def unpartition(model: nn.Module) -> None:
         for member in members_of(sharded.optimizer) if entries else ():
             _return_state({place: entries[place] for place in places_in(buffer)}, member)
     _leave(sharded)
+    for param, value in replaced.items():
+        param.data = value.to(param.dtype)
     for param, grad in grads.items():
         param.grad = grad.to(param.dtype)
 
@@ -117,6 +121,7 @@ def _release(sharded: ShardedModel) -> None:
     _check_idle(sharded)
     sharded.drop_gradients(set_to_none=True)
     for buffer in sharded.buffers:
+        buffer.take_over()
         buffer.follow_writes()
     sharded.begin_write()
     params = {id(owner_of(place)): place.param for place in sharded.places}
@@ -178,7 +183,11 @@ def _check_idle(sharded: ShardedModel) -> None:
 
 def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
     """Return the whole gradients that there are, each in memory of its own. Collective."""
-    if not any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients):
+    with plain_access():
+        if sharded.reducer.sync:
+            sharded.reducer.before_step()  # reduce what no_sync left; forget what the user dropped
+        has_any = any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients)
+    if not has_any:
         return {}
     places = [place for place in sharded.places if place.is_trainable]
     waits = [(place.param, launch_grad(place, "unpartition()")) for place in places]

@@ -339,12 +339,17 @@ class FlatBuffer:
                 "memory back, or write the value into it: param.data.copy_(value)"
             )
 
+    def take_back(self) -> dict[nn.Parameter, Tensor]:
+        """Let parameters view our memory again; return what the user had put in its place."""
+        replaced = {self.params[at]: self.params[at].data for at in self.find_replaced()}
+        if replaced:
+            self.install(self._views)
+        return replaced
+
     @torch.no_grad()
     def take_over(self) -> None:
         """Copy values that the user has put in place of our memory into it: a step writes there."""
-        for position in self.find_replaced():
-            param, value = self.params[position], self.params[position].data
-            param.data = self._views[position]
+        for param, value in self.take_back().items():
             param.copy_(value)  # a write, which masters follow by its version
 
     def has_touched_whole(self) -> bool:
