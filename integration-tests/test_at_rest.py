@@ -143,13 +143,14 @@ def test_either_object_finds_the_gradients_to_clip(group: Group) -> None:
         model, optimizer, _ = _with_gradients(group, stage)
         whole = [zero_engine.full_grad(param) for param in model.parameters()]
         given = [grad.double() for grad in whole if grad is not None]
-        for norm_type in (2.0, math.inf):
+        for norm_type in (2.0, math.inf, 1, 3, 0.5, -1, -math.inf):
             expected = nn.utils.get_total_norm(given, norm_type)
             for either in (model, optimizer):
                 norm = zero_engine.clip_grad_norm_(either, 1e9, norm_type=norm_type)
                 torch.testing.assert_close(norm.double(), expected)
-        with pytest.raises(StateError, match="expected norm_type 2 or inf, got 1"):
-            zero_engine.clip_grad_norm_(model, 1.0, norm_type=1.0)
+        for wrong in (0, math.nan):
+            with pytest.raises(StateError, match="norm_type to be the order of a norm, such as 2"):
+                zero_engine.clip_grad_norm_(model, 1.0, norm_type=wrong)
 
 
 def test_an_optimizer_built_after_shard_is_told_apart(group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,14 +58,15 @@ def clip_grad_norm_(
     process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype
     or, if that has 16 bits, in float32, in the order of units; their squares added in float64;
     those sums added in rank order; the square root; then every gradient times
-    min(1, max_norm / (norm + 1e-6)), as torch does.
+    min(1, max_norm / (norm + 1e-6)), as torch does. Of another order p, their p-th powers, and the
+    p-th root.
 
     Args:
         model_or_optimizer: Either of the two that were sharded together, for all gradients; or some
             parameters, of the model or of the optimizer's groups, or a module in the model, for
             theirs alone, as torch's function does. Every rank names the same ones.
         max_norm: The largest norm allowed.
-        norm_type: 2 or infinity.
+        norm_type: Any order that torch takes, infinities too, but 0.
         error_if_nonfinite: A norm that is infinite or NaN is torch's RuntimeError, on every rank
             and before any gradient is changed; else gradients are scaled by it, as torch does.
         foreach: Accepted as torch has it, and without effect: there is one way here.
@@ -76,13 +78,15 @@ def clip_grad_norm_(
         The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
 
     Raises:
-        StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
+        StateError: Not sharded, or `norm_type` is 0 or NaN.
         RuntimeError: See `error_if_nonfinite`.
     """
     sharded, chosen = _chosen(model_or_optimizer, "clip_grad_norm_()")
     norm_type = float(norm_type)
-    if norm_type not in (2.0, float("inf")):
-        raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
+    if not norm_type or math.isnan(norm_type):
+        raise StateError(
+            f"expected norm_type to be the order of a norm, such as 2, 1 or inf, got {norm_type}"
+        )
     grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
     norm = _total_norm(sharded, grads, norm_type, across)
     if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
@@ -229,20 +233,29 @@ def _total_norm(
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
-    norms = [
-        # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
-        norm if grad.counts else 0 * norm
-        for grad, norm in zip(grads, _norms_of(grads, norm_type), strict=True)
-    ]
-    local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
-    if norms:
-        stacked = torch.stack([norm.to(torch.float64) for norm in norms])
-        local[0] = stacked.max() if norm_type != 2.0 else stacked.square().sum()
+    is_sum = math.isfinite(norm_type)
+    neutral = math.inf if norm_type == -math.inf else 0.0
+    parts = []
+    for grad, norm in zip(grads, _norms_of(grads, norm_type), strict=True):
+        wide = norm.to(torch.float64)
+        if not grad.counts:  # on another rank; an inf or nan, and no more, is left, as nan
+            parts.append(0 * wide + neutral)
+        elif norm_type == 2.0:
+            parts.append(wide.square())
+        else:
+            parts.append(wide.pow(norm_type) if is_sum else wide)
+    local = torch.full((1,), neutral, dtype=torch.float64, device=sharded.group.device)
+    if parts:
+        stacked = torch.stack(parts)
+        extreme = stacked.max() if norm_type > 0 else stacked.min()
+        local[0] = stacked.sum() if is_sum else extreme
     if reducer.shards_state:
         local = _combine(local, norm_type, sharded.group, reducer)
     if across is not None:
         local = _combine(local, norm_type, across, reducer)
-    return local[0].sqrt() if norm_type == 2.0 else local[0]
+    if norm_type == 2.0:
+        return local[0].sqrt()
+    return local[0].pow(1 / norm_type) if is_sum else local[0]
 
 
 def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
@@ -276,10 +289,13 @@ def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:
-    """One number of each rank, in rank order: their sum, or for infinity their maximum."""
+    """One number of each rank, in rank order: their sum, or for infinities the extreme."""
     if group.world_size == 1:
         return local
     total, *others = reducer.launch_exchange(local, group).wait().split(1)
     for part in others:
-        total = torch.maximum(total, part) if norm_type != 2.0 else total + part
+        if math.isfinite(norm_type):
+            total += part
+        else:
+            total = (torch.maximum if norm_type > 0 else torch.minimum)(total, part)
     return total
