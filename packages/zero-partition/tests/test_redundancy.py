@@ -28,6 +28,7 @@ from redundancy import (
     train,
 )
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     fp16_compress_hook,
@@ -379,3 +380,35 @@ def _freeze_alone(group: Group) -> None:
     params[2].requires_grad_(group.rank == 0)
     give_grads(params, 0)
     optimizer.step()
+
+
+# ---- Uneven inputs ----
+
+
+@pytest.mark.slow
+def test_join_goes_on_with_ranks_that_have_inputs(group: Group) -> None:
+    """As torch's tutorial of uneven inputs writes it, with the numbers of torch's optimizer."""
+    found = []
+    for make in (torchs_optimizer(), ZeroRedundancyOptimizer):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
+        optimizer = make(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        steps = 0
+        with Join([model, optimizer]):
+            for step in range(2 + 2 * group.rank):
+                model(torch.ones(2, 5) * (step + 1) / 10).square().sum().backward()
+                optimizer.step()
+                steps += 1
+        assert steps == 2 + 2 * group.rank
+        found.append([param.detach().clone() for param in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_sparse_parameter_is_refused_by_name(group: Group) -> None:
+    """It has no bytes to send in one piece."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(3).to_sparse())]
+    with pytest.raises(
+        PartitionError, match="expected a dense tensor with values, got one of layo"
+    ):
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1)

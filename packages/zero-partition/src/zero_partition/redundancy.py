@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join, Joinable, JoinHook
 from zero_comm import (
     AgreementError,
     Group,
@@ -322,7 +323,24 @@ def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, An
         theirs.update(options_of(mine))
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+def _bytes_of(param: Tensor) -> int:
+    return (
+        param.numel() * param.element_size()
+    )  # a sparse one has no `nbytes`, and is refused later
+
+
+class _StepsAlong(JoinHook):
+    """Steps on a rank that has run out of inputs, as long as others have some."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in a step: this rank may own parameters of which others have gradients."""
+        self._optimizer.step()
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """Stage 1 in one line, for a loop with DistributedDataParallel.
 
     Each parameter belongs to one rank, whose optimizer updates it and has its state; after each
@@ -396,6 +414,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []  # of all that travels after a step
         self._ddp_buckets: dict[tuple[int, ...], list[Bucket]] = {}  # by parameters of DDP's
         self.group.explain(PURPOSES)
+        Joinable.__init__(self)
         super().__init__(params, dict(defaults))
         self._deal(self._all_params())
 
@@ -418,7 +437,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Bytes of the parameters that each rank updates, in rank order: how even they are."""
         sizes = [0] * self.group.world_size
         for param, rank in self._owners.items():
-            sizes[rank] += param.nbytes
+            sizes[rank] += _bytes_of(param)
         return tuple(sizes)
 
     def owner_of(self, param: Tensor) -> int:
@@ -477,6 +496,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Returns:
             What the optimizer's `step` returns.
         """
+        Join.notify_join_context(self)
         if self._steps_in_backward:
             with torch.enable_grad():
                 return None if closure is None else closure()
@@ -487,6 +507,24 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self.group.world_size > 1:
             exchange(self._buckets, self.group, in_flight=_IN_FLIGHT)
         return loss
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what torch's `Join([ddp_model, optimizer])` calls on a rank without inputs. Local.
+
+        Such a rank steps with the gradients that it has: those of its last backward, unless they
+        were dropped or somebody, such as a Joinable of the user's, has set others.
+        """
+        return _StepsAlong(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device on which `Join` communicates."""
+        return self.group.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Process group of torch's in which `Join` does."""
+        return self.group.process_group
 
     def overlap_with_ddp(
         self,
@@ -700,7 +738,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         loads = list(self.bytes_per_rank)
         for trains in (True, False):
             chosen = [param for param in params if param.requires_grad is trains]
-            ranks = give_whole([param.nbytes for param in chosen], loads)
+            ranks = give_whole(list(map(_bytes_of, chosen)), loads)
             self._owners.update(zip(chosen, ranks, strict=True))
 
     def _part_of(self, group: Mapping[str, Any], rank: int) -> dict[str, Any]:
