@@ -20,7 +20,7 @@ from zero_partition.seams import find_sharded
 
 import zero_engine
 import zero_engine.deepspeed
-from zero_engine import ConfigError, ZeroConfig
+from zero_engine import ConfigError, Precision, ZeroConfig
 from zero_engine.deepspeed import DynamicLossScale, EngineConfig, LossScaler
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
@@ -46,8 +46,9 @@ class ZeroTrainer(transformers.Trainer):
 
     Trainer's arguments, methods, callbacks and numbers, those of DistributedDataParallel, stay. The
     first `train()`, `evaluate()`, `predict()` or `save_model()` shards the model and its optimizer,
-    in place. A checkpoint has what `zero_engine.save` writes in place of `optimizer.pt`; it is
-    resumed from at any number of ranks, stage and residence. `save_model()` writes what
+    in place; another trainer over the same model shards it anew. A checkpoint has what
+    `zero_engine.save` writes in place of `optimizer.pt`; it is resumed from at any number of ranks,
+    stage and residence, and so is one of Trainer's own. `save_model()` writes what
     `from_pretrained` reads, by way of rank 0's host memory; of a PEFT model the adapters alone.
 
     Args:
@@ -135,13 +136,21 @@ class ZeroTrainer(transformers.Trainer):
         its state. What is prepared it leaves as it is: so they are, one by one.
         """
         whole, accelerator = self.model, self.accelerator
-        if whole is not self._sharded and (training or find_sharded(whole) is None):
+        is_new = whole is not self._sharded and (training or find_sharded(whole) is None)
+        full_eval = None if training or self.is_in_train else self._full_eval_dtype()
+        if is_new or full_eval not in (None, next(whole.parameters()).dtype):
             self._settings = _read(self._zero, self.args, whole)  # `model_init` may have made it
             is_trained = training or any(param.requires_grad for param in whole.parameters())
+            zero = self._settings.zero
+            if full_eval is not None:  # the optimizer goes on with its masters
+                masters = torch.float32 if is_trained and zero.stage else None
+                precision = Precision(params=full_eval, masters=masters)
+                zero = attrs.evolve(zero, precision=precision)
+            optimizer = self.create_optimizer() if is_trained else None
             _, optimizer, _, _ = zero_engine.initialize(
                 model=whole,
-                optimizer=self.create_optimizer() if is_trained else None,
-                config=attrs.evolve(self._settings, scheduler=None),  # which is Trainer's
+                optimizer=getattr(optimizer, "optimizer", optimizer),  # in Accelerate's
+                config=attrs.evolve(self._settings, zero=zero, scheduler=None),  # Trainer's own
             )
             if optimizer is not None:
                 self.optimizer = accelerator.prepare(optimizer, device_placement=[False])
@@ -154,6 +163,12 @@ class ZeroTrainer(transformers.Trainer):
             sharded.removers.append(partial(_unprepare, whole))
             self._sharded = whole
         return self.model_wrapped if training else model
+
+    def _full_eval_dtype(self) -> torch.dtype | None:
+        """Return what Trainer converts the model to where it evaluates and does not train."""
+        if self.args.bf16_full_eval:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16_full_eval else None
 
     def _no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Accelerator.no_sync: gradients that are kept whole anyway are reduced once."""
@@ -200,9 +215,18 @@ class ZeroTrainer(transformers.Trainer):
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if checkpoint is None:
+            return
         ours, optimizer = Path(checkpoint, "zero"), self.optimizer.optimizer
         options: Any = {"scheduler": self.lr_scheduler, "restores_rngs": False}
-        zero_engine.load(ours, self.model, optimizer, **options)
+        files = [Path(checkpoint, name) for name in ("optimizer.pt", "scheduler.pt")]
+        if ours.is_dir():
+            zero_engine.load(ours, self.model, optimizer, **options)
+        elif all(file.is_file() for file in files):  # of the host's own Trainer, under DDP
+            state, schedule = (torch.load(f, map_location="cpu", weights_only=True) for f in files)
+            zero_engine.load_full_optimizer_state_dict(self.model, state)
+            self.lr_scheduler.load_state_dict(schedule)
+        # With save_only_model=True there is neither, and both begin anew, as in Trainer.
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
