@@ -96,6 +96,30 @@ def test_a_second_fit_is_that_of_ddp_strategy(group: Group, kind: str) -> None:
         loops.assert_same(run(stages), expected, group=group, what=f"{kind}, stages {stages}")
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of a search for so few steps
+@pytest.mark.ranks(timeout_s=120)
+def test_a_learning_rate_is_found_and_nothing_is_left(group: Group, tmp_path: Path) -> None:
+    """Tuner saves a checkpoint of a hidden name, and trains from it afterwards."""
+    import lightning_loops as loops
+    from lightning.pytorch.tuner import Tuner
+
+    found = []
+    for stage in (None, 1, 3):
+        module = loops.Module(lambda module: torch.optim.SGD(module.parameters(), lr=module.lr))
+        module.lr = 1e-3
+        options = {"max_epochs": 1, "default_root_dir": tmp_path}
+        trainer = loops.trainer_of(group, loops.strategy_of(stage), **options)
+        data = loops.batches()
+        search = Tuner(trainer).lr_find(module, data, num_training=5, update_attr=False)
+        assert search is not None
+        trainer.fit(module, data)
+        found.append((search.results["loss"], list(module.losses)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.:UserWarning")
 @pytest.mark.ranks(timeout_s=120)
 def test_a_module_without_an_optimizer_is_fitted(group: Group, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class _Zero:
         written = io.BytesIO()
         torch.save(beside, written)
         extra = {_BESIDE: torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)}
-        folder, tag = Path(path).parent, Path(path).name
+        folder, tag = _visible(path).parent, _visible(path).name
         zero_engine.save(folder, model, optimizer, tag=tag, step=step, extra=extra, is_latest=False)
 
 
@@ -197,11 +197,16 @@ class ZeroStrategy(_Zero, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a folder, with the optimizer when fitting; or read a file. Collective."""
         path, module = self.broadcast(checkpoint_path), self.lightning_module
-        if not Path(path).is_dir():
+        if not _visible(path).is_dir():
             return super().load_checkpoint(path, weights_only)
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizer = self.optimizers[0] if is_fitting else None
         return _load(path, module, optimizer, module.strict_loading, weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a folder, or a file."""
+        folder = _visible(filepath)
+        super().remove_checkpoint(folder if folder.is_dir() else filepath)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Of a file: a folder's is loaded."""
@@ -298,9 +303,14 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         return beside
 
 
+def _visible(path: Any) -> Path:
+    """Return where a checkpoint's folder is: a hidden name, as Tuner's, loses its dot."""
+    return Path(path).with_name(Path(path).name.lstrip("."))
+
+
 def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: Any) -> Any:
     options: Any = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
-    folder, tag = Path(path).parent, Path(path).name
+    folder, tag = _visible(path).parent, _visible(path).name
     report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
     if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
         raise FileError(f"{path} is one of a plain loop, not of Lightning: use zero_engine.load()")

@@ -225,7 +225,7 @@ class ZeroTrainer(transformers.Trainer):
         elif all(file.is_file() for file in files):  # of the host's own Trainer, under DDP
             state, schedule = (torch.load(f, map_location="cpu", weights_only=True) for f in files)
             zero_engine.load_full_optimizer_state_dict(self.model, state)
-            self.lr_scheduler.load_state_dict(schedule)
+            options["scheduler"].load_state_dict(schedule)
         # With save_only_model=True there is neither, and both begin anew, as in Trainer.
 
     def _load_best_model(self) -> None:
