@@ -206,6 +206,67 @@ def test_a_life_leads_where_plain_torchs_does(
         assert _traces(model) == before
 
 
+def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list[float]:
+    """From the head to the front, one layer more each two steps; the last is frozen again."""
+    layers = [model[0], model[2], model[4]]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    optimizer = torch.optim.AdamW(layers[2].parameters(), lr=1e-2)
+    shard(model, optimizer)
+    losses = []
+    for step in range(8):
+        layer = layers[max(0, 2 - step // 2)]
+        if step in (2, 4):
+            if when == "while gradients wait":
+                model(torch.ones(4, WIDTH)).square().sum().backward()
+            layer.requires_grad_(True)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-2 / step})
+        if step == 6:
+            layers[2].requires_grad_(False)
+        if when == "after an evaluation":
+            with torch.no_grad():
+                model(torch.ones(4, WIDTH))
+        loss = model(torch.ones(4, WIDTH) * (step + 1) / 10).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(1, 2, timeout_s=120)
+@pytest.mark.parametrize("residence", RESIDENCES)
+@pytest.mark.parametrize("when", ["between steps", "while gradients wait", "after an evaluation"])
+def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
+    group: Group, tmp_path: Path, when: str, residence: str
+) -> None:
+    """Fine-tuning thaws a model from its head on; it was refused after `shard()`."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        return nn.Sequential(next(layers), nn.Tanh(), next(layers), nn.Tanh(), next(layers))
+
+    plain = build()
+    expected = _finetune(plain, when, lambda *_: None)
+    for stage in (0, 1, 2, 3):
+        folder = tmp_path / f"{group.rank}-{stage}"
+        folder.mkdir()
+        offload = RESIDENCES[residence](folder)
+        if offload is not None and (stage == 0 or (stage < 3 and offload.params != "device")):
+            continue
+        config = ZeroConfig(stage, min_unit_bytes=0, offload=offload)
+        model = build()
+        found = _finetune(
+            model,
+            when,
+            lambda *of, config=config: zero_engine.shard(*of, config, group=group),  # type: ignore[misc]
+        )
+        torch.testing.assert_close(found, expected)
+        for name, value in zero_engine.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_optimizer_without_shards_says_who_has_them(group: Group, stage: int) -> None:
     """It would update nothing, without a word."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from zero_comm import Group, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
-from zero_partition.seams import find_sharded, retire_partition
+from zero_partition.seams import find_sharded
 
 from .checks import default_group
 from .config import ZeroConfig
@@ -89,23 +90,18 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
-    kept = retire_partition(model, optimizer)  # before the next one takes its folders
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        line = line_of(model, kept, config, group)
+        line = line_of(model, optimizer, config, group)
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
     offload = config.offload
     if config.sanitize and offload is not None and offload.path is not None:
         disk = evolve(offload.disk or DiskSettings(), has_checksums=True)
         offload = evolve(offload, disk=disk)
-    homes = homes_of(offload, group.device)
-    try:
-        partition(model, kept, config.for_partition, group=group, homes=homes)
-    except BaseException:
-        homes.close()
-        raise
+    homes = partial(homes_of, offload, group.device)
+    partition(model, optimizer, config.for_partition, group=group, homes=homes)
     return model, optimizer
 
 

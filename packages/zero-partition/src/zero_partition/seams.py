@@ -3,7 +3,6 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
-from zero_partition.enter.life_cycle import retire_partition
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -74,5 +73,4 @@ __all__ = [
     "reload_states",
     "require_sharded",
     "restore_loco",
-    "retire_partition",
 ]

@@ -109,10 +109,6 @@ def retire_partition(
             unpartition(model)
         else:
             _release(sharded)
-    for member in members_of(optimizer):
-        hooks = step_pre_hooks(member)
-        for key in [key for key, hook in hooks.items() if hook is _refuse_step]:
-            del hooks[key]
     return optimizer
 
 
@@ -154,6 +150,14 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         "optimizer, which has the shards now: step that one, or shard(model, optimizer) again, "
         "which begins without state"
     )
+
+
+def let_step(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let an optimizer step again, that lost its model to another one. Local."""
+    for member in members_of(optimizer):
+        hooks = step_pre_hooks(member)
+        for key in [key for key, hook in hooks.items() if hook is _refuse_step]:
+            del hooks[key]
 
 
 def _leave(sharded: ShardedModel) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -47,7 +48,7 @@ from zero_partition.run.unit import Unit
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_model
-from .life_cycle import retire_partition
+from .life_cycle import let_step, retire_partition
 from .model_plan import as_it_holds, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
@@ -296,7 +297,7 @@ def partition(
     config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
     group: Group,
-    homes: Homes = _NO_HOMES,
+    homes: Homes | Callable[[], Homes] = _NO_HOMES,
     **options: Any,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -314,7 +315,9 @@ def partition(
         group: The ranks that train it.
         homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
             are then stepped there, and gradients outside the device. They are the model's from now
-            on; where this raises, the caller closes them. At stage 0 no state can rest elsewhere.
+            on; where this raises, the caller closes them. A function that makes them is called
+            again when the model is laid out anew, as parameters are unfrozen or added to the
+            optimizer, which is refused otherwise. At stage 0 no state can rest elsewhere.
         **options: Fields of the configuration, in place of those in `config`: `placements`, say.
 
     Returns:
@@ -328,8 +331,41 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     optimizer = retire_partition(model, optimizer)
-    check_model(model, optimizer, group)
     config = evolve(config, **options)
+    again = None
+    if homes is _NO_HOMES or not isinstance(homes, Homes):
+        again = partial(_partition_again, config=config, group=group, homes=homes)
+    if isinstance(homes, Homes):
+        return _partition(model, optimizer, config, group=group, homes=homes, again=again)
+    made = homes()
+    try:
+        return _partition(model, optimizer, config, group=group, homes=made, again=again)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _partition_again(sharded: ShardedModel, **how: Any) -> None:
+    model = sharded.model
+    _LOG.info(
+        "a %s is laid out anew, since parameters were unfrozen or added to its optimizer: its "
+        "parameters and the optimizer's state are whole for a moment",
+        type(model).__name__,
+    )
+    partition(model, sharded.optimizer, **how)
+
+
+def _partition(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: PartitionConfig,
+    *,
+    group: Group,
+    homes: Homes,
+    again: Callable[[ShardedModel], None] | None,
+) -> ShardedModel:
+    check_model(model, optimizer, group)
+    let_step(optimizer)
     has_home = homes.params is not None
     config.wire.check(config.placements, has_home=has_home)
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
@@ -371,6 +407,7 @@ def partition(
         optimizer=optimizer,
         exposure=expose_shards(units, group),
         state_dict=config.state_dict,
+        again=again,
         input_dtype=precision.params if precision.cast_inputs else None,
         output_dtype=precision.outputs,
     )

@@ -66,6 +66,9 @@ class AroundCall(Bound):
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        if self.is_model and self.sharded.is_outdated():
+            self.sharded.partition_again()  # which takes this object off the model
+            return self.sharded.model(*args, **kwargs)
         if self.is_model and self.sharded.input_dtype is not None:
             args, kwargs = converted((args, kwargs), self.sharded.input_dtype)
         is_compiled = self.is_compiled or frame_compiler() is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Final, NoReturn, final
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -412,6 +412,9 @@ def _given_by_autograd(param: Tensor) -> Tensor | None:
     return grad.received if isinstance(grad, GradientGuard) else grad
 
 
+requires_grad_of: Final = attrgetter("requires_grad")
+
+
 @define(eq=False, repr=False)
 class _EndOfBackward:
     """What autograd calls when a backward has ended, and drops when an exception has ended it."""
@@ -444,6 +447,7 @@ class ShardedModel:
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
     state_dict: StateDictKind  # what it does of what is sharded
+    again: Callable[[ShardedModel], None] | None = None  # partition it anew; None: not known how
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
     # Parameter's id -> what `state_dict()` gives of it, or its name alone; None: not set.
@@ -467,6 +471,8 @@ class ShardedModel:
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _shards: list[nn.Parameter] = field(init=False)  # what the optimizer steps at stages 1 to 3
+    _frozen: list[nn.Parameter] = field(init=False)  # that had no gradients when it was partitioned
+    _num_in_groups: list[int] = field(init=False)  # parameters of each group of the optimizer
     is_shard_written: bool = field(default=False, init=False)  # outside a step; not published
     _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
@@ -497,7 +503,30 @@ class ShardedModel:
         for shard in self._shards:
             shard.sharded = own  # type: ignore[attr-defined]
         self._watch_shards(is_watched=True)
+        frozen = (buffer.params for buffer in self.buffers if not buffer.plan.trainable)
+        self._frozen = list(chain.from_iterable(frozen))
+        self._num_in_groups = self._count_in_groups()
         self._look_at_modules()
+
+    def _count_in_groups(self) -> list[int]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [len(group["params"]) for group in groups]
+
+    def is_outdated(self) -> bool:
+        """Return whether a parameter was unfrozen, or the optimizer got others. Local.
+
+        Asked as a forward of the model begins; the same on every rank. Not while autograd is off:
+        adapters are switched on and off around an evaluation, which needs no gradient memory.
+        """
+        if self.forwards or self.again is None or not torch.is_grad_enabled() or is_in_backward():
+            return False
+        is_thawed = True in map(requires_grad_of, self._frozen)
+        return is_thawed or self._count_in_groups() != self._num_in_groups
+
+    def partition_again(self) -> None:
+        """Lay units and state out anew, for the model and optimizer as they are now. Collective."""
+        assert self.again is not None, "asked before"
+        self.again(self)
 
     @property
     def group(self) -> Group:
@@ -965,6 +994,6 @@ class ShardedModel:
                 if id(param) not in known:
                     raise StateError(
                         f"param group {index} of the optimizer holds a parameter of shape "
-                        f"{tuple(param.shape)} that is no shard of the model: add param groups "
-                        "before shard()"
+                        f"{tuple(param.shape)} that is no shard of the model: call the model "
+                        "before this step, which lays it out, or shard() it again"
                     )
