@@ -96,6 +96,63 @@ def test_a_second_fit_is_that_of_ddp_strategy(group: Group, kind: str) -> None:
         loops.assert_same(run(stages), expected, group=group, what=f"{kind}, stages {stages}")
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.ranks(timeout_s=120)
+def test_a_backbone_is_thawed_epoch_by_epoch(group: Group) -> None:
+    """Lightning freezes it before training, and adds its parameters to the optimizer later.
+
+    Against a loop in one process: DDP never averages gradients of what was frozen when it began.
+    """
+    import lightning_loops as loops
+    from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class WithBackbone(loops.Module):
+        def build(self) -> None:
+            super().build()
+            self.backbone = self.net["blocks"]
+
+    class ByBlocks(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net["blocks"])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            block = pl_module.net["blocks"][2 - epoch]
+            self.unfreeze_and_add_param_group(block, optimizer, lr=1e-3)
+
+    def trained(module: nn.Module) -> torch.optim.Optimizer:
+        params = [param for param in module.parameters() if param.requires_grad]
+        return torch.optim.AdamW(params, lr=0.01)
+
+    generator = torch.Generator().manual_seed(4)
+    data = [torch.randn(6, size, generator=generator) for size in (loops.WIDTH, 3)]
+    plain = WithBackbone()
+    plain.net["blocks"].requires_grad_(False)
+    optimizer, losses = trained(plain), []
+    for epoch in range(3):
+        block = plain.net["blocks"][2 - epoch].requires_grad_(True)
+        optimizer.add_param_group({"params": list(block.parameters()), "lr": 1e-3})
+        for batch in zip(*(part.split(2) for part in data), strict=True):
+            losses.append(plain.loss_of(batch).item())
+            plain.loss_of(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for of_group in optimizer.param_groups:
+            of_group["lr"] *= 0.9  # as the module's scheduler does
+
+    options: Any = {"max_epochs": 3, "use_distributed_sampler": False}  # all ranks have all of it
+    for stage in (0, 1, 2, 3):
+        module = WithBackbone(trained)
+        strategy = loops.strategy_of(stage)
+        trainer = loops.trainer_of(group, strategy, callbacks=[ByBlocks()], **options)
+        trainer.fit(module, DataLoader(TensorDataset(*data), batch_size=2))
+        torch.testing.assert_close(module.losses, losses)
+        for name, value in zero_engine.full_state_dict(module).items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        thawing = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        loops.fit(group, stage, WithBackbone(trained), callbacks=[thawing], max_epochs=3)
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of a search for so few steps
 @pytest.mark.ranks(timeout_s=120)
 def test_a_learning_rate_is_found_and_nothing_is_left(group: Group, tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ from typing import Any, Final
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -153,6 +157,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
         # Its own would clip by the norm of one rank's part.
         plugin.clip_grad_by_norm = lambda _, norm: zero_engine.clip_grad_norm_(module, norm)
         plugin.clip_grad_by_value = lambda _, value: zero_engine.clip_grad_value_(module, value)
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):  # it looks for groups' parameters by name
+                callback._apply_mapping_to_param_groups = partial(_named_groups, module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward come before the step, as in a plain loop.
@@ -301,6 +308,15 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
             else:
                 state[key] = beside.pop(key)
         return beside
+
+
+def _named_groups(module: nn.Module, groups: list[dict[str, Any]], names: Any) -> Any:
+    """Do what BaseFinetuning does to param groups, of shards too: a parameter's name, or back."""
+    sharded: Any = find_sharded(module)
+    params = {} if sharded is None else {id(s): p for s, p in sharded.shards_and_params()}
+    known = [[params.get(id(p), p) for p in group["params"]] for group in groups]
+    pairs = zip(groups, known, strict=True)
+    return [{**group, "params": [names[p] for p in of_group]} for group, of_group in pairs]
 
 
 def _visible(path: Any) -> Path:

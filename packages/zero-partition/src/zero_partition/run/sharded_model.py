@@ -512,6 +512,11 @@ class ShardedModel:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [len(group["params"]) for group in groups]
 
+    def shards_and_params(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Give each parameter of the optimizer's with that of the model which it is a shard of."""
+        for buffer in self.buffers if self.shards_state else ():
+            yield from zip(buffer.shard_params, buffer.params, strict=True)
+
     def is_outdated(self) -> bool:
         """Return whether a parameter was unfrozen, or the optimizer got others. Local.
 
