@@ -35,8 +35,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group
         )
     if any(find_sharded(module) is not None for module in model.modules()):
         raise PartitionError(
-            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
-            "model once, before wrapping or copying it"
+            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() "
+            "the very model that was sharded, or unshard() it first"
         )
     if CURRENT.get() is not None:
         raise PartitionError(

@@ -362,8 +362,8 @@ def check_optimizer(
     if not any(param.requires_grad for param in given):
         raise PartitionError(
             f"expected an optimizer with something to train, got {type(optimizer).__name__} over "
-            f"{len(given)} parameters, none of which requires a gradient; unfreeze before shard(), "
-            "as later is not followed, or shard(model) without an optimizer for inference"
+            f"{len(given)} parameters, none of which requires a gradient; unfreeze something, or "
+            "shard(model) without an optimizer for inference"
         )
     for member in members_of(optimizer) if shards_state else ():
         attribute = attribute_with_params(member, known)

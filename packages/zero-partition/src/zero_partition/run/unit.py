@@ -287,9 +287,9 @@ class Unit:
             got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
         return (
             f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
-            f"(rank {self.group.rank}). Convert, move, freeze and replace parameters before "
-            "shard(): .to(), .half(), load_state_dict(assign=True) and unfreezing after it are not "
-            "followed; values go in through load_state_dict()."
+            f"(rank {self.group.rank}). Convert, move and replace parameters before shard(): "
+            ".to(), .half() and load_state_dict(assign=True) after it are not followed; values go "
+            "in through load_state_dict(). What is unfrozen, the next call of the model follows."
         )
 
     def _take_slot(self, pool: SlotPool[Unit]) -> None:

@@ -131,7 +131,7 @@ def set_full_grad(
     if not place.is_trainable:
         raise StateError(
             f"{what}: parameter {place.name!r} was frozen when it was sharded, and has no memory "
-            "for a gradient; unfreeze parameters before shard()"
+            "for a gradient; unfreeze it, and call the model"
         )
     gradients = _gradients_of(place, what)
     assert gradients is not None, "it trains"
