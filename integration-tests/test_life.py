@@ -287,3 +287,51 @@ def test_an_optimizer_without_shards_says_who_has_them(group: Group, stage: int)
     _steps(run, first, 3)
     with pytest.raises(StateError, match="SGD was stepped"):
         second.step()
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.parametrize("before", ["trained", "destroyed", "evaluates", "evaluates in between"])
+def test_an_engine_may_come_after_another(group: Group, before: str) -> None:
+    """`destroy()` and `initialize()`, or two engines, as notebooks and searches have them."""
+
+    def settings(stage: int, *, trains: bool) -> dict[str, Any]:
+        adamw = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+        return {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+        } | ({"optimizer": adamw} if trains else {})
+
+    def engine_of(model: nn.Module, stage: int, *, trains: bool = True) -> Any:
+        config = settings(stage, trains=trains)
+        params = model.parameters() if trains else None
+        options: Any = {"model": model, "model_parameters": params, "config": config}
+        return zero_engine.initialize(**options, group=group)[0]
+
+    def train(engine: Any) -> None:
+        for number in range(2):
+            engine.backward(engine(torch.ones(4, WIDTH) * (number + 1) / 10).square().sum())
+            engine.step()
+
+    def train_plain(model: nn.Module) -> None:
+        run = Run(model, lambda *_: None, lambda *_: None)
+        _steps(run, torch.optim.AdamW(model.parameters(), lr=0.01), 0, 1)
+
+    for stage, other in itertools.product((0, 1, 2, 3), (0, 1, 2, 3)):
+        model, plain = _build(), _build()
+        if before == "evaluates":
+            with torch.no_grad():
+                engine_of(model, stage, trains=False)(torch.ones(4, WIDTH))
+        else:
+            first = engine_of(model, stage)
+            train(first)
+            train_plain(plain)
+            if before == "destroyed":
+                first.destroy()
+        if before == "evaluates in between":
+            with torch.no_grad():
+                engine_of(model, other, trains=False)(torch.ones(4, WIDTH))
+        train(engine_of(model, other))
+        train_plain(plain)
+        for name, value in zero_engine.full_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
