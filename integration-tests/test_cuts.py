@@ -298,12 +298,3 @@ def test_a_misspelt_cut_is_a_config_error(cut: Any) -> None:
     """Found where it was written, not where the model is sharded."""
     with pytest.raises(ConfigError, match=r"ZeroConfig\.cut: expected"):
         ZeroConfig(3, cut=cut)
-
-
-def test_two_optimizers_are_told_to_be_chained() -> None:
-    """A user with Muon and AdamW passes both first."""
-    model = parity.build()
-    pair = structured.muon_and_adamw(model).optimizers
-
-    with pytest.raises(ConfigError, match=r"expected one optimizer, got 2; .*ChainedOptimizer\("):
-        zero_engine.shard(model, pair, ZeroConfig(3))

@@ -91,11 +91,6 @@ def _foreign_parameter(group: Group) -> None:
     zero_engine.shard(model, parity.adamw(nn.Linear(3, 4)), ZeroConfig(3), group=group)
 
 
-def _twice(group: Group) -> None:
-    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-
-
 def _inside_of_another(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     zero_engine.shard(nn.Sequential(model), None, ZeroConfig(3), group=group)
@@ -148,7 +143,6 @@ def _matrix_state(group: Group) -> None:
 
 REFUSED: dict[Callable[[Group], None], str] = {
     _foreign_parameter: r"param group 0 of the AdamW: parameter 0 of shape \(4, 3\) is not in",
-    _twice: r"this Tiny.* is sharded already; shard\(\) a model once",
     _inside_of_another: r"this Sequential, or a module inside it, is sharded already",
     _not_contiguous: r"'blocks\.0\.up\.weight': expected contiguous.*strides \(1, 13\); assign",
     _sparse: r"'mask': expected a dense tensor, got layout torch\.sparse_coo; convert it",

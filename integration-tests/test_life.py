@@ -12,7 +12,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Offload, ZeroConfig
+from zero_engine import ConfigError, Offload, ZeroConfig
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
 
@@ -335,3 +335,137 @@ def test_an_engine_may_come_after_another(group: Group, before: str) -> None:
         train_plain(plain)
         for name, value in zero_engine.full_state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+# ---- Several optimizers ----
+
+
+class _Gan(nn.Module):
+    """Two networks, of which a loss may reach one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, *, is_detached: bool = False) -> Tensor:
+        made = self.makes(x)
+        return self.judges(made.detach() if is_detached else made)
+
+
+def _by_turns(model: Any, first: Any, second: Any, clip: Callable[[Any], object]) -> None:
+    """`first` updates what makes, `second` what judges."""
+    for step in range(3):
+        x = torch.ones(4, WIDTH) * (step + 1) / 10
+        second.zero_grad()
+        model(x, is_detached=True).square().sum().backward()
+        clip(second)
+        second.step()
+        first.zero_grad()
+        model(x).sum().backward()  # reaches both, and stays with the other
+        clip(first)
+        first.step()
+
+
+def _both(model: Any, first: Any, second: Any, clip: Callable[[Any], object]) -> None:
+    """One backward, two steps in another order; the second's gradients are of two."""
+    for step in range(3):
+        x = torch.ones(4, WIDTH) * (step + 1) / 10
+        model(x).square().sum().backward()
+        clip(first)
+        first.step()
+        first.zero_grad(set_to_none=False)
+        model(x).sum().backward()
+        clip(second)
+        second.step()
+        second.zero_grad()
+
+
+def _in_parts(model: Any, first: Any, second: Any, clip: Callable[[Any], object]) -> None:
+    """Neither loss is one of the model's call."""
+    for step in range(3):
+        x = torch.ones(4, WIDTH) * (step + 1) / 10
+        first.zero_grad()
+        second.zero_grad()
+        model.makes(x).square().sum().backward()
+        model.judges(model.makes(x)).sum().backward()
+        clip(second)
+        second.step()
+        first.step()
+
+
+@pytest.mark.ranks(1, 2, timeout_s=120)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("loop", [_by_turns, _both, _in_parts])
+def test_several_optimizers_go_on_by_themselves(
+    group: Group, stage: int, loop: Callable[..., None]
+) -> None:
+    """A GAN's, an actor's and a critic's: each is stepped, zeroed and clipped by itself."""
+
+    def build() -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(0)
+        model = _Gan()
+        first = torch.optim.AdamW(model.makes.parameters(), lr=1e-2)
+        return model, first, torch.optim.SGD(model.judges.parameters(), lr=0.05, momentum=0.9)
+
+    plain, *theirs = build()
+    loop(
+        plain,
+        *theirs,
+        lambda by: nn.utils.clip_grad_norm_(
+            [param for of_group in by.param_groups for param in of_group["params"]], 0.5
+        ),
+    )
+    model, *ours = build()
+    config = ZeroConfig(stage, min_unit_bytes=0)
+    assert zero_engine.shard(model, ours, config, group=group)[1] is ours
+    loop(model, *ours, lambda by: zero_engine.clip_grad_norm_(by, 0.5))
+    for name, value in zero_engine.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+    zero_engine.shard(model, ours, ZeroConfig((stage + 1) % 4), group=group)  # with their state
+    loop(model, *ours, lambda by: zero_engine.clip_grad_norm_(by, 0.5))
+    loop(plain, *theirs, lambda by: nn.utils.clip_grad_norm_(by.param_groups[0]["params"], 0.5))
+    zero_engine.unshard(model, ours)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_several_optimizers_are_saved_and_loaded(group: Group, tmp_path: Path) -> None:
+    """All of them with the model, in their order."""
+    torch.manual_seed(0)
+    model, other = _Gan(), _Gan()
+    both = [
+        [torch.optim.AdamW(each.makes.parameters()), torch.optim.AdamW(each.judges.parameters())]
+        for each in (model, other)
+    ]
+    for each, ours in zip((model, other), both, strict=True):
+        zero_engine.shard(each, ours, ZeroConfig(3, min_unit_bytes=0), group=group)
+    _both(model, *both[0], lambda _: None)
+    zero_engine.save(tmp_path, model, both[0], step=3)
+    zero_engine.load(tmp_path, other, both[1])
+    for each, ours in zip((model, other), both, strict=True):
+        for optimizer in ours:
+            optimizer.zero_grad()
+        _both(each, *ours, lambda _: None)
+    weights = [zero_engine.full_state_dict(each) for each in (model, other)]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+
+
+def test_several_optimizers_share_no_parameter_and_leave_none_out(group: Group) -> None:
+    """Said by name, before training."""
+    model = _Gan()
+    makes, judges = (torch.optim.SGD(part.parameters()) for part in (model.makes, model.judges))
+    for optimizers, said in (
+        ([makes, judges, _momentum(model.judges)], r"'judges\.0\.weight' is in two .* 1 and 2"),
+        ([makes], r"one of the 1 optimizers, got judges\.0\.weight.* in none"),
+        ([makes, None], "optimizer to be one or several torch optimizers"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            zero_engine.shard(model, optimizers, group=group)
+    with pytest.raises(ConfigError, match="state on the device"):
+        config = ZeroConfig(2, offload=Offload(optimizer="host"))
+        zero_engine.shard(model, [makes, judges], config, group=group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -16,15 +16,17 @@ from zero_comm import Group, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
-from zero_partition.seams import find_sharded
+from zero_partition.seams import SeparateOptimizers, find_sharded
 
-from .checks import default_group
+from .checks import default_group, has_optimizer
 from .config import ZeroConfig
 from .errors import ConfigError
 from .offload import homes_of
 
 Model = TypeVar("Model", bound=nn.Module)
-AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
+AnyOptimizer = TypeVar(
+    "AnyOptimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+)
 
 _LOG: Final = logging.getLogger("zero_engine")
 
@@ -51,7 +53,8 @@ def shard(
         model: On the device of the group, its parameters dense and contiguous.
         optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
             looks at more than single elements keeps tensors whole, or is refused; see
-            `ZeroConfig.cut`.
+            `ZeroConfig.cut`. A list of several is stepped, zeroed and clipped one by one, in any
+            order, as those of a GAN; what steps together is one `ChainedOptimizer`.
         config: `ZeroConfig()`, stage 3, when None.
         group: The ranks to distribute over; all of them when None, or just this process if
             torch.distributed was not initialised.
@@ -66,20 +69,16 @@ def shard(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if config is None and optimizer is None and find_sharded(model) is not None:
+    is_bare = config is None and optimizer is None and isinstance(model, nn.Module)
+    if is_bare and find_sharded(model) is not None:
         return model, optimizer
     config = ZeroConfig() if config is None else config
-    is_many = isinstance(optimizer, list | tuple) and all(
-        isinstance(item, torch.optim.Optimizer) for item in optimizer
-    )
-    if is_many:
-        raise ConfigError(
-            f"shard(): expected one optimizer, got {len(optimizer)}; several step as one when they "
-            "are chained: shard(model, ChainedOptimizer(muon, adamw), config)"
-        )
+    chosen: Any = optimizer
+    if isinstance(optimizer, list | tuple) and isinstance(model, nn.Module):
+        chosen = _as_one(model, optimizer, config)
     for name, value, kind in (
         ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer | None),
+        ("optimizer", chosen, torch.optim.Optimizer | None),
         ("config", config, ZeroConfig),
         ("group", group, Group | None),
     ):
@@ -93,7 +92,7 @@ def shard(
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        line = line_of(model, optimizer, config, group)
+        line = line_of(model, chosen, config, group)
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
     offload = config.offload
@@ -101,8 +100,46 @@ def shard(
         disk = evolve(offload.disk or DiskSettings(), has_checksums=True)
         offload = evolve(offload, disk=disk)
     homes = partial(homes_of, offload, group.device)
-    partition(model, optimizer, config.for_partition, group=group, homes=homes)
+    partition(model, chosen, config.for_partition, group=group, homes=homes)
     return model, optimizer
+
+
+def _as_one(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
+) -> SeparateOptimizers:
+    """Return several optimizers as the one that a partition has; they go on by themselves."""
+    owners: dict[int, int] = {}
+    names = {id(param): name for name, param in model.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"shard(): expected optimizer to be one or several torch optimizers, got "
+                f"{optimizers!r} of type {type(optimizers).__name__}"
+            )
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if owners.setdefault(id(param), number) != number:
+                name, other = names.get(id(param), "?"), owners[id(param)]
+                raise ConfigError(
+                    f"shard(): parameter {name!r} is in two of the optimizers, {other} and "
+                    f"{number}; leave it to one of them"
+                )
+    sharded = find_sharded(model)
+    known = None if sharded is None else sharded.optimizer
+    if isinstance(known, SeparateOptimizers) and [*known.optimizers] == [*optimizers]:
+        return known
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in owners]
+    if left:
+        raise ConfigError(
+            f"shard(): expected each trainable parameter in one of the {len(optimizers)} "
+            f"optimizers, got {', '.join(left[:3])} in none; add them, or freeze them"
+        )
+    if config.offload is not None and config.offload.optimizer != "device":
+        raise ConfigError(
+            "shard(): expected optimizer state on the device where several optimizers step by "
+            "themselves, got an Offload of it; leave it out, or chain them if they step together: "
+            "ChainedOptimizer(muon, adamw)"
+        )
+    return SeparateOptimizers(*optimizers)
 
 
 def _write_report(*what: Any) -> None:
@@ -135,7 +172,7 @@ def unshard(
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = find_sharded(model)
-    if sharded is not None and optimizer is not None and sharded.optimizer is not optimizer:
+    if sharded is not None and not has_optimizer(sharded, optimizer):
         raise ConfigError(
             f"unshard(): expected the optimizer that was sharded with the model, got another "
             f"{type(optimizer).__name__}; pass what shard() returned"

@@ -29,6 +29,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         ValueError: Two of them update the same parameter.
     """
 
+    _steps_all = True
+
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
             raise PartitionError(
@@ -39,7 +41,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._is_built = self._is_stepping = False
         super().__init__([group for o in optimizers for group in o.param_groups], {})
         self._is_built = True
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._steps_all else ():
             optimizer.register_step_pre_hook(self._check_step)
 
     @property
@@ -102,6 +104,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 f"{type(optimizer).__name__}.step() was called, but this optimizer was chained "
                 "with others: call step() of the ChainedOptimizer, which steps them all"
             )
+
+
+class SeparateOptimizers(ChainedOptimizer):
+    """Optimizers of one model that are stepped, zeroed and clipped by themselves, in any order."""
+
+    _steps_all = False
 
 
 def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:

@@ -3,6 +3,7 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
+from zero_partition.chained import SeparateOptimizers
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -55,6 +56,7 @@ __all__ = [
     "RestPlan",
     "RoomPlan",
     "SanitizerError",
+    "SeparateOptimizers",
     "ShardedModel",
     "StateLoad",
     "StateParts",

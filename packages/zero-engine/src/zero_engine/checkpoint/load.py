@@ -182,8 +182,10 @@ def load(
         problems.append("it was saved without an average")
     _refuse(problems, checkpoint.path, what="load()", group=group)
     together(lambda: _verify(checkpoint, group), what="load()", group=group)
-    if optimizer is not None:
-        optimizer.zero_grad()
+    several: Any = optimizer
+    for each in several if isinstance(several, list | tuple) else [several]:
+        if each is not None:
+            each.zero_grad()
     loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
     does_rngs = restores_rngs and checkpoint.world_size == group.world_size
 

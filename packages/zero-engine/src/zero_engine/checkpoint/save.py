@@ -33,6 +33,7 @@ from zero_partition.seams import (
     plan_parts,
 )
 
+from zero_engine.checks import has_optimizer
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
@@ -289,7 +290,7 @@ def sharded_of(
             f"{what}: expected a model that was sharded, got a plain {type(model).__name__}; call "
             "zero_engine.shard(model, optimizer) first, which works in one process too"
         )
-    if optimizer is not None and sharded.optimizer is not optimizer:
+    if not has_optimizer(sharded, optimizer):
         raise StateError(
             f"{what}: expected the optimizer that was sharded with the model, got another "
             f"{type(optimizer).__name__}; pass what shard() returned"

@@ -115,13 +115,20 @@ class ZeroAccelerator(Accelerator):
             model.to(self.device)
             for optimizer in optimizers:  # its state goes where the parameters are
                 optimizer.load_state_dict(optimizer.state_dict())
-        alone: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
-        zero_engine.shard(model, alone, config)  # which refuses several
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"prepare(): expected one optimizer of a {type(model).__name__}, got "
+                f"{len(optimizers)}; several step as one when they are chained, "
+                "ChainedOptimizer(muon, adamw); each by itself in a plain loop, after "
+                "zero_engine.shard(model, [first, second], config)"
+            )
+        alone = next(iter(optimizers), None)
+        zero_engine.shard(model, alone, config)
 
         def clip(*_: Any) -> None:
             zero_engine.clip_grad_norm_(model, self._max_norm)
 
-        if optimizers and self._max_norm:  # as DeepSpeed does where its file says so
+        if alone is not None and self._max_norm:  # as DeepSpeed does where its file says so
             alone.register_step_pre_hook(clip)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 

@@ -82,11 +82,11 @@ class _Zero:
         real = [optimizer for optimizer in optimizers if optimizer.param_groups]
         given: Any = real[0] if len(real) == 1 else real or None
         zero_engine.shard(module, given, self.config)
-        if given is not None:
-            kind = type(given)
-            given.__class__ = _finding_own_zero_grad(kind)
-            sharded: Any = find_sharded(module)
-            sharded.removers.append(lambda: setattr(given, "__class__", kind))
+        sharded: Any = find_sharded(module)
+        for optimizer in real:
+            restore = partial(setattr, optimizer, "__class__", type(optimizer))
+            optimizer.__class__ = _finding_own_zero_grad(type(optimizer))
+            sharded.removers.append(restore)
 
     def _save(
         self: Any, path: Any, model: Any, optimizer: Any, beside: Any, step: int = 0, **options: Any
@@ -155,8 +155,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
         self.model = _Called(module) if module.automatic_optimization else module
         self.setup_precision_plugin()
         # Its own would clip by the norm of one rank's part.
-        plugin.clip_grad_by_norm = lambda _, norm: zero_engine.clip_grad_norm_(module, norm)
-        plugin.clip_grad_by_value = lambda _, value: zero_engine.clip_grad_value_(module, value)
+        plugin.clip_grad_by_norm = lambda of, norm: zero_engine.clip_grad_norm_(_plain(of), norm)
+        plugin.clip_grad_by_value = lambda of, by: zero_engine.clip_grad_value_(_plain(of), by)
         for callback in trainer.callbacks:
             if isinstance(callback, BaseFinetuning):  # it looks for groups' parameters by name
                 callback._apply_mapping_to_param_groups = partial(_named_groups, module)
@@ -207,7 +207,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
         if not _visible(path).is_dir():
             return super().load_checkpoint(path, weights_only)
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        optimizer = self.optimizers[0] if is_fitting else None
+        several: Any = self.optimizers
+        optimizer = (several if len(several) > 1 else several[0]) if is_fitting else None
         return _load(path, module, optimizer, module.strict_loading, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -317,6 +318,11 @@ def _named_groups(module: nn.Module, groups: list[dict[str, Any]], names: Any) -
     known = [[params.get(id(p), p) for p in group["params"]] for group in groups]
     pairs = zip(groups, known, strict=True)
     return [{**group, "params": [names[p] for p in of_group]} for group, of_group in pairs]
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper of it."""
+    return vars(optimizer).get("_optimizer", optimizer)
 
 
 def _visible(path: Any) -> Path:

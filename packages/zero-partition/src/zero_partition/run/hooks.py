@@ -13,6 +13,7 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
+from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.stages import Placement
@@ -467,7 +468,18 @@ def install_norm_hooks(norm: nn.Module) -> list[Callable[[], None]]:
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
-    """Hook the optimizer's step, and let its zero_grad reach the gradients we hold."""
+    """Hook the optimizer's step, and let its zero_grad reach the gradients we hold.
+
+    Of several that are stepped by themselves, each one's.
+    """
+    is_several = isinstance(optimizer, SeparateOptimizers)
+    for member in members_of(optimizer) if is_several else [optimizer]:
+        _hook_optimizer(member, sharded, has_all=not is_several)
+
+
+def _hook_optimizer(
+    optimizer: torch.optim.Optimizer, sharded: ShardedModel, *, has_all: bool
+) -> None:
     handles = [
         optimizer.register_step_pre_hook(BeforeStep(sharded)),
         optimizer.register_step_post_hook(AfterStep(sharded)),
@@ -478,7 +490,10 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
     @functools.wraps(plain_zero_grad)
     def zero_grad(set_to_none: bool = True) -> None:
         take_back(sharded, optimizer)
-        sharded.drop_gradients(set_to_none=set_to_none)
+        if has_all or sharded.phase is ModelPhase.FAILED:
+            sharded.drop_gradients(set_to_none=set_to_none)
+        else:
+            sharded.drop_gradients_of(optimizer, set_to_none=set_to_none)
         with plain_access():
             plain_zero_grad(set_to_none=set_to_none)
 

@@ -147,10 +147,10 @@ def unscale_and_clip_(
     Raises:
         StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
     """
-    sharded = require_sharded(model_or_optimizer)
+    sharded, chosen = _chosen(model_or_optimizer, "unscale_and_clip_()")
     if not 0 < scale < float("inf"):
         raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
-    grads = _gradients(sharded, "unscale_and_clip_()", across)
+    grads = _gradients(sharded, "unscale_and_clip_()", across, chosen)
     norm = _total_norm(sharded, grads, 2.0, across) / scale
     finite, factor = norm.isfinite(), torch.ones_like(norm)
     if max_norm is not None:
@@ -184,7 +184,10 @@ def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
             return require_sharded(given), None
         given = given.parameters()
     elif isinstance(given, torch.optim.Optimizer):
-        return require_sharded(given), None
+        sharded = require_sharded(given)
+        if sharded.optimizer is given:
+            return sharded, None
+        return sharded, {id(param) for group in given.param_groups for param in group["params"]}
     params = [given] if isinstance(given, Tensor) else list(given)
     owners = [
         param.sharded() if isinstance(param, ParamShard) else place_of(param, what=what).sharded

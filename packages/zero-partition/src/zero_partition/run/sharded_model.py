@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_flat, ranges
 from zero_comm.ranges import is_profiled, ranged
 
+from zero_partition.chained import members_of
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.config import StateDictKind
@@ -508,9 +509,12 @@ class ShardedModel:
         self._num_in_groups = self._count_in_groups()
         self._look_at_modules()
 
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the param groups of the optimizer, or of each of several."""
+        return [group for member in members_of(self.optimizer) for group in member.param_groups]
+
     def _count_in_groups(self) -> list[int]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [len(group["params"]) for group in groups]
+        return [len(group["params"]) for group in self._groups()]
 
     def shards_and_params(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Give each parameter of the optimizer's with that of the model which it is a shard of."""
@@ -803,9 +807,7 @@ class ShardedModel:
         """Publish what was written so. Collective then."""
         if self.is_shard_written:
             self._set_shard_written(is_written=False)
-            assert self.optimizer is not None, "who writes has found the shards in its groups"
-            groups = self.optimizer.param_groups
-            seen = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+            seen = set(map(id, chain.from_iterable(group["params"] for group in self._groups())))
             frozen = [
                 buffer
                 for buffer in self.buffers
@@ -902,6 +904,17 @@ class ShardedModel:
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
 
+    def drop_gradients_of(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
+        """Do what `zero_grad()` of one of several optimizers does, which leaves the others'."""
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for shard, param in self.shards_and_params():
+            if id(shard) not in own or param.grad is None:
+                continue
+            if set_to_none:
+                param.grad = None  # what the user has dropped is followed later
+            else:
+                param.grad.zero_()
+
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
         self.require("release_buffers()", no=(ModelPhase.GATHERED,))
@@ -994,7 +1007,7 @@ class ShardedModel:
         if self.optimizer is None or not self.shards_state:
             return
         known = {id(param) for buffer in self.buffers for param in buffer.shard_params}
-        for index, param_group in enumerate(self.optimizer.param_groups):
+        for index, param_group in enumerate(self._groups()):
             for param in param_group["params"]:
                 if id(param) not in known:
                     raise StateError(
