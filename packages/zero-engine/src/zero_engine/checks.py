@@ -12,7 +12,6 @@ from attrs import Attribute
 from torch import nn
 from zero_comm import Group
 from zero_partition import plan
-from zero_partition.seams import SeparateOptimizers, ShardedModel
 
 from .errors import ConfigError
 
@@ -83,11 +82,3 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
             "group=Group.solo() if this process is to be alone"
         )
     return group
-
-
-def has_optimizer(sharded: ShardedModel, given: Any) -> bool:
-    """Return whether it is the optimizer that was sharded with a model, or all of several."""
-    own = sharded.optimizer
-    if isinstance(given, list | tuple):
-        return isinstance(own, SeparateOptimizers) and [*own.optimizers] == [*given]
-    return given is None or given is own

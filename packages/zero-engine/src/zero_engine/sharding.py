@@ -16,9 +16,9 @@ from zero_comm import Group, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement
-from zero_partition.seams import SeparateOptimizers, find_sharded
+from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded
 
-from .checks import default_group, has_optimizer
+from .checks import default_group
 from .config import ZeroConfig
 from .errors import ConfigError
 from .offload import homes_of
@@ -140,6 +140,14 @@ def _as_one(
             "ChainedOptimizer(muon, adamw)"
         )
     return SeparateOptimizers(*optimizers)
+
+
+def has_optimizer(sharded: ShardedModel, given: Any) -> bool:
+    """Return whether it is the optimizer that was sharded with a model, or all of several."""
+    own = sharded.optimizer
+    if isinstance(given, list | tuple):
+        return isinstance(own, SeparateOptimizers) and [*own.optimizers] == [*given]
+    return given is None or given is own
 
 
 def _write_report(*what: Any) -> None:

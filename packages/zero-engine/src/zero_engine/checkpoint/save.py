@@ -33,8 +33,8 @@ from zero_partition.seams import (
     plan_parts,
 )
 
-from zero_engine.checks import has_optimizer
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.sharding import has_optimizer
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
 from .folder import LATEST, from_json, name_of, to_json, together
