@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +95,25 @@ def test_a_second_fit_is_that_of_ddp_strategy(group: Group, kind: str) -> None:
         if kind == "by the same trainer" and len(set(stages)) > 1:
             continue
         loops.assert_same(run(stages), expected, group=group, what=f"{kind}, stages {stages}")
+
+
+@pytest.mark.ranks(timeout_s=120)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_is_one_file_on_request(group: Group, tmp_path: Path, stage: int) -> None:
+    """What Lightning's own calls read, also DDPStrategy, and a sharded run goes on from it."""
+    import lightning_loops as loops
+
+    got = loops.fit(group, stage, loops.Module(), fields={"single_file": True}, max_epochs=1)
+    file = tmp_path / "all.ckpt"
+    got[2].save_checkpoint(file)
+    plain = loops.Module.load_from_checkpoint(file)
+    if group.rank == 0:
+        parity.assert_same_weights(plain.state_dict(), got[1], what="one file")
+    results = [
+        loops.fit(group, each, loops.Module(), ckpt_path=file) for each in (None, stage, 4 - stage)
+    ]
+    for result in results[1:]:
+        loops.assert_same(result, results[0], group=group, what="resumed")
 
 
 @pytest.mark.ranks(timeout_s=120)

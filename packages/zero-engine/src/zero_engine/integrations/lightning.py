@@ -115,6 +115,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
     Args:
         stage: As for `ZeroConfig`.
         config: In place of `stage` and its other fields.
+        single_file: Write a checkpoint as one file, as DDPStrategy does, which `torch.load` and
+            `Model.load_from_checkpoint` read: rank 0 has all of it in host memory meanwhile.
         **options: Other fields of `ZeroConfig`, such as `offload`; and DDPStrategy's
             `cluster_environment`, `parallel_devices`, `process_group_backend` and `timeout`.
 
@@ -124,6 +126,10 @@ class ZeroStrategy(_Zero, DDPStrategy):
 
     lightning_module: Any  # the trainer connects it first
     restore_checkpoint_after_setup = True  # each rank reads the part that it keeps, as set up
+
+    def __init__(self, stage: int = 3, *, single_file: bool = False, **options: Any) -> None:
+        super().__init__(stage, **options)
+        self._single_file = single_file
 
     def model_sharded_context(self) -> Any:
         """Around `configure_model`: what it builds is sharded while it is built. Collective."""
@@ -192,8 +198,12 @@ class ZeroStrategy(_Zero, DDPStrategy):
         if find_sharded(module) is None:  # before any fit
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if "optimizer_states" not in checkpoint:
+        if self._single_file or "optimizer_states" not in checkpoint:
             whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module) | filled}
+            if checkpoint.get("optimizer_states"):
+                states = zero_engine.full_optimizer_state_dict(module)
+                several = len(checkpoint["optimizer_states"]) > 1
+                whole["optimizer_states"] = states.get("optimizers", []) if several else [states]
             super().save_checkpoint(whole, filepath, storage_options)
             return
         optimizer = getattr(find_sharded(module), "optimizer", None)
@@ -223,8 +233,10 @@ class ZeroStrategy(_Zero, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a file: a folder's is loaded."""
-        for state in checkpoint["optimizer_states"]:
-            zero_engine.load_full_optimizer_state_dict(self.lightning_module, state)
+        states = checkpoint["optimizer_states"]
+        if states:
+            whole = states[0] if len(states) == 1 else {"optimizers": states}
+            zero_engine.load_full_optimizer_state_dict(self.lightning_module, whole)
 
     def teardown(self) -> None:
         """Leave module and optimizer as they are, sharded and on their device."""
