@@ -285,18 +285,18 @@ def test_compiled_models_train_as_accelerates_ddp(group: Group) -> None:
 
 
 @pytest.mark.ranks(timeout_s=120)
-def test_bf16_keeps_bf16_parameters_or_autocasts_alone_when_told(group: Group) -> None:
-    """As with DeepSpeed and FSDP2; `Precision()` gives the bits of Accelerate's DDP."""
+def test_bf16_is_autocast_and_keeps_bf16_parameters_when_told(group: Group) -> None:
+    """As with Accelerate's DDP, and as in Trainer and Lightning; `Precision` says the other."""
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
     ddp, _ = _run(group, partial(_ddp, mixed_precision="bf16"))
-    alone = ZeroConfig(precision=zero_engine.Precision())
-    make = partial(ZeroAccelerator, zero=alone, mixed_precision="bf16")
-    assert _run(group, make)[0] == ddp
     curves = []
     for stage in STAGES:
+        assert _run(group, partial(_zero, stage, mixed_precision="bf16"))[0] == ddp
         with _environment(group):
-            accelerator = _zero(stage, mixed_precision="bf16")
+            precision = zero_engine.Precision(params=torch.bfloat16)
+            zero = ZeroConfig(stage, min_unit_bytes=0, precision=precision)
+            accelerator = ZeroAccelerator(zero=zero, mixed_precision="bf16")
             prepared = accelerator.prepare(*_objects())
             losses = _train(accelerator, prepared)
             assert losses != ddp and losses == pytest.approx(ddp, rel=0.02), f"stage {stage}"

@@ -167,7 +167,7 @@ class ZeroAccelerator(Accelerator):
                 "TorchDynamoPlugin(..., use_regional_compilation=True), or compile() its blocks"
             )
         dtype = _DTYPES.get(self.mixed_precision)
-        if dtype is not None and self._zero.precision is None:
+        if dtype is not None and self._plugin is not None:  # what it means to DeepSpeed
             # Without an optimizer there are no masters: what is evaluated alone stays as it is.
             kept = (config.precision or Precision(params=dtype)) if is_trained else None
             config = attrs.evolve(config, precision=kept)
