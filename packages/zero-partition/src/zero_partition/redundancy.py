@@ -324,9 +324,8 @@ def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, An
 
 
 def _bytes_of(param: Tensor) -> int:
-    return (
-        param.numel() * param.element_size()
-    )  # a sparse one has no `nbytes`, and is refused later
+    # A sparse one has no `nbytes`, and is refused later.
+    return param.numel() * param.element_size()
 
 
 class _StepsAlong(JoinHook):

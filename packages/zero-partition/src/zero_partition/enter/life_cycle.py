@@ -47,11 +47,7 @@ def unpartition(model: nn.Module) -> None:
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = require_sharded(model)
-    _check_idle(sharded)
-    replaced: dict[nn.Parameter, Tensor] = {}
-    for buffer in sharded.buffers:
-        replaced |= buffer.take_back()
-        buffer.follow_writes()
+    _check_idle(sharded, "unpartition()")
     grads = _gather_grads(sharded)
     entries: dict[ParamRef, dict[str, Entry]] = {}
     if sharded.optimizer is None or not sharded.shards_state:
@@ -60,6 +56,10 @@ def unpartition(model: nn.Module) -> None:
         states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
         planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
         entries = dict(zip(sharded.places, planned, strict=True))
+    replaced: dict[nn.Parameter, Tensor] = {}
+    for buffer in sharded.buffers:
+        replaced |= buffer.take_back()
+        buffer.follow_writes()
     sharded.begin_write()
     if sharded.residence.offload is not None and sharded.optimizer is not None:
         bring_back_state(sharded.optimizer)
@@ -114,7 +114,7 @@ def retire_partition(
 
 def _release(sharded: ShardedModel) -> None:
     """Let each rank keep its part of sharded parameters, and all of the others. Collective."""
-    _check_idle(sharded)
+    _check_idle(sharded, "shard()")
     sharded.drop_gradients(set_to_none=True)
     for buffer in sharded.buffers:
         buffer.take_over()
@@ -171,18 +171,18 @@ def _leave(sharded: ShardedModel) -> None:
     sharded.end_write()  # backward of a graph that was made before says so
 
 
-def _check_idle(sharded: ShardedModel) -> None:
+def _check_idle(sharded: ShardedModel, what: str) -> None:
     """Raise StateError if it is running; drop what a failed backward has left."""
     in_use = next((unit for unit in sharded.units if unit.depth), None)
     if in_use is not None:
         raise StateError(
-            f"unpartition() was called while the forward of unit {in_use.name!r} is running; call "
-            "it between steps"
+            f"{what} was called while the forward of unit {in_use.name!r} is running; call it "
+            "between steps"
         )
     if sharded.phase is ModelPhase.FAILED:
         sharded.drop_gradients(set_to_none=True)
     no = (ModelPhase.GATHERED, ModelPhase.BACKWARD)
-    sharded.require("unpartition()", *StateKind, no=no)
+    sharded.require(what, *StateKind, no=no)
 
 
 def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:

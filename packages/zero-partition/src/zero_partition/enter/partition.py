@@ -330,8 +330,8 @@ def partition(
             wire needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
+    config = evolve(config, **options)  # which may raise: before anything is undone
     optimizer = retire_partition(model, optimizer)
-    config = evolve(config, **options)
     again = None
     if homes is _NO_HOMES or not isinstance(homes, Homes):
         again = partial(_partition_again, config=config, group=group, homes=homes)

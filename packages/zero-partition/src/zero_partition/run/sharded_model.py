@@ -478,9 +478,8 @@ class ShardedModel:
     _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    _step_range: contextlib.ExitStack | None = field(
-        default=None, init=False
-    )  # while somebody records
+    # Entered while somebody records.
+    _step_range: contextlib.ExitStack | None = field(default=None, init=False)
     # IDLE, BACKWARD, or FAILED: an exception ended the last one. Changed by `_move` only.
     backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True

@@ -282,10 +282,11 @@ class _ModuleHooks(Bound):
             value = state.pop(name, None)
             if value is None:
                 continue
-            if isinstance(value, NameOnly) and value.param is place.buffer.params[place.position]:
-                pass  # its own: as torch, which copies a parameter to itself
-            elif isinstance(value, NameOnly):
-                errors.append(f"parameter {name!r}: expected values, got a name: {value.remedy}")
+            if isinstance(value, NameOnly):
+                # Its own name means its own values: torch copies a parameter to itself.
+                if value.param is not place.buffer.params[place.position]:
+                    what = "expected values, got a name"
+                    errors.append(f"parameter {name!r}: {what}: {value.remedy}")
             elif not isinstance(value, Tensor) or value.shape != expected:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 errors.append(f"parameter {name!r}: expected shape {tuple(expected)}, got {got}")
