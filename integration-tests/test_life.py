@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+import training
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
@@ -112,22 +114,12 @@ def _none(run: Run) -> None:
     _steps(run, optimizer, 1)
 
 
-class _Interrupt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise KeyError("interrupted")
-
-
 def _after_an_exception(run: Run) -> None:
     optimizer = _adamw(run.model)
     run.shard(run.model, optimizer, 0)
     _steps(run, optimizer, 0)
     optimizer.zero_grad()
-    hidden = _Interrupt.apply(run.model[0](torch.ones(4, WIDTH)))
+    hidden = training.Interrupt.apply(run.model[0](torch.ones(4, WIDTH)))
     with pytest.raises(KeyError, match="interrupted"):
         run.model[1:](hidden).sum().backward()
     run.shard(run.model, optimizer, 1)
@@ -206,6 +198,14 @@ def test_a_life_leads_where_plain_torchs_does(
         assert _traces(model) == before
 
 
+WHEN: Final = (
+    "between steps",
+    "while gradients wait",
+    "after an evaluation",
+    "in place of the last",
+)
+
+
 def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list[float]:
     """From the head to the front, one layer more each two steps; the last is frozen again."""
     layers = [model[0], model[2], model[4]]
@@ -220,8 +220,15 @@ def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list
             if when == "while gradients wait":
                 model(torch.ones(4, WIDTH)).square().sum().backward()
             layer.requires_grad_(True)
-            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-2 / step})
-        if step == 6:
+            if when == "in place of the last":
+                layers[3 - step // 2].requires_grad_(False)
+                optimizer.param_groups[0]["params"] = list(layer.parameters())
+            else:
+                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-2 / step})
+        if step == 6 and when == "in place of the last":  # with the state that it had
+            layers[2].requires_grad_(True)
+            optimizer.param_groups[0]["params"] += list(layers[2].parameters())
+        elif step == 6:
             layers[2].requires_grad_(False)
         if when == "after an evaluation":
             with torch.no_grad():
@@ -236,7 +243,7 @@ def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list
 
 @pytest.mark.ranks(1, 2, timeout_s=120)
 @pytest.mark.parametrize("residence", RESIDENCES)
-@pytest.mark.parametrize("when", ["between steps", "while gradients wait", "after an evaluation"])
+@pytest.mark.parametrize("when", WHEN)
 def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
     group: Group, tmp_path: Path, when: str, residence: str
 ) -> None:
@@ -265,6 +272,15 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
         torch.testing.assert_close(found, expected)
         for name, value in zero_engine.full_state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_unit_that_is_most_of_the_model_is_named_where_shard_is_called(group: Group) -> None:
+    model = nn.Sequential(nn.Linear(4100, 4100), nn.Linear(4100, 2))
+    with pytest.warns(UserWarning, match="leaves little to save .* are 0.weight") as said:
+        zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    assert [(warning.filename, warning.lineno) for warning in said] == [
+        (__file__, inspect.currentframe().f_lineno - 2)  # type: ignore[union-attr]
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

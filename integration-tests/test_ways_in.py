@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
+import training
 import ways
 import zero_engine
 from torch import Tensor, nn
@@ -143,19 +144,10 @@ def test_a_backward_that_fails_leaves_no_gradient_whatever_the_way_in(
     zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
     x = torch.ones(2, ways.WIDTH, dtype=torch.float64)
 
-    class Interrupt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            raise KeyError("interrupted")
-
     for of, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
         for _ in range(2):
             with pytest.raises(KeyError, match="interrupted"):
-                of.head(Interrupt.apply(of.encode(x))).sum().backward()
+                of.head(training.Interrupt.apply(of.encode(x))).sum().backward()
             of.zero_grad()
             of.encode(x).square().sum().backward()
             of.head(x).sum().backward()

@@ -65,11 +65,13 @@ def unpartition(model: nn.Module) -> None:
         bring_back_state(sharded.optimizer)
     with plain_access():
         sharded.reducer.begin_backward()  # takes guards away
+    members = [*members_of(sharded.optimizer)]
     for buffer in sharded.buffers:
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])
-        for member in members_of(sharded.optimizer) if entries else ():
-            _return_state({place: entries[place] for place in places_in(buffer)}, member)
+        for member in members if entries else ():
+            of_buffer = {place: entries[place] for place in places_in(buffer)}
+            _return_state(of_buffer, member, is_only=len(members) == 1)
     _leave(sharded)
     for param, value in replaced.items():
         param.data = value.to(param.dtype)
@@ -199,17 +201,23 @@ def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
 
 
 def _return_state(
-    entries: Mapping[ParamRef, dict[str, Entry]], optimizer: torch.optim.Optimizer
+    entries: Mapping[ParamRef, dict[str, Entry]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    is_only: bool,
 ) -> None:
     """Put parameters back in the shards' place, with the whole of their state. Collective."""
     params = {id(owner_of(place)): place.param for place in entries}
     known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+    if is_only:  # what has left the groups keeps its state, as in plain torch
+        known = {id(owner_of(place)) for place in entries}
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
     waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
     for place, planned in entries.items():
-        if id(shard := owner_of(place)) in known:
-            state = optimizer.state.pop(shard, {})
+        shard = owner_of(place)
+        state = optimizer.state.pop(shard, {})
+        if id(shard) in known:
             tag = place.buffer.gather_tag
             of_param = {
                 key: launch_entry(entry, state, key, group=place.group, tag=tag)

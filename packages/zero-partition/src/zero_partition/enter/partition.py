@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -332,16 +335,16 @@ def partition(
     """
     config = evolve(config, **options)  # which may raise: before anything is undone
     optimizer = retire_partition(model, optimizer)
+    is_made = isinstance(homes, Homes)
     again = None
-    if homes is _NO_HOMES or not isinstance(homes, Homes):
+    if not is_made or homes is _NO_HOMES:
         again = partial(_partition_again, config=config, group=group, homes=homes)
-    if isinstance(homes, Homes):
-        return _partition(model, optimizer, config, group=group, homes=homes, again=again)
-    made = homes()
+    made = homes if isinstance(homes, Homes) else homes()
     try:
         return _partition(model, optimizer, config, group=group, homes=made, again=again)
     except BaseException:
-        made.close()
+        if not is_made:
+            made.close()
         raise
 
 
@@ -454,8 +457,18 @@ def _warn_of_large_unit(plans: Sequence[UnitPlan]) -> None:
         f"model's {num_bytes / 2**20:,.0f} MiB, and is whole while it runs, which leaves little to "
         f"save (its largest parameters are {names}). Name modules inside it in "
         "ZeroConfig(units=[...]), as in model.named_modules(); units=[] says that it is meant so",
-        stacklevel=4,
+        stacklevel=1 + _num_own_frames(),
     )
+
+
+def _num_own_frames() -> int:
+    """Return how many frames up the stack are of these packages, from the caller on."""
+    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return sum(1 for _ in takewhile(_is_own_frame, callers))
+
+
+def _is_own_frame(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("zero_")
 
 
 def _describe(

@@ -53,6 +53,8 @@ from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
 
+_requires_grad_of: Final = attrgetter("requires_grad")
+
 
 class ModelPhase(Enum):
     """What a model is doing; by phase the text of the error where a call is refused in it.
@@ -413,9 +415,6 @@ def _given_by_autograd(param: Tensor) -> Tensor | None:
     return grad.received if isinstance(grad, GradientGuard) else grad
 
 
-requires_grad_of: Final = attrgetter("requires_grad")
-
-
 @define(eq=False, repr=False)
 class _EndOfBackward:
     """What autograd calls when a backward has ended, and drops when an exception has ended it."""
@@ -473,7 +472,7 @@ class ShardedModel:
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _shards: list[nn.Parameter] = field(init=False)  # what the optimizer steps at stages 1 to 3
     _frozen: list[nn.Parameter] = field(init=False)  # that had no gradients when it was partitioned
-    _num_in_groups: list[int] = field(init=False)  # parameters of each group of the optimizer
+    _in_groups: list[list[Tensor]] = field(init=False)  # what each of the optimizer's groups holds
     is_shard_written: bool = field(default=False, init=False)  # outside a step; not published
     _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
@@ -505,15 +504,15 @@ class ShardedModel:
         self._watch_shards(is_watched=True)
         frozen = (buffer.params for buffer in self.buffers if not buffer.plan.trainable)
         self._frozen = list(chain.from_iterable(frozen))
-        self._num_in_groups = self._count_in_groups()
+        self._in_groups = self._parameters_of_groups()
         self._look_at_modules()
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the param groups of the optimizer, or of each of several."""
         return [group for member in members_of(self.optimizer) for group in member.param_groups]
 
-    def _count_in_groups(self) -> list[int]:
-        return [len(group["params"]) for group in self._groups()]
+    def _parameters_of_groups(self) -> list[list[Tensor]]:
+        return [[*group["params"]] for group in self._groups()]
 
     def shards_and_params(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Give each parameter of the optimizer's with that of the model which it is a shard of."""
@@ -528,8 +527,12 @@ class ShardedModel:
         """
         if self.forwards or self.again is None or not torch.is_grad_enabled() or is_in_backward():
             return False
-        is_thawed = True in map(requires_grad_of, self._frozen)
-        return is_thawed or self._count_in_groups() != self._num_in_groups
+        if True in map(_requires_grad_of, self._frozen):
+            return True
+        now, then = self._parameters_of_groups(), self._in_groups
+        return [*map(len, now)] != [*map(len, then)] or not all(
+            map(is_, chain.from_iterable(now), chain.from_iterable(then))
+        )
 
     def partition_again(self) -> None:
         """Lay units and state out anew, for the model and optimizer as they are now. Collective."""
