@@ -24,6 +24,7 @@ from zero_partition.run.sharded_model import ModelPhase, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
+from zero_partition.values.custom_loading import StateDictLayout, describe_state_dict
 from zero_partition.values.load import (
     LoadReport,
     StateLoad,
@@ -58,11 +59,13 @@ __all__ = [
     "SanitizerError",
     "SeparateOptimizers",
     "ShardedModel",
+    "StateDictLayout",
     "StateLoad",
     "StateParts",
     "StateSource",
     "TensorHome",
     "WholeTensor",
+    "describe_state_dict",
     "find_sharded",
     "load_ranges",
     "loco_facts",

@@ -133,12 +133,12 @@ class NameOnly(StandIn, Tensor):  # type: ignore[misc]
     with the views that torch's `state_dict()` gives.
     """
 
-    param: nn.Parameter  # whose values these would be
+    param: Tensor  # the parameter or buffer whose values these would be
     remedy: str  # names the parameter, and says how to get at its values
 
     @classmethod
-    def of(cls, param: nn.Parameter, remedy: str) -> NameOnly:
-        """Make one for a parameter."""
+    def of(cls, param: Tensor, remedy: str) -> NameOnly:
+        """Make one for a parameter or buffer."""
         # On the meta device, torch itself refuses `other.data = named`, which asks `other` alone.
         named = without_memory(cls, param.shape, param.dtype, "meta")
         named.param, named.remedy = param, remedy

@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 from zero_comm import Group, all_gather_json
-from zero_partition.seams import StateSource
+from zero_partition.seams import StateDictLayout, StateSource
 
 from zero_engine.errors import ConfigError, FileError
 
@@ -251,6 +251,7 @@ _OF_RANKS: Final = ("rank_buffers", "rngs", "loco")
 _SINCE: Final[dict[str, Any]] = {  # what the first ones do not say
     **{name: {} for name in ("own_said", "own_state", "loco", "loco_facts", "average")},
     "num_updates": None,
+    "state_dict": {"keys": {}, "values": {}, "metadata": {}},
 }
 
 
@@ -329,6 +330,7 @@ class Checkpoint:
                 where=str(path),
                 own_said=said["own_said"],
                 own=by_rank(said["own_state"]),
+                layout=_layout_from(said["state_dict"]),
             )
             fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
             fields |= {name: from_json(said[name]) for name in _VALUES}
@@ -357,6 +359,13 @@ class Checkpoint:
             damage = _find_damage(self.path / name, self.files[name])
             if damage is not None:
                 raise FileError(f"{damage}; {other_tags(self.path.parent, self.tag)}")
+
+
+def _layout_from(said: Mapping[str, Any] | None) -> StateDictLayout | None:
+    if said is None:
+        return None
+    values = {key: from_json(value) for key, value in said["values"].items()}
+    return StateDictLayout(dict(said["keys"]), values, from_json(said["metadata"]))
 
 
 def _entry(name: str, said: Mapping[str, Any], files: Mapping[str, TensorFile]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
@@ -14,6 +15,7 @@ from zero_comm import Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage
 from zero_partition.seams import (
     ShardedModel,
+    StateLoad,
     StateSource,
     find_sharded,
     load_ranges,
@@ -58,8 +60,16 @@ def _open_together(
     return opened[0]
 
 
-def _refuse(problems: Sequence[str], path: Path, *, what: str, group: Group) -> None:
-    """What does not fit on any rank stops all of them. Collective."""
+def _check(
+    planned: StateLoad,
+    problems: Sequence[str],
+    path: Path,
+    *,
+    verify: Callable[[], None] | None = None,
+    what: str,
+    group: Group,
+) -> None:
+    """Stop all ranks where something does not fit, or is damaged, on any of them. Collective."""
 
     def look() -> None:
         if problems:
@@ -67,7 +77,13 @@ def _refuse(problems: Sequence[str], path: Path, *, what: str, group: Group) -> 
                 f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
             )
 
-    together(look, what=what, group=group)
+    try:
+        together(look, what=what, group=group)
+        if verify is not None:
+            together(verify, what=what, group=group)
+    except BaseException:
+        planned.give_up()
+        raise
 
 
 # ---- What `save` saved ----
@@ -112,6 +128,10 @@ def load(
     average: ShardedAverage | None = None,
 ) -> LoadReport | None:
     """Go on where `save` was called: another world size, stage, residence or precision will do.
+
+    Modules with a `load_state_dict()`, hooks or extra state of their own get their state dict as in
+    torch: it is called once to see what goes where, with entries that are read when they are used,
+    and once more when parameters have their values. State of the optimizer follows renames.
 
     Collective. All files are checked before anything is written; each rank then reads the elements
     that it keeps, 16 MiB at a time. Gradients that are there are dropped. Options of param groups,
@@ -173,15 +193,15 @@ def load(
     if optimizer is None:
         source = evolve(source, states=None, own_said={})
     planned = plan_load(sharded, source, is_strict=is_strict)
-    problems = list(planned.problems)
+    problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
     if scheduler is not None and checkpoint.scheduler is None and is_strict:
         problems.append("it was saved without a scheduler")
     if average is not None and checkpoint.num_updates is not None:
-        problems += average.find_problems(checkpoint.average)
+        problems += average.find_problems(of_average)
     elif average is not None and is_strict:
         problems.append("it was saved without an average")
-    _refuse(problems, checkpoint.path, what="load()", group=group)
-    together(lambda: _verify(checkpoint, group), what="load()", group=group)
+    verify = partial(_verify, checkpoint, group)
+    _check(planned, problems, checkpoint.path, verify=verify, what="load()", group=group)
     several: Any = optimizer
     for each in several if isinstance(several, list | tuple) else [several]:
         if each is not None:
@@ -192,11 +212,11 @@ def load(
     def apply() -> None:
         try:
             planned.apply()
-            _fill_own_buffers(checkpoint, sharded)
+            _fill_own_buffers(checkpoint, planned, sharded)
             if scheduler is not None and checkpoint.scheduler is not None:
                 scheduler.load_state_dict(checkpoint.scheduler)
             if average is not None and checkpoint.num_updates is not None:
-                average.load(checkpoint.average, checkpoint.num_updates)
+                average.load(of_average, checkpoint.num_updates)
             if has_state:
                 restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", group.rank))
             if does_rngs:
@@ -272,11 +292,12 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
     checkpoint.verify(shares[group.rank])
 
 
-def _fill_own_buffers(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
+def _fill_own_buffers(checkpoint: Checkpoint, planned: StateLoad, sharded: ShardedModel) -> None:
     """Those of this rank that were not rank 0's, if as many ranks have saved them."""
     if checkpoint.world_size == sharded.whole.world_size:
         buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
-        for name, value in checkpoint.read("rank_buffers", sharded.whole.rank).items():
+        of_rank = planned.rename(checkpoint.read("rank_buffers", sharded.whole.rank))
+        for name, value in of_rank.items():
             if name in buffers:
                 buffers[name].copy_(value)
 
@@ -393,7 +414,7 @@ def load_deepspeed(
         problems = list(planned.problems)
         if has_state and is_strict:
             problems += _find_lacking_states(source, sharded)
-        _refuse(problems, found.path, what=what, group=group)
+        _check(planned, problems, found.path, what=what, group=group)
         if optimizer is not None:
             optimizer.zero_grad()
         together(planned.apply, what=what, group=group)

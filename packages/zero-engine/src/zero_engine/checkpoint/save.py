@@ -26,6 +26,7 @@ from zero_partition.seams import (
     ShardedModel,
     StateParts,
     WholeTensor,
+    describe_state_dict,
     find_sharded,
     loco_facts,
     loco_state,
@@ -66,7 +67,8 @@ def save(
     Call it between steps, on every rank; it returns when everything is on disk. A checkpoint is
     complete or not there: whatever ends the job meanwhile, the one before is as it was. Beside what
     is trained, there is 16 MiB in memory, or one parameter's shard where that is larger and rests
-    elsewhere. Gradients are not saved.
+    elsewhere. Gradients are not saved. What modules add to `state_dict()` is: extra state, and
+    entries that are neither parameters nor buffers, as far as these are of the kinds of `extra`.
 
     Args:
         folder: Of all checkpoints; one that every rank sees. Made if need be.
@@ -184,10 +186,21 @@ def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
         "loco_facts": loco_facts(sharded) if has_state else {},
         "num_updates": None if average is None else average.num_updates,
         "param_groups": [_group_of(g) for g in param_groups_of(sharded)] if has_state else [],
+        "state_dict": _layout_of(sharded),
         "scheduler": to_json(state, "save(): scheduler.state_dict()"),
         "engine": to_json(asked.engine, "engine"),
         "extra": to_json(asked.extra, "save(): extra"),
     }
+
+
+def _layout_of(sharded: ShardedModel) -> dict[str, Any] | None:
+    """Describe what modules save by code of their own. Local; the same call on every rank."""
+    layout = describe_state_dict(sharded)
+    if layout is None:
+        return None
+    values = {k: to_json(v, f"save(): state_dict()[{k!r}]") for k, v in layout.values.items()}
+    metadata = to_json(layout.metadata, "save(): state_dict()._metadata")
+    return {"keys": layout.keys, "values": values, "metadata": metadata}
 
 
 def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:

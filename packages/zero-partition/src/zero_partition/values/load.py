@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, check_agreement, collective
 
@@ -34,6 +34,7 @@ from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel,
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import non_persistent_buffers, own_buffers, own_parameters
 
+from .custom_loading import CustomLoading, StateDictLayout, customizes_state_dict
 from .runs import (
     EntryPart,
     LocalState,
@@ -253,6 +254,8 @@ class StateSource:
     param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
     own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
     own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
+    # Keys for the model's own `load_state_dict()`; None: it is not called.
+    layout: StateDictLayout | None = field(factory=StateDictLayout)
 
 
 @define(eq=False)
@@ -262,6 +265,7 @@ class StateLoad:
     sharded: ShardedModel | None  # None: of values alone
     source: StateSource
     values: Sequence[Target]  # all parameters and persistent buffers
+    custom: CustomLoading | None = None  # where the model loads by code of its own
     states: dict[ParamRef, dict[str, Any]] = field(factory=dict)  # `EntryPart`s and values
     num_entries: int = 0  # of states, whole ones
     missing: tuple[str, ...] = ()
@@ -297,6 +301,17 @@ class StateLoad:
             if sharded.residence.home is not None:
                 sharded.residence.home.settle()
             sharded.end_write()
+        if self.custom is not None:
+            self.custom.finish()
+
+    def give_up(self) -> None:
+        """Undo what finding out has changed. Local."""
+        if self.custom is not None:
+            self.custom.undo()
+
+    def rename(self, of_names: Mapping[str, T]) -> Mapping[str, T]:
+        """Return the same by the model's names, where the source has others. Local."""
+        return of_names if self.custom is None else self.custom.rename(of_names)
 
     def match_values(self) -> None:
         """Find what is read to parameters and buffers, and where these are on this rank."""
@@ -317,6 +332,10 @@ class StateLoad:
         used = {name for target in self.values for name in target.found}
         given = dict.fromkeys((*source.params, *source.buffers))
         self.unexpected = tuple(name for name in given if name not in used)
+        if self.custom is not None:
+            self.problems += self.custom.problems
+            self.missing = (*self.missing, *self.custom.missing)
+            self.unexpected = (*self.unexpected, *self.custom.unexpected)
 
     def match_states(self, sharded: ShardedModel, *, is_strict: bool) -> None:
         """Find what this rank keeps of each parameter's state."""
@@ -425,7 +444,8 @@ def load_ranges(
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
     source = StateSource(params=readers, buffers=readers, where="load_ranges()")
-    load = StateLoad(sharded, source, list(targets_of(model)))
+    source, custom = _through_modules(model, source)
+    load = StateLoad(sharded, source, list(targets_of(model)), custom)
     load.match_values()
     problems = load.problems
     if strict:
@@ -442,9 +462,13 @@ def load_ranges(
         "what does not fit": "; ".join(problems),
         "model to load into": f"{zlib.crc32(repr(names).encode()):08x}",
     }
-    check_agreement(facts, group=group, timeout_s=timeout_s)
-    if problems:
-        raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
+    try:
+        check_agreement(facts, group=group, timeout_s=timeout_s)
+        if problems:
+            raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
+    except BaseException:
+        load.give_up()
+        raise
     if sharded is not None:
         sharded.finish_update()
     allocate_missing(model, load.values, group)
@@ -464,15 +488,42 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
         StateError: A forward is running, or parameters are gathered.
     """
     sharded.require("load()", no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
+    source, custom = _through_modules(sharded.model, source)
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
-    load = StateLoad(sharded, source, [*params, *buffers])
+    load = StateLoad(sharded, source, [*params, *buffers], custom)
     load.match_values()
     if source.states is not None:
         load.match_states(sharded, is_strict=is_strict)
     if is_strict:
         load.problems += _describe_names(load.missing, load.unexpected)
     return load
+
+
+def _through_modules(
+    model: nn.Module, source: StateSource
+) -> tuple[StateSource, CustomLoading | None]:
+    """Let the model's own `load_state_dict()` say what is read to where, if it has one. Local."""
+    if source.layout is None or not (source.layout.values or customizes_state_dict(model)):
+        return source, None
+    readers = {**source.params, **source.buffers}
+    custom = CustomLoading(model, readers, source.ties, source.layout)
+    custom.find()
+    rename = custom.rename
+    states = source.states if source.states is None else rename(source.states)
+    groups = [
+        {**group, "params": [custom.renamed.get(name, name) for name in group["params"]]}
+        for group in source.param_groups
+    ]
+    return evolve(
+        source,
+        params=custom.readers,
+        buffers=custom.readers,
+        ties={},
+        states=states,
+        param_groups=groups,
+        own_said=rename(source.own_said),
+    ), custom
 
 
 def _part_of_state(
