@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ChainedOptimizer,
         Cut,
         GatheredParameters,
+        ModulePrecision,
         Precision,
         ShardedAverage,
         Wire,
@@ -77,6 +78,7 @@ __all__ = [
     "Init",
     "Loco",
     "LossScaleError",
+    "ModulePrecision",
     "NotBuiltError",
     "Offload",
     "Precision",
@@ -151,7 +153,7 @@ _NAMES: Final = {
     "zero_engine.sharding": "Init materialise shard unshard",
     "zero_engine.state_offload": "offload_states reload_states",
     "zero_partition": (
-        "ChainedOptimizer Cut GatheredParameters Precision ShardedAverage Wire "
+        "ChainedOptimizer Cut GatheredParameters ModulePrecision Precision ShardedAverage Wire "
         "backward_without_batch clip_grad_norm_ clip_grad_value_ coalesce_reduction "
         "finish_update full_grad full_optimizer_state full_optimizer_state_dict full_param "
         "full_state_dict load_full_optimizer_state_dict local_grad local_optimizer_state "

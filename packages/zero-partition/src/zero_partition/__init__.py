@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zero_partition.init.units import get_leaf_modules, set_leaf_modules, unset_leaf_modules
     from zero_partition.memory.seams import MASTER
     from zero_partition.plan.cuts import Cut
-    from zero_partition.plan.stages import AS_IT_IS, Precision
+    from zero_partition.plan.precision import AS_IT_IS, ModulePrecision, Precision
     from zero_partition.plan.wire import Wire
     from zero_partition.public import (
         backward_without_batch,
@@ -91,6 +91,7 @@ __all__ = [
     "LoadError",
     "LostEditError",
     "MemoryReport",
+    "ModulePrecision",
     "OverlapError",
     "PartitionError",
     "Precision",
@@ -155,7 +156,7 @@ _NAMES: Final = {
     "zero_partition.init.units": "get_leaf_modules set_leaf_modules unset_leaf_modules",
     "zero_partition.memory.seams": "MASTER",
     "zero_partition.plan.cuts": "Cut",
-    "zero_partition.plan.stages": "AS_IT_IS Precision",
+    "zero_partition.plan.precision": "AS_IT_IS ModulePrecision Precision",
     "zero_partition.plan.wire": "Wire",
     "zero_partition.public": (
         "backward_without_batch coalesce_reduction finish_update no_sync record_codec_errors "

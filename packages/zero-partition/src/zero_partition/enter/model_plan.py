@@ -17,8 +17,9 @@ from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_st
 from zero_partition.optimizer.shards import check_optimizer, param_group_of
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, UnitPlan
+from zero_partition.plan.precision import Precision
 from zero_partition.plan.slots import Extent, Limits, Use
-from zero_partition.plan.stages import Placement, Placements, Precision
+from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import PlannedRoutes, plan_routes
 from zero_partition.run.residence import RestPlan
 

@@ -39,8 +39,8 @@ from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
+    install_dtype_hooks,
     install_module_hooks,
-    install_norm_hooks,
     install_optimizer_hooks,
 )
 from zero_partition.run.residence import Homes, Residence
@@ -420,8 +420,8 @@ def _partition(
     for module in model.modules():
         unguard_module(module)  # what waited for shard()
     install_module_hooks(model, sharded)
-    for norm in precision.kept_norms(model):
-        sharded.removers += install_norm_hooks(norm)
+    for module, policy in precision.kept_modules(model).values():
+        sharded.removers += install_dtype_hooks(module, policy, precision.params)
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)

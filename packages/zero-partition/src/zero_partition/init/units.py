@@ -13,7 +13,7 @@ from torch import nn
 from zero_partition.errors import PartitionError
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import UnitPlan, plan_buffers
-from zero_partition.plan.stages import AS_IT_IS, Precision
+from zero_partition.plan.precision import AS_IT_IS, Precision
 
 from .early_shard import find_early
 

@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias
 from attrs import field, frozen
 
 from .cuts import CutChoice
+from .precision import AS_IT_IS, Precision
 from .slots import Limits
-from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage, names_fields
+from .stages import STAGES, Placements, Stage, names_fields
 from .wire import AS_ONE, Wire
 
 # What `model.state_dict()` does about parameters whose values are elsewhere.

@@ -33,8 +33,9 @@ from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
+from zero_partition.plan.precision import Scaling
 from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
-from zero_partition.plan.stages import Placement, Scaling
+from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientGuard, GradientShard
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of

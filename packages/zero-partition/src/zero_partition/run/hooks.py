@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
+from zero_partition.plan.precision import ModulePrecision
 from zero_partition.plan.stages import Placement
 from zero_partition.stand_in import AtRest, Bound, GradientGuard, StateKind
 from zero_partition.torch_private import (
@@ -443,27 +444,35 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
 
 
 @define(eq=False)
-class NormDtype:
-    """A norm layer computes in the dtype of its statistics, whatever it is called with."""
+class ModuleDtype:
+    """A module that computes in another dtype than the model."""
 
-    given: torch.dtype | None = None
+    policy: ModulePrecision
+    dtype: torch.dtype | None  # of what it is called with; None: as it comes
+    model_dtype: torch.dtype | None  # to be restored where no floating-point tensor is given
+    given: torch.dtype | None = None  # in the call that runs
 
-    def before(self, norm: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Convert what it is called with."""
-        self.given = next(tensors_in((args, kwargs))).dtype
-        return converted((args, kwargs), norm.running_mean.dtype)  # type: ignore[union-attr, arg-type]
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Convert what the module is called with."""
+        floating = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
+        self.given = next(floating, self.model_dtype)
+        return (args, kwargs) if self.dtype is None else converted((args, kwargs), self.dtype)
 
-    def after(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Convert what it returns back."""
-        return output.to(self.given)
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Convert what the module returns."""
+        dtype = self.policy.outputs or (self.given if self.policy.restores else None)
+        return output if dtype is None else converted(output, dtype)
 
 
-def install_norm_hooks(norm: nn.Module) -> list[Callable[[], None]]:
-    """Hook a norm layer that computes as it is in a model that is converted."""
-    dtype = NormDtype()
+def install_dtype_hooks(
+    module: nn.Module, policy: ModulePrecision, model_dtype: torch.dtype | None
+) -> list[Callable[[], None]]:
+    """Hook a module that computes in another dtype than the model; returns what removes it."""
+    dtype = (policy.params or model_dtype) if policy.cast_inputs else None
+    dtypes = ModuleDtype(policy, dtype, model_dtype)
     return [
-        norm.register_forward_pre_hook(dtype.before, with_kwargs=True).remove,
-        norm.register_forward_hook(dtype.after, prepend=True).remove,
+        module.register_forward_pre_hook(dtypes.before, with_kwargs=True).remove,
+        module.register_forward_hook(dtypes.after, prepend=True).remove,
     ]
 
 

@@ -13,7 +13,8 @@ from zero_partition.chained import ChainedOptimizer
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import GradientHome, OpenState, OptimizerOffload, TensorHome
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import Placement, Placements, Precision
+from zero_partition.plan.precision import Precision
+from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 
 
