@@ -17,7 +17,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from zero_comm import Group
+from zero_comm import Group, Reduction, all_reduce_flat
 from zero_engine import ConfigError, FileError
 from zero_partition import PartitionError, StateError
 
@@ -163,6 +163,73 @@ def test_trains_as_accelerates_ddp_and_as_our_plain_loop(group: Group) -> None:
         assert ours[0] == pytest.approx(clipped_losses, rel=1e-5)
         for name, value in ours[1].items():
             torch.testing.assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
+
+
+def _around(group: Group, make: Callable[..., Any], folder: Path) -> list[Any]:
+    """What scripts do around a loop, twice; returns what they see."""
+    seen: list[Any] = []
+    with _environment(group):
+        accelerator = make(gradient_accumulation_steps=2)
+        model, optimizer, scheduler, batches = accelerator.prepare(*_objects())
+        for _ in range(2):
+            seen += _train(accelerator, (model, optimizer, scheduler, batches), max_norm=0.1)
+            for path in (folder / "same", folder / "same", folder / "other"):
+                accelerator.save_state(str(path))
+            seen += _train(accelerator, (model, optimizer, scheduler, batches))
+            for path in (folder / "other", folder / "same", folder / "same"):
+                accelerator.load_state(str(path))
+            model.eval()
+            with torch.no_grad():
+                rows = [model(x) for x, _ in batches]
+            model.train()
+            seen += [accelerator.gather(rows[0]), accelerator.reduce(rows[1], "mean")]
+            seen += accelerator.gather_for_metrics(rows)
+            seen.append(accelerator.pad_across_processes(rows[0][: group.rank + 1], dim=0))
+            # The same objects are prepared once more, as the next phase of a script does.
+            inner, plain = accelerator.unwrap_model(model), optimizer.optimizer
+            accelerator.free_memory(model, optimizer, scheduler)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+            model, optimizer, scheduler, batches = accelerator.prepare(
+                inner, plain, scheduler, _batches()
+            )
+    return seen
+
+
+@pytest.mark.ranks(timeout_s=120)
+def test_what_is_done_around_a_loop_is_as_with_ddp(group: Group, tmp_path: Path) -> None:
+    expected = _around(group, _ddp, tmp_path / "ddp")
+    for stage in STAGES:
+        found = _around(group, partial(_zero, stage), tmp_path / str(stage))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=f"stage {stage}")
+
+
+@pytest.mark.ranks(timeout_s=120)
+def test_gradients_between_micro_batches_are_what_the_guide_says(group: Group) -> None:
+    """A rank's own at stage 0, as in DDP; of others `full_grad` is the mean over ranks."""
+    rows = torch.ones(2, 6) * (1 + group.rank)
+    with _environment(group):
+        accelerator = _ddp(gradient_accumulation_steps=2)
+        model = accelerator.prepare(_model())
+        with accelerator.no_sync(model):
+            accelerator.backward(model(rows).square().sum())
+        own = [param.grad.clone() for param in model.parameters()]
+    mean = [_mean_over_ranks(grad, group) for grad in own]
+    for stage in (0, *STAGES):
+        with _environment(group):
+            accelerator = _zero(stage, gradient_accumulation_steps=2)
+            model, _ = accelerator.prepare(*_objects()[:2])
+            with accelerator.no_sync(model):
+                accelerator.backward(model(rows).square().sum())
+            if stage == 0:
+                found = [param.grad for param in model.parameters()]
+            else:
+                found = [zero_engine.full_grad(param) for param in model.parameters()]
+        torch.testing.assert_close(found, mean if stage else own, msg=f"stage {stage}")
+
+
+def _mean_over_ranks(grad: Tensor, group: Group) -> Tensor:
+    flat = all_reduce_flat(grad.clone().flatten(), group=group, op=Reduction.MEAN).wait()
+    return flat.view(grad.shape)
 
 
 @pytest.mark.ranks(timeout_s=120)

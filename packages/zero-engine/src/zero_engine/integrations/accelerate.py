@@ -33,11 +33,11 @@ _OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "to
 class ZeroAccelerator(Accelerator):
     """An `accelerate.Accelerator` whose `prepare` shards models and optimizers in place.
 
-    What `prepare` returns for a model is the very module that was given, without a wrapper. With
-    `mixed_precision` "bf16" or "fp16" parameters that have an optimizer are kept in it, with
-    sharded fp32 masters, and the forward runs under Accelerate's autocast; there is autocast alone
-    with `ZeroConfig(precision=Precision())`. On a machine without an accelerator it sets
-    `cpu=True`, so that torchrun's ranks meet.
+    What `prepare` returns for a model is the very module that was given, without a wrapper.
+    `mixed_precision` is Accelerate's autocast, over parameters as they are; where a
+    `DeepSpeedPlugin` says it, parameters that have an optimizer are kept in 16 bits with sharded
+    fp32 masters, as with `ZeroConfig(precision=Precision(params=...))`. On a machine without an
+    accelerator it sets `cpu=True`, so that torchrun's ranks meet.
 
     Collective, beside what is so in Accelerate: `prepare`, `clip_grad_norm_`, `get_state_dict`,
     `save_model`, `save_state` and `load_state`.
