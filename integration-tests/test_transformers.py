@@ -294,6 +294,66 @@ def test_a_batch_size_is_found(group: Group, tmp_path: Path) -> None:
         torch.testing.assert_close(_logged(trainer, "loss")[0], _logged(ddp, "loss")[0])
 
 
+def _search(folder: Path, zero: ZeroConfig | None, **options: Any) -> tuple[Any, list[float]]:
+    """The best of three learning rates, each in a training of its own; and all losses."""
+    import optuna
+
+    grid = optuna.samplers.GridSampler({"learning_rate": [1e-3, 1e-2, 3e-2]}, seed=0)
+    trainer = (transformers.Trainer if zero is None else ZeroTrainer)(
+        model_init=lambda: _gpt2(**STILL),
+        args=_args(folder, max_steps=4, **options),
+        train_dataset=_sequences(13),
+        eval_dataset=_sequences(5, seed=3),
+        **({} if zero is None else {"zero": zero}),
+    )
+    losses: list[float] = []
+    trainer.add_callback(_Keeps(losses))
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1)},
+        backend="optuna",
+        direction="minimize",
+        n_trials=3,
+        sampler=grid,
+    )
+    return best, losses
+
+
+class _Keeps(transformers.TrainerCallback):
+    """What is logged, of all trainings."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Keep losses."""
+        self.losses += [logs[name] for name in ("loss", "eval_loss") if name in logs]
+
+
+SEARCHES: Final[dict[str, dict[str, Any]]] = {
+    "evaluated at the end": {},
+    "evaluated in between": {"eval_strategy": "steps", "eval_steps": 2},
+    "saved": {"save_strategy": "steps", "save_steps": 2},
+}
+
+
+@pytest.mark.ranks(timeout_s=240)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_over_learning_rates_is_that_of_ddp(
+    group: Group, tmp_path: Path, search: str
+) -> None:
+    """Each trial trains a new model; the one before is shared out no more."""
+    _as_torchrun(group)
+    expected, losses = _search(tmp_path / "ddp", None, **SEARCHES[search])
+    for stage in (1, 3):
+        best, found = _search(tmp_path / str(stage), _zero(stage), **SEARCHES[search])
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5, msg=f"stage {stage}")
+        if group.rank == 0:
+            assert best.hyperparameters == expected.hyperparameters
+            assert best.objective == pytest.approx(expected.objective, rel=1e-5)
+        else:
+            assert best is None
+
+
 class _InParts(ZeroTrainer):
     """Its loss is made of parts of the model, without a call of it."""
 
