@@ -155,7 +155,7 @@ def test_two_optimizers_step_by_turns(group: Group, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 @pytest.mark.ranks(timeout_s=120)
-def test_a_backbone_is_thawed_epoch_by_epoch(group: Group) -> None:
+def test_a_backbone_is_thawed_epoch_by_epoch(group: Group, tmp_path: Path) -> None:
     """Lightning freezes it before training, and adds its parameters to the optimizer later.
 
     Against a loop in one process: DDP never averages gradients of what was frozen when it began.
@@ -206,6 +206,19 @@ def test_a_backbone_is_thawed_epoch_by_epoch(group: Group) -> None:
         torch.testing.assert_close(module.losses, losses)
         for name, value in zero_engine.full_state_dict(module).items():
             torch.testing.assert_close(value, plain.state_dict()[name])
+
+        first, second = WithBackbone(trained), WithBackbone(trained)
+        short = {**options, "max_epochs": 2, "callbacks": [ByBlocks()]}
+        trainer = loops.trainer_of(group, loops.strategy_of(stage), **short)
+        trainer.fit(first, DataLoader(TensorDataset(*data), batch_size=2))
+        trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
+        trainer = loops.trainer_of(
+            group, loops.strategy_of(4 - stage if stage else 0), callbacks=[ByBlocks()], **options
+        )
+        loader = DataLoader(TensorDataset(*data), batch_size=2)
+        trainer.fit(second, loader, ckpt_path=tmp_path / f"{stage}.ckpt")
+        torch.testing.assert_close([*first.losses, *second.losses], losses)
+
         thawing = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
         loops.fit(group, stage, WithBackbone(trained), callbacks=[thawing], max_epochs=3)
 
@@ -249,6 +262,12 @@ def test_a_module_without_an_optimizer_is_fitted(group: Group, tmp_path: Path) -
         saved = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)["state_dict"]
         got = loops.fit(group, stage, module)
         weights.append((got[0], got[1], saved))
+        for fields in ({}, {"single_file": True}) if stage else ({},):
+            trainer = loops.trainer_of(group, loops.strategy_of(stage, **fields))
+            trainer.fit(module, loops.batches(), loops.batches(8))
+            path = tmp_path / f"{stage}-{len(fields)}.ckpt"
+            trainer.save_checkpoint(path)
+            loops.fit(group, stage, module, ckpt_path=path, max_epochs=3, fields=fields)
     loops.assert_same(weights[1], weights[0], group=group, what="without")
     loops.assert_same(([], weights[1][2]), ([], weights[0][2]), group=group, what="saved")
 
@@ -471,6 +490,51 @@ def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(
     assert other.load(f"{tmp_path}/it.ckpt", state) == {"seed": (1, 2)}
     assert state["step"] == 4
     assert train(other, model, optimizer, clips=clips) == after
+
+
+@pytest.mark.ranks(timeout_s=120)
+def test_fabric_saves_several_optimizers(group: Group, tmp_path: Path) -> None:
+    import lightning_loops as loops
+    from lightning.fabric import Fabric
+    from zero_engine.integrations.lightning import ZeroFabricStrategy
+
+    def start(stage: int) -> tuple[Any, ...]:
+        loops.join(group)
+        fabric = Fabric(
+            accelerator="cpu",
+            strategy=ZeroFabricStrategy(stage, min_unit_bytes=0),
+            devices=group.world_size,
+        )
+        fabric.launch()
+        module = loops.Module()
+        assert module.net is not None
+        blocks = torch.optim.AdamW(module.net["blocks"].parameters(), lr=0.01)
+        rest = torch.optim.SGD([*module.net["head"].parameters(), module.shift], 0.1, momentum=0.9)
+        return fabric, *fabric.setup(module, blocks, rest)
+
+    def train(fabric: Any, model: Any, *optimizers: Any) -> list[float]:
+        losses = []
+        for x, y in loops.batches():
+            loss = nn.functional.mse_loss(model(x), y)
+            fabric.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for stage in (0, 1, 3):
+        fabric, model, *optimizers = start(stage)
+        train(fabric, model, *optimizers)
+        names = ("model", "blocks", "rest")
+        state = dict(zip(names, (model, *optimizers), strict=True))
+        fabric.save(f"{tmp_path}/{stage}.ckpt", state | {"step": 3})
+        expected = train(fabric, model, *optimizers)
+        fabric, model, *optimizers = start(3 - stage)
+        state = dict(zip(names, (model, *optimizers), strict=True)) | {"step": 0}
+        assert fabric.load(f"{tmp_path}/{stage}.ckpt", state) == {}
+        assert state["step"] == 3
+        torch.testing.assert_close(train(fabric, model, *optimizers), expected)
 
 
 @pytest.mark.ranks(timeout_s=120)

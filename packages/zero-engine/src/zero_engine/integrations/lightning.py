@@ -6,7 +6,7 @@ Both call `zero_engine.shard()` where Lightning's DDPStrategy wraps, and are it 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from zero_partition.seams import find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, FileError, ZeroConfig
+from zero_engine.checkpoint.folder import Checkpoint
 
 _OF_DDP: Final = ("cluster_environment", "parallel_devices", "process_group_backend", "timeout")
 _PRECISIONS: Final = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
@@ -130,6 +131,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
     def __init__(self, stage: int = 3, *, single_file: bool = False, **options: Any) -> None:
         super().__init__(stage, **options)
         self._single_file = single_file
+        self._resumed: Any = None  # a folder of which the trainer has what is kept beside tensors
 
     def model_sharded_context(self) -> Any:
         """Around `configure_model`: what it builds is sharded while it is built. Collective."""
@@ -195,31 +197,30 @@ class ZeroStrategy(_Zero, DDPStrategy):
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, or a file if it is of weights only. Collective."""
         module, filled = self.lightning_module, checkpoint["state_dict"]  # by on_save_checkpoint()
-        if find_sharded(module) is None:  # before any fit
+        if (sharded := find_sharded(module)) is None:  # before any fit
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self._single_file or "optimizer_states" not in checkpoint:
             whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module) | filled}
-            if checkpoint.get("optimizer_states"):
+            if checkpoint.get("optimizer_states") and sharded.optimizer is not None:
                 states = zero_engine.full_optimizer_state_dict(module)
                 several = len(checkpoint["optimizer_states"]) > 1
                 whole["optimizer_states"] = states.get("optimizers", []) if several else [states]
             super().save_checkpoint(whole, filepath, storage_options)
             return
-        optimizer = getattr(find_sharded(module), "optimizer", None)
         beside, step = checkpoint | {"optimizer_states": []}, checkpoint["global_step"]
         options = {"storage_options": storage_options, "checkpoint['state_dict']": [*filled]}
-        self._save(filepath, module, optimizer, beside, step, **options)
+        self._save(filepath, module, sharded.optimizer, beside, step, **options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a folder, with the optimizer when fitting; or read a file. Collective."""
         path, module = self.broadcast(checkpoint_path), self.lightning_module
         if not _visible(path).is_dir():
             return super().load_checkpoint(path, weights_only)
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        several: Any = self.optimizers
-        optimizer = (several if len(several) > 1 else several[0]) if is_fitting else None
-        return _load(path, module, optimizer, module.strict_loading, weights_only)
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            return _load(path, module, None, module.strict_loading, weights_only)
+        self._resumed = path
+        return _kept_beside(_open(path).extra, path, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a folder, or a file."""
@@ -232,11 +233,32 @@ class ZeroStrategy(_Zero, DDPStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of a file: a folder's is loaded."""
-        states = checkpoint["optimizer_states"]
-        if states:
+        """Load the state of a file, or, with callbacks restored, all of a folder. Collective."""
+        states, module = checkpoint["optimizer_states"], self.lightning_module
+        if self._resumed is not None:
+            path, self._resumed = self._resumed, None
+            self._thaw(_open(path).frozen)
+            optimizer = getattr(find_sharded(module), "optimizer", None)
+            _load(path, module, optimizer, module.strict_loading, weights_only=None)
+        elif any(states):  # none of an optimizer that configure_optimizers() did not return
             whole = states[0] if len(states) == 1 else {"optimizers": states}
-            zero_engine.load_full_optimizer_state_dict(self.lightning_module, whole)
+            zero_engine.load_full_optimizer_state_dict(module, whole)
+
+    def _thaw(self, frozen: Collection[str]) -> None:
+        """Let callbacks that thaw a model have the param groups of when it was saved. Collective.
+
+        Lightning does it before it restores what they kept, where a strategy restores late. It
+        leaves parameters of these groups frozen; here they train as they did.
+        """
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                callback.on_fit_start(trainer, module)
+        sharded: Any = find_sharded(module)
+        if sharded.is_outdated():
+            for name, param in module.named_parameters():
+                param.requires_grad_(name not in frozen)
+            sharded.partition_again()
 
     def teardown(self) -> None:
         """Leave module and optimizer as they are, sharded and on their device."""
@@ -346,9 +368,18 @@ def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: 
     options: Any = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
     folder, tag = _visible(path).parent, _visible(path).name
     report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
-    if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
+    return _kept_beside(report.extra, path, weights_only)
+
+
+def _open(path: Any) -> Any:
+    return Checkpoint.open(_visible(path).parent, _visible(path).name)
+
+
+def _kept_beside(extra: Any, path: Any, weights_only: Any) -> Any:
+    """Return what Lightning has saved with the tensors of a folder."""
+    if not isinstance(extra, dict) or _BESIDE not in extra:
         raise FileError(f"{path} is one of a plain loop, not of Lightning: use zero_engine.load()")
-    content = io.BytesIO(report.extra[_BESIDE].numpy().tobytes())
+    content = io.BytesIO(extra[_BESIDE].numpy().tobytes())
     return torch.load(content, map_location="cpu", weights_only=weights_only)
 
 
@@ -357,7 +388,9 @@ def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
     values = list(state.values()) if isinstance(state, dict) else []
     model = next((v for v in values if isinstance(v, _Called)), None)
     own = getattr(model and find_sharded(model.module), "optimizer", None)
-    optimizer = next((v for v in values if v is own), None)
-    taken = [id(v) for v in (model, optimizer) if v is not None]
+    members = [own, *getattr(own, "optimizers", ())]  # of several, each is in `state`
+    found = [v for v in values if any(v is member for member in members)]
+    optimizer = own if own is not None and found else None
+    taken = [id(v) for v in (model, *found)]
     others = {k: v for k, v in state.items() if id(v) not in taken} if values else {}
     return model and model.module, optimizer, others
