@@ -376,6 +376,51 @@ def test_bf16_is_autocast_and_keeps_bf16_parameters_when_told(group: Group) -> N
 
 
 @pytest.mark.ranks(timeout_s=120)
+def test_fp16_on_a_cpu_is_what_it_is_with_accelerate(group: Group) -> None:
+    """Without autocast, which Accelerate does not say."""
+    expected = _run(group, partial(_ddp, mixed_precision="fp16"))
+    with pytest.warns(UserWarning, match="no autocast to fp16 on CPUs"):
+        found = _run(group, partial(_zero, mixed_precision="fp16"))
+    assert found[0] == expected[0]
+    _assert_equal(found[1], expected[1], "fp16")
+
+
+def _by_turns(group: Group, make: Callable[..., Any], folder: Path) -> list[float]:
+    """Two optimizers of one model; saved, trained, loaded and trained."""
+    with _environment(group):
+        accelerator, model = make(), _model()
+        first = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+        second = torch.optim.SGD(model[1:].parameters(), lr=1e-1, momentum=0.9)
+        model, *optimizers, batches = accelerator.prepare(model, first, second, _batches())
+        losses: list[float] = []
+
+        def train() -> None:
+            for step, (x, y) in enumerate(batches):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                optimizers[step % 2].step()
+                optimizers[step % 2].zero_grad()
+                losses.append(loss.item())
+
+        train()
+        model.zero_grad()
+        accelerator.save_state(str(folder))
+        train()
+        model.zero_grad()
+        accelerator.load_state(str(folder))
+        train()
+        return losses
+
+
+@pytest.mark.ranks(timeout_s=120)
+def test_two_optimizers_of_one_model_step_by_turns(group: Group, tmp_path: Path) -> None:
+    expected = _by_turns(group, _ddp, tmp_path / "ddp")
+    for stage in (0, *STAGES):
+        found = _by_turns(group, partial(_zero, stage), tmp_path / str(stage))
+        assert found == pytest.approx(expected, rel=1e-6), f"stage {stage}"
+
+
+@pytest.mark.ranks(timeout_s=120)
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(group: Group) -> None:
     """Accelerate makes the scaler on GPUs only: here it is put in its place."""
     for stage in STAGES:
@@ -574,7 +619,10 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> No
     for options, message in (
         ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "expected no fsdp_plugin.*leave it"),
         ({"parallelism_config": ParallelismConfig()}, "expected no parallelism_config"),
-        ({"mixed_precision": "fp16"}, "got 'fp16' on cpu.*say 'bf16'"),
+        (
+            {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin()},
+            "got 'fp16' on cpu.*say 'bf16'",
+        ),
         ({"zero": "ds.json"}, r"from_deepspeed\(file\)"),
         ({"zero": ZeroConfig(), "deepspeed_plugin": plugin}, "leave one out"),
     ):
@@ -597,11 +645,6 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> No
     with _environment(group):
         accelerator = ZeroAccelerator()
         model = _model()
-        two = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model[:2]]
-        with pytest.raises(
-            ConfigError, match=r"got 2; several.*ChainedOptimizer.*zero_engine\.shard"
-        ):
-            accelerator.prepare(model, *two)
         model.is_quantized = True
         with pytest.raises(ConfigError, match=r"quantized or spread.*without quantization_config"):
             accelerator.prepare(model)

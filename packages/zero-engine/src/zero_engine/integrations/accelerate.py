@@ -6,6 +6,7 @@ Of Accelerate's own names it uses the attributes `_models` and `_optimizers`, wh
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -77,10 +78,17 @@ class ZeroAccelerator(Accelerator):
                 f"ZeroAccelerator: expected WORLD_SIZE={processes} processes, got "
                 f"{self.num_processes}; a PartialState made before it on CPUs needs cpu=True"
             )
-        if dtype == "fp8" or (dtype == "fp16" and self.scaler is None):
+        is_unscaled = dtype == "fp16" and self.scaler is None
+        if dtype == "fp8" or (is_unscaled and self._plugin is not None):
             raise ConfigError(
                 "ZeroAccelerator: expected mixed_precision 'no' or 'bf16', or 'fp16' on a GPU, got "
                 f"{dtype!r} on {self.device}, where Accelerate has no loss scale; say 'bf16'"
+            )
+        if is_unscaled:
+            warnings.warn(
+                "ZeroAccelerator: Accelerate has no autocast to fp16 on CPUs and trains in the "
+                "dtype of the parameters there; mixed_precision='bf16' has one",
+                stacklevel=2,
             )
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
@@ -89,8 +97,8 @@ class ZeroAccelerator(Accelerator):
         """As Accelerate's, in any order; a model's optimizer not in a later call. Collective.
 
         Raises:
-            ConfigError: A model has several optimizers, or one in a later call, is quantized or
-                spread by `device_map`, or would be compiled as a whole at stage 3.
+            ConfigError: A model has an optimizer in a later call, is quantized or spread by
+                `device_map`, or would be compiled as a whole at stage 3.
             zero_partition.PartitionError: A model or optimizer cannot be sharded as it is, or was
                 sharded or wrapped before.
         """
@@ -115,21 +123,14 @@ class ZeroAccelerator(Accelerator):
             model.to(self.device)
             for optimizer in optimizers:  # its state goes where the parameters are
                 optimizer.load_state_dict(optimizer.state_dict())
-        if len(optimizers) > 1:
-            raise ConfigError(
-                f"prepare(): expected one optimizer of a {type(model).__name__}, got "
-                f"{len(optimizers)}; several step as one when they are chained, "
-                "ChainedOptimizer(muon, adamw); each by itself in a plain loop, after "
-                "zero_engine.shard(model, [first, second], config)"
-            )
-        alone = next(iter(optimizers), None)
-        zero_engine.shard(model, alone, config)
+        several: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
+        zero_engine.shard(model, several, config)
 
         def clip(*_: Any) -> None:
             zero_engine.clip_grad_norm_(model, self._max_norm)
 
-        if alone is not None and self._max_norm:  # as DeepSpeed does where its file says so
-            alone.register_step_pre_hook(clip)
+        for optimizer in optimizers if self._max_norm else ():  # as DeepSpeed, by its file
+            optimizer.register_step_pre_hook(clip)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(
@@ -137,7 +138,7 @@ class ZeroAccelerator(Accelerator):
     ) -> torch.optim.Optimizer:
         """Wrap an optimizer, of which no rank's state is asked for; its state went with a model."""
         for found in self._sharded():
-            known = (found.optimizer, *self._optimizers)
+            known = (*_optimizers_of(found), *self._optimizers)
             if optimizer not in known and _updates(optimizer, found.model):
                 raise ConfigError(
                     f"prepare(): expected a {type(optimizer).__name__} together with its model, "
@@ -225,7 +226,7 @@ class ZeroAccelerator(Accelerator):
         """Accelerate saves or loads what is not sharded, and our hooks, its first, the rest."""
         models, optimizers = self._models, self._optimizers
         self._aside = self._sharded()
-        own = {found.optimizer for found in self._aside}
+        own = {each for found in self._aside for each in _optimizers_of(found)}
         self._models = [model for model in models if self._find(model) is None]
         self._optimizers = [each for each in optimizers if each.optimizer not in own]
         try:
@@ -274,6 +275,11 @@ def _take_plugin(kwargs: dict[str, Any], zero: ZeroConfig | None) -> DeepSpeedPl
         if said and dtype == "no":
             kwargs["mixed_precision"] = said[0]
     return plugins[0] if plugins else None
+
+
+def _optimizers_of(found: ShardedModel) -> tuple[Any, ...]:
+    """Return what a script may have prepared with the model: its optimizer, or each of several."""
+    return found.optimizer, *getattr(found.optimizer, "optimizers", ())
 
 
 def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
