@@ -12,9 +12,11 @@ import pytest
 import torch
 import training
 import zero_engine
+from high_water import HighWater, giving_memory_back, needs_high_water
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ConfigError, Offload, ZeroConfig
+from zero_comm.testing import RankPool
+from zero_engine import ConfigError, Offload, ShardedAverage, ZeroConfig
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
 
@@ -206,13 +208,16 @@ WHEN: Final = (
 )
 
 
-def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list[float]:
+def _finetune(
+    model: nn.Module, when: str, shard: Callable[..., object], average_of: Callable[..., Any]
+) -> tuple[list[float], Any]:
     """From the head to the front, one layer more each two steps; the last is frozen again."""
     layers = [model[0], model[2], model[4]]
     for layer in layers[:2]:
         layer.requires_grad_(False)
     optimizer = torch.optim.AdamW(layers[2].parameters(), lr=1e-2)
     shard(model, optimizer)
+    average = average_of(model)
     losses = []
     for step in range(8):
         layer = layers[max(0, 2 - step // 2)]
@@ -237,8 +242,22 @@ def _finetune(model: nn.Module, when: str, shard: Callable[..., object]) -> list
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        average.update()
         losses.append(loss.item())
-    return losses
+    return losses, average
+
+
+class _Average:
+    """The formula, over all of a plain model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.values = model, dict[str, Tensor]()
+
+    def update(self) -> None:
+        now = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        self.values = {
+            name: value.lerp(self.values.get(name, value), 0.5) for name, value in now.items()
+        }
 
 
 @pytest.mark.ranks(1, 2, timeout_s=120)
@@ -255,7 +274,7 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
         return nn.Sequential(next(layers), nn.Tanh(), next(layers), nn.Tanh(), next(layers))
 
     plain = build()
-    expected = _finetune(plain, when, lambda *_: None)
+    expected, expected_average = _finetune(plain, when, lambda *_: None, _Average)
     for stage in (0, 1, 2, 3):
         folder = tmp_path / f"{group.rank}-{stage}"
         folder.mkdir()
@@ -264,14 +283,48 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
             continue
         config = ZeroConfig(stage, min_unit_bytes=0, offload=offload)
         model = build()
-        found = _finetune(
+        found, average = _finetune(
             model,
             when,
             lambda *of, config=config: zero_engine.shard(*of, config, group=group),  # type: ignore[misc]
+            lambda model: ShardedAverage(model, decay=0.5),
         )
         torch.testing.assert_close(found, expected)
         for name, value in zero_engine.full_state_dict(model).items():
             torch.testing.assert_close(value, plain.state_dict()[name])
+        # An average has what trains: what is frozen is the model's own.
+        for name, value in average.full_state_dict().items() if when != WHEN[-1] else ():
+            torch.testing.assert_close(value, expected_average.values[name])
+
+
+@needs_high_water
+def test_no_rank_holds_a_model_that_is_laid_out_anew() -> None:
+    """Beside what rests: shards of parameters twice, and a unit with its state.
+
+    Of ranks that have done nothing before: their allocators have no holes.
+    """
+    with RankPool(2) as fresh:
+        for rise, shards, unit in fresh.run(_thaw_a_layer):
+            assert rise <= 1.1 * shards + 3 * unit, (rise, shards, unit)
+
+
+def _thaw_a_layer(group: Group) -> tuple[int, int, int]:
+    """Measure the forward that follows; also bytes of shards, and of a unit with its state."""
+    with giving_memory_back():
+        model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(24)))
+        model[0].requires_grad_(False)
+        optimizer = _adamw(model[1:])
+        zero_engine.shard(model, optimizer, ZeroConfig(3, min_unit_bytes=0), group=group)
+        for _ in range(2):
+            model(torch.ones(2, 700)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        mark = HighWater()
+        model(torch.ones(2, 700))
+        unit = sum(param.nbytes for param in model[0].parameters())
+        return mark.rise_bytes(), 24 * unit // 2, 3 * unit
 
 
 def test_a_unit_that_is_most_of_the_model_is_named_where_shard_is_called(group: Group) -> None:

@@ -14,7 +14,8 @@ from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import early_shard_of
-from zero_partition.optimizer.shards import Entry, check_optimizer
+from zero_partition.memory.flat_buffer import FlatBuffer
+from zero_partition.optimizer.shards import Entry, SplitEntry, check_optimizer, split_state
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.sharded_model import (
@@ -24,9 +25,11 @@ from zero_partition.run.sharded_model import (
     launch_trained_buffer,
 )
 from zero_partition.run.step import bring_back_state
+from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access, step_pre_hooks
 from zero_partition.values.access import launch_grad
+from zero_partition.values.average import ShardedAverage
 from zero_partition.values.runs import launch_entry, owner_of, places_in, plan_states
 
 _TIMEOUT_S = 60.0
@@ -46,8 +49,20 @@ def unpartition(model: nn.Module) -> None:
             out so that no whole of it is known; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
-    sharded = require_sharded(model)
-    _check_idle(sharded, "unpartition()")
+    _end(require_sharded(model), "unpartition()", keeps_shards=False)
+
+
+def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
+    """Return parameters and state to the model and its optimizer. Collective.
+
+    Args:
+        sharded: The model.
+        what: The call, for errors.
+        keeps_shards: Leave parameters that rest sharded as `Init` leaves them, and split their
+            state evenly, for a partition that follows: no more than a flat buffer is whole at a
+            time.
+    """
+    _check_idle(sharded, what)
     grads = _gather_grads(sharded)
     entries: dict[ParamRef, dict[str, Entry]] = {}
     if sharded.optimizer is None or not sharded.shards_state:
@@ -55,9 +70,12 @@ def unpartition(model: nn.Module) -> None:
     else:
         states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
         planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
+        del states  # shards of state are given up as they are returned
         entries = dict(zip(sharded.places, planned, strict=True))
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
+        if keeps_shards:
+            buffer.take_over()
         replaced |= buffer.take_back()
         buffer.follow_writes()
     sharded.begin_write()
@@ -66,12 +84,13 @@ def unpartition(model: nn.Module) -> None:
     with plain_access():
         sharded.reducer.begin_backward()  # takes guards away
     members = [*members_of(sharded.optimizer)]
-    for buffer in sharded.buffers:
-        # Memory of their own, as before: tensors of one storage look tied to who saves them.
-        buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])
-        for member in members if entries else ():
-            of_buffer = {place: entries[place] for place in places_in(buffer)}
-            _return_state(of_buffer, member, is_only=len(members) == 1)
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            _install_values(unit, buffer, sharded, keeps_shards=keeps_shards)
+            for member in members if entries else ():
+                of_buffer = {place: entries[place] for place in places_in(buffer)}
+                is_only = len(members) == 1
+                _return_state(of_buffer, member, is_only=is_only, splits=keeps_shards)
     _leave(sharded)
     for param, value in replaced.items():
         param.data = value.to(param.dtype)
@@ -79,22 +98,39 @@ def unpartition(model: nn.Module) -> None:
         param.grad = grad.to(param.dtype)
 
 
+def _install_values(
+    unit: Unit, buffer: FlatBuffer, sharded: ShardedModel, *, keeps_shards: bool
+) -> None:
+    """Let parameters have memory of their own, or early shards in the place of it. Collective."""
+    values = launch_trained_buffer(buffer)()
+    if not keeps_shards or unit.placement is Placement.REPLICATED:
+        # Memory of their own, as before: tensors of one storage look tied to who saves them.
+        buffer.return_params([value.clone() for value in values])
+        return
+    buffer.return_params(values)
+    for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
+        early = early_shard_of(value, plan.name, group=sharded.whole)
+        early.keep_part_of(value)
+        early.install(param)
+
+
 @collective
 def retire_partition(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> torch.optim.Optimizer | None:
+) -> tuple[torch.optim.Optimizer | None, dict[ShardedAverage, dict[str, SplitEntry]]]:
     """End a model's partition, if it has one, so that another can follow. Collective then.
 
-    With the optimizer that it has, all of its state is whole for a moment. With another one, no
-    rank ever has more than a unit whole: parameters are as `Init` leaves them, gradients are
-    dropped, and the state of the optimizer before is gone, which raises if it is stepped again.
+    No rank ever has more than a unit whole of what rests sharded: parameters are as `Init` leaves
+    them. With the optimizer that it has, state goes on, and gradients that are there are whole in
+    `param.grad`. With another one, gradients are dropped, and the state of the optimizer before is
+    gone, which raises if it is stepped again.
 
     Args:
         model: The very module that was partitioned, or a plain one.
         optimizer: Of the next partition. None: that of the last, if it has one.
 
     Returns:
-        The optimizer of the next partition.
+        The optimizer of the next partition, and the model's averages, which follow it there.
 
     Raises:
         PartitionError: The optimizer is not of this model.
@@ -102,16 +138,20 @@ def retire_partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = find_sharded(model)
+    averages: dict[ShardedAverage, dict[str, SplitEntry]] = {}
     if sharded is not None:
         before = sharded.optimizer
         optimizer = before if optimizer is None else optimizer
         if optimizer is not None and optimizer is not before:
             check_optimizer(optimizer, model, shards_state=sharded.shards_state)
+        averages = {average: average.split() for average in [*sharded.averages]}
         if optimizer is before and before is not None:
-            unpartition(model)
+            _end(sharded, "shard()", keeps_shards=True)
         else:
             _release(sharded)
-    return optimizer
+        for module in model.modules():
+            guard_module(module)
+    return optimizer, averages
 
 
 def _release(sharded: ShardedModel) -> None:
@@ -132,17 +172,7 @@ def _release(sharded: ShardedModel) -> None:
         sharded.reducer.begin_backward()  # takes guards away
     for unit in sharded.units:
         for buffer in unit.buffers:
-            values = launch_trained_buffer(buffer)()
-            if unit.placement is Placement.REPLICATED:
-                buffer.install([value.clone() for value in values])
-                continue
-            buffer.install(values)
-            for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
-                early = early_shard_of(value, plan.name, group=sharded.whole)
-                early.keep_part_of(value)
-                early.install(param)
-    for module in sharded.model.modules():
-        guard_module(module)
+            _install_values(unit, buffer, sharded, keeps_shards=True)
     _leave(sharded)
 
 
@@ -205,14 +235,16 @@ def _return_state(
     optimizer: torch.optim.Optimizer,
     *,
     is_only: bool,
+    splits: bool,
 ) -> None:
-    """Put parameters back in the shards' place, with the whole of their state. Collective."""
+    """Put parameters back in the shards' place, with their state, whole or split. Collective."""
     params = {id(owner_of(place)): place.param for place in entries}
     known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
     if is_only:  # what has left the groups keeps its state, as in plain torch
         known = {id(owner_of(place)) for place in entries}
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
+    ranks = next(iter(entries)).group
     waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
     for place, planned in entries.items():
         shard = owner_of(place)
@@ -220,10 +252,11 @@ def _return_state(
         if id(shard) in known:
             tag = place.buffer.gather_tag
             of_param = {
-                key: launch_entry(entry, state, key, group=place.group, tag=tag)
+                key: launch_entry(entry, state, key, group=ranks, tag=tag)
                 for key, entry in planned.items()
             }
             waits.append((place.param, of_param))
     for param, of_param in waits:
         if of_param:
-            optimizer.state[param] = {key: wait() for key, wait in of_param.items()}
+            whole = {key: wait() for key, wait in of_param.items()}
+            optimizer.state[param] = split_state(whole, ranks) if splits else whole

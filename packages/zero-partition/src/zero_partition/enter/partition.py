@@ -32,7 +32,7 @@ from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.store import AtHome, Encoded, InMemory, Rounded, Store, WithState
-from zero_partition.optimizer.shards import describe_optimizer, shard_optimizer
+from zero_partition.optimizer.shards import describe_optimizer, join_states, shard_optimizer
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, Span, UnitPlan, in_batches
 from zero_partition.plan.stages import Placement
@@ -334,25 +334,28 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     config = evolve(config, **options)  # which may raise: before anything is undone
-    optimizer = retire_partition(model, optimizer)
+    optimizer, averages = retire_partition(model, optimizer)
     is_made = isinstance(homes, Homes)
     again = None
     if not is_made or homes is _NO_HOMES:
         again = partial(_partition_again, config=config, group=group, homes=homes)
     made = homes if isinstance(homes, Homes) else homes()
     try:
-        return _partition(model, optimizer, config, group=group, homes=made, again=again)
+        sharded = _partition(model, optimizer, config, group=group, homes=made, again=again)
     except BaseException:
         if not is_made:
             made.close()
         raise
+    for average, values in averages.items():
+        average.follow(sharded, values)
+    return sharded
 
 
 def _partition_again(sharded: ShardedModel, **how: Any) -> None:
     model = sharded.model
     _LOG.info(
-        "a %s is laid out anew, since parameters were unfrozen or added to its optimizer: its "
-        "parameters and the optimizer's state are whole for a moment",
+        "a %s is laid out anew, since parameters were unfrozen or added to its optimizer: all of "
+        "it is gathered once, a unit at a time",
         type(model).__name__,
     )
     partition(model, sharded.optimizer, **how)
@@ -395,10 +398,12 @@ def _partition(
         timeout_s=config.timeout_s,
     )
     units = distribute(model, plans, config, residence)
-    if optimizer is not None and placements.optim is Placement.SHARDED:
+    shards_state = optimizer is not None and placements.optim is Placement.SHARDED
+    if optimizer is not None and shards_state:
         shard_optimizer(optimizer, units)
-        if residence.offload is not None:
-            hand_over_state(optimizer, residence.offload, units)
+    join_states(optimizer)  # at stage 0, and of parameters that are in no group
+    if optimizer is not None and shards_state and residence.offload is not None:
+        hand_over_state(optimizer, residence.offload, units)
     sharded = ShardedModel(
         model=model,
         routes=routes,

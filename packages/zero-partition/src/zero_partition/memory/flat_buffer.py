@@ -292,6 +292,11 @@ class FlatBuffer:
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
+    def return_params(self, values: Sequence[Tensor]) -> None:
+        """Give parameters memory that is theirs from now on, as the partition ends. Local."""
+        self.install(values)
+        self._views = self.stand_ins  # `values` are as large as the parameters
+
     def find_touched(self) -> int | None:
         """The first parameter that is not as it was left: other memory, or written to."""
         dtype, trainable, is_sharded = self.plan.dtype, self.plan.trainable, self.whole is None

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
+from zero_comm import Group, all_gather_flat
 
 from zero_partition.chained import attribute_with_params, members_of
 from zero_partition.errors import PartitionError, StateError
@@ -400,9 +401,59 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
     return facts
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-    """Put shards in place of the parameters, and keep this rank's part of the state. Local.
+@frozen(eq=False)
+class SplitEntry:
+    """An entry of state between two partitions: each rank has an even part of its elements."""
 
+    shape: torch.Size
+    part: Tensor  # 1-D, as long on every rank, on the device of the entry
+    group: Group
+
+    @classmethod
+    def of(cls, value: Tensor, group: Group) -> SplitEntry:
+        """Keep this rank's part of a tensor that is the same on every rank. Local."""
+        flat, length = value.reshape(-1), -(-value.numel() // group.world_size)
+        part = flat.new_zeros(length)
+        mine = flat[group.rank * length : (group.rank + 1) * length]
+        part[: mine.numel()] = mine
+        return cls(value.shape, part, group)
+
+    def whole(self) -> Tensor:
+        """Return the tensor. Collective."""
+        shard = self.part.to(self.group.device)
+        splits = [shard.numel()] * self.group.world_size
+        flat = shard.new_empty(sum(splits))
+        all_gather_flat(flat, splits=splits, group=self.group, shard=shard).wait()
+        return flat[: self.shape.numel()].view(self.shape).to(self.part.device)
+
+
+def split_state(state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """Return a parameter's whole state with this rank's part of each of its tensors. Local."""
+    return {
+        key: SplitEntry.of(value, group)
+        if isinstance(value, Tensor) and value.numel() > 1 < group.world_size
+        else value
+        for key, value in state.items()
+    }
+
+
+def join_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with whole tensors in place of split ones. Collective then."""
+    return {k: v.whole() if isinstance(v, SplitEntry) else v for k, v in state.items()}
+
+
+def join_states(optimizer: torch.optim.Optimizer | None) -> None:
+    """Make all state whole that is split. Collective then."""
+    for member in members_of(optimizer):
+        for param, state in [*member.state.items()]:
+            if any(isinstance(value, SplitEntry) for value in state.values()):
+                member.state[param] = join_state(state)
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+    """Put shards in place of the parameters, and keep this rank's part of the state.
+
+    Collective where entries are split, one parameter's at a time; else local.
     Param-group dicts and the optimizer keep their identity, so a scheduler built before goes on
     working. The order of parameters is kept; a shard may be empty.
 
@@ -417,8 +468,9 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
     }
     plans = {key: buffer.plan.params[position] for key, (buffer, position) in places.items()}
     for member in members_of(optimizer):
-        states = [(plans[id(p)].shape, of) for p, of in member.state.items() if id(p) in plans]
-        for_whole = keys_for_whole(states)
+        for_whole = keys_for_whole(
+            (plans[id(p)].shape, of) for p, of in member.state.items() if id(p) in plans
+        )
         for group in member.param_groups:
             shards = []
             for param in group["params"]:
@@ -426,7 +478,8 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
                 plan, piece = plans[id(param)], buffer.piece_of(position)
                 shards.append(buffer.shard_params[position])
                 span = Span(0, 0) if piece is None else piece.in_tensor
-                state = member.state.pop(param, None)
+                split = member.state.pop(param, None)
+                state = None if split is None else join_state(split)
                 if state is not None and has_state_of(plan, span):
                     member.state[shards[-1]] = {
                         key: part_of_entry(plan, key, value, span, for_whole)

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final, NoReturn, final
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from attrs import define, field, frozen
@@ -459,7 +459,8 @@ class ShardedModel:
     # Of modules, what launches gathers before their forward; see `register_external_parameter`.
     ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
-    averages: WeakSet[Any] = field(factory=WeakSet, init=False)  # made of it: further copies
+    # Further copies of what trains, in the order in which they were made, the same on each rank.
+    averages: WeakKeyDictionary[Any, None] = field(factory=WeakKeyDictionary, init=False)
     gathered: set[ParamRef] = field(factory=set, init=False)  # what they have
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     # Every module's dictionaries of parameters and children, and the objects that were in them.

@@ -14,8 +14,9 @@ from zero_comm import collective
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
+from zero_partition.optimizer.shards import SplitEntry
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ModelPhase, ShardedModel, part_of
+from zero_partition.run.sharded_model import ModelPhase, ShardedModel, launch_buffer, part_of
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
@@ -62,7 +63,11 @@ class ShardedAverage:
                 "returned (torch.optim.swa_utils.AveragedModel averages plain ones)"
             )
         self.decay, self.num_updates = decay, 0
-        self._model, self._sharded = model, sharded
+        self._begin(sharded)
+
+    def _begin(self, sharded: ShardedModel) -> None:
+        """Let the averages be the values of now, in this layout. Local."""
+        self._model, self._sharded = sharded.model, sharded
         self._places = [place for place in sharded.places if place.is_trainable]
         self._is_elsewhere = sharded.residence.offload is not None
         self._device = torch.device("cpu") if self._is_elsewhere else sharded.group.device
@@ -72,7 +77,7 @@ class ShardedAverage:
             for buffer in sharded.buffers
             if buffer.plan.trainable
         }
-        sharded.averages.add(self)
+        sharded.averages[self] = None
 
     @property
     def device_bytes(self) -> int:
@@ -177,12 +182,31 @@ class ShardedAverage:
                 read_into(part, readers[place.name], place.kept)
         self.num_updates = num_updates
 
+    def split(self) -> dict[str, SplitEntry]:
+        """Return the averages by name, split evenly: their layout ends. Collective."""
+        device, group = self._sharded.group.device, self._sharded.group
+        found = {}
+        for buffer, average in self._averages.items():
+            values = launch_buffer(buffer, average.to(device))()
+            for plan, value in zip(buffer.plan.params, values, strict=True):
+                found[plan.name] = SplitEntry.of(value.to(self._device), group)
+        return found
+
+    @torch.no_grad()
+    def follow(self, sharded: ShardedModel, averages: Mapping[str, SplitEntry]) -> None:
+        """Go on in another layout of the model; what trains since begins as it is. Collective."""
+        self._begin(sharded)
+        for place in self._places:
+            if place.name in averages:
+                whole = averages[place.name].whole().view(-1)
+                part_of(place, self._averages[place.buffer]).copy_(whole[place.kept.as_slice()])
+
     def _usable(self, what: str) -> ShardedModel:
         sharded = self._sharded
         if find_sharded(self._model) is not sharded:
             raise StateError(
-                f"{what}: the model was unsharded, or sharded anew, since this was made; make a "
-                "ShardedAverage of the model as it is sharded now"
+                f"{what}: the model was unsharded since this was made; make a ShardedAverage of "
+                "the model as it is sharded now"
             )
         if _SWAP in sharded.gathers:
             raise StateError(f"{what} inside {_SWAP}: leave the context first")
