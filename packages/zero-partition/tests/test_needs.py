@@ -107,13 +107,58 @@ def test_a_trial_finds_which_cuts_are_right(kind: type[_Optimizer]) -> None:
                 choose_cuts(model, optimizer, cut)
 
 
-def test_without_a_word_the_cut_is_flat_if_the_trial_allows() -> None:
-    """The even cut is the cheapest, and right for most."""
-    model = nn.Linear(8, 8)
+def _counts_in_group(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    group = optimizer.param_groups[0]
+    group["seen"] = group.get("seen", 0.0) + param.grad.abs().sum().item()
+    return param.grad
 
-    assert set(choose_cuts(model, _Sign(model.parameters()), None).values()) == {Cut.FLAT}
-    with pytest.raises(PartitionError, match=r"like parameter 'weight', cut 'flat'.*whole with"):
-        choose_cuts(model, _TensorNorm(model.parameters()), None)
+
+def _stacked_norms(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(grads)).clamp(min=1e-3)
+    index = next(index for index, grad in enumerate(grads) if grad is param.grad)
+    return param.grad / norms.unbind()[index]
+
+
+def _clips_from_the_fifth_step(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    return param.grad / norm if optimizer.calls[0] >= 5 else param.grad
+
+
+def _sums_blocks(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    blocks = param.grad.view(-1, 16)
+    return (blocks - blocks.mean(dim=-1, keepdim=True)).view_as(param)
+
+
+_zero_times = lambda _, p, grads: p.grad + 0.0 * p.norm()  # noqa: E731
+ALONE = {  # the cut that each gets by itself; None: there is none
+    _Sign: "flat",
+    _StateFromTheStart: "flat",
+    _RowNorm: "row",
+    _kind("BlockMeans", _sums_blocks): "block(16)",
+    _TensorNorm: "tensor",
+    _kind("ANormThatDidNotMatter", _zero_times): "tensor",
+    _kind("StackedNorms", _stacked_norms): "tensor",
+    _kind("OnlyMatricesAlone", _only_matrices): "tensor",
+    _kind("ClipsFromTheFifthStep", _clips_from_the_fifth_step): None,
+    _kind("CountsInItsGroup", _counts_in_group): None,
+    _GlobalNorm: None,
+    _Random: None,
+}
+
+
+@pytest.mark.parametrize("kind", ALONE, ids=lambda kind: kind.__name__)
+def test_without_a_word_the_cut_is_the_smallest_that_will_do(kind: type[_Optimizer]) -> None:
+    """What a step's operators combine stays together, whether or not the result mattered."""
+    model = nn.Linear(200, 160, bias=False)
+    if (cut := ALONE[kind]) is not None:
+        assert choose_cuts(model, kind(model.parameters()), None) == {
+            id(model.weight): Cut.parse(cut)
+        }
+        return
+    model = nn.Sequential(nn.Linear(200, 160), nn.Linear(160, 30))
+    reasons = "combines values of several|writes param_groups.*'seen'|looks at elements|is random"
+    with pytest.raises(PartitionError, match=f"cannot work on shards: .*({reasons})"):
+        choose_cuts(model, kind(model.parameters()), None)
 
 
 def test_a_trial_touches_nothing_of_the_users() -> None:

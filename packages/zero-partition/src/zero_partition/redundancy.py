@@ -22,7 +22,7 @@ from zero_comm import (
     gather_flat,
 )
 
-from zero_partition.optimizer.needs import Sample, find_dependence, need_of, states_after_step
+from zero_partition.optimizer.needs import Sample, find_cuts, need_of, states_after_step
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ALIGN_BYTES, FlatLayout, Span, give_whole, in_batches
 
@@ -291,8 +291,8 @@ def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimi
         for name, index, param in params
         if not is_said[index]
     ]
-    reason = find_dependence(own, samples, must_be_tried=False) if samples else None
-    if reason is not None:
+    reason = find_cuts(own, samples, must_be_tried=False) if samples else None
+    if isinstance(reason, str):
         raise PartitionError(
             f"a {kind} does not treat parameters one by one: {reason}. Use it unsharded; or, if "
             f"you know better, say so by its attribute: {kind}.needs_cut = 'tensor'"

@@ -53,6 +53,7 @@ class DelayedState:
     _thread: ThreadPoolExecutor = field(init=False)  # makes its one thread when there is work
     _update: Future[None] | None = field(default=None, init=False)  # under way, or failed
     _job: Callable[[], None] | None = field(default=None, init=False)  # what it does
+    _groups: Groups = field(default=(), init=False)  # the user's, of the last update
     _behind: set[Param] = field(factory=set, init=False)  # parameters of the last update
     _stream: Any = field(default=None, init=False)  # of the thread, where there is CUDA
 
@@ -84,8 +85,12 @@ class DelayedState:
             self._grads[param].copy_(grad)
         taken = {self._stepped[param]: self._grads[param] for param in grads}
         self._behind = set(grads)
+        self._groups = groups
         self._job = partial(self._step, numbers, taken, factor)
         self._begin()
+
+    def write_numbers(self, groups: Groups) -> None:
+        """Nothing yet: the update has not ended."""
 
     def held_back(self) -> list[Param]:
         """Parameters whose new values are held back, in order. Blocks until these are known."""
@@ -138,6 +143,7 @@ class DelayedState:
         if error is not None:
             self._begin()
             raise error
+        self.inner.write_numbers(self._groups)
         self._update = self._job = None
 
     def _wait(self) -> BaseException | None:

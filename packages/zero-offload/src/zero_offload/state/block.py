@@ -178,7 +178,7 @@ class SubGroupState:
         grads: Mapping[Any, Tensor],
         factor: float,
         staging: Staging,
-    ) -> None:
+    ) -> dict[int, dict[str, Any]]:
         """Step all pieces that have a gradient. Local, blocking.
 
         Args:
@@ -186,6 +186,9 @@ class SubGroupState:
             grads: By whole parameter.
             factor: What gradients are multiplied by.
             staging: Through which tensors pass that are on a device, if the step is on the host.
+
+        Returns:
+            The numbers that the step has written, by position of the param group.
         """
         inner, present = self._inner, []
         passing = staging if self._passes else None
@@ -199,7 +202,7 @@ class SubGroupState:
         if passing is not None:
             passing.wait()
         for group, position in zip(inner.param_groups, self._positions, strict=True):
-            group.update(numbers[position])
+            group.update({key: _copied(value) for key, value in numbers[position].items()})
         is_native = isinstance(inner, AbstractCPUOptimizer)
         if is_native:
             inner.grad_scale = None if factor == 1 else 1 / factor
@@ -215,6 +218,10 @@ class SubGroupState:
         torch.autograd.graph.increment_version([piece.param for piece in present])
         if passing is not None:  # masters are sent from a slot
             passing.end(waits=self.plan.residence is Residence.DISK)
+        if is_native:
+            return {}
+        pairs = zip(inner.param_groups, self._positions, strict=True)
+        return {at: _changed(group, numbers[at]) for group, at in pairs}
 
     def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""
@@ -301,3 +308,18 @@ class SubGroupState:
         for piece in self._pieces:
             if piece.param in params:
                 yield piece, params[piece.param]
+
+
+def _copied(value: Any) -> Any:
+    """A tensor that counts must not be that of other sub-groups."""
+    return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _changed(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a param group that are others than before a step."""
+    return {
+        key: value
+        for key, value in group.items()
+        if (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1))
+        and (key not in before or bool(value != before[key]))
+    }

@@ -29,6 +29,7 @@ from .swap_window import SwapWindow
 
 # A tensor; mappings are invariant in their keys, and callers have Parameters.
 Param: TypeAlias = Any
+Written: TypeAlias = dict[int, dict[str, Any]]  # by position of the param group, and key
 
 
 @final
@@ -62,6 +63,7 @@ class OffloadedState:
     _states: list[SubGroupState] = field(factory=list, init=False)
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
+    _written: Written = field(factory=dict, init=False)  # numbers, by the last step
     _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
@@ -165,10 +167,9 @@ class OffloadedState:
         """Sub-groups of further parameters, whose gradients leave, and what all takes then."""
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
-            kind = param.ndim, param.dtype, at
+            kind = self.stepper.shape_tried(param.shape, param.dtype), param.dtype, at
             if kind not in kinds:
-                numbers = numbers_of(groups[at])
-                kinds[kind] = self.stepper.entries(param.ndim, param.dtype, numbers)
+                kinds[kind] = self.stepper.entries(kind[0], param.dtype, numbers_of(groups[at]))
             used = self.stepper.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
             place = f"{param.device}, {used.__name__}"
@@ -294,14 +295,31 @@ class OffloadedState:
             UnsupportedOptimizerError: As by `numbers`; nothing was stepped.
         """
         numbers = self.numbers(groups)
+        self._written = written = {}
 
         def step(state: SubGroupState) -> None:
             if opening is not None:
                 opening([param for param in state.params if param in grads])
-            state.step(numbers, grads, factor, self._staging)
+            # Each sub-group begins with the numbers of before the step, as the optimizer would.
+            for at, changed in state.step(numbers, grads, factor, self._staging).items():
+                written.setdefault(at, {}).update(changed)
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
+
+    def write_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Put what the last step has counted into param groups, into tensors that they hold. Local.
+
+        An optimizer whose own step runs besides, and finds no gradients, may or may not count then.
+        """
+        for at, changed in self._written.items():
+            for key, value in changed.items():
+                held = groups[at].get(key)
+                if isinstance(held, Tensor) and isinstance(value, Tensor):
+                    held.copy_(value)
+                else:
+                    groups[at][key] = value
+        self._written = {}
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What all param groups say now.

@@ -185,6 +185,7 @@ class OffloadedOptimizer(Optimizer):
         grads = parts.gradients.collect(self.param_groups)
         self._plan(grads)
         parts.step(self.param_groups, grads, factor=factor)
+        parts.write_numbers(self.param_groups)
         parts.settle()
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
@@ -23,13 +24,18 @@ NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.AdamW: CPUAdam,
     torch.optim.Adagrad: CPUAdagrad,
 }
+_ELEMENTWISE: Final = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
+    *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+)
 _REFUSED: Final = {
     ("capturable", True): "a graph of the device cannot hold a step on the host",
     ("differentiable", True): "autograd does not see a step on the host",
     ("keeps_last_step", True): "it would keep all of the state in memory",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
-# Of the parameters that are tried; what a state holds besides is rarely of so many elements.
+# Of the parameters that are tried where every element has the same state, whatever their size.
 _SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
 
 
@@ -128,22 +134,46 @@ class Stepper:
             _is_narrow(asked) and self.is_native and getattr(self.template, "keeps_masters", False)
         )
 
-    def entries(self, ndim: int, dtype: torch.dtype, numbers: dict[str, Any]) -> tuple[Entry, ...]:
-        """What the state of such a parameter consists of, as a step of a tiny one shows."""
+    def shape_tried(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return the shape that `entries` has to know: all of it where state may depend on it."""
+        used = self.used_for(dtype)
+        is_known = issubclass(used, AbstractCPUOptimizer) or used in _ELEMENTWISE
+        return _SIDES[: len(shape)] if is_known else tuple(shape)
+
+    def entries(
+        self, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[str, Any]
+    ) -> tuple[Entry, ...]:
+        """What the state of such a parameter consists of, as a step of one shows.
+
+        Of its size, as an optimizer may quantize or factor state of large ones only; freed then.
+        """
         masters: tuple[Entry, ...] = ()
         of = dtype
         if (own := self.own_master(dtype, on_host=True)) is not None:
             masters, dtype = (Entry(MASTER, own),), own
-        param = _blank(_SIDES[:ndim], dtype)
+        if not math.prod(shape):
+            return masters  # nothing of it is ever here
+        param = _blank(shape, dtype)
         param.grad = torch.zeros_like(param)
         with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
             optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
-            optimizer.param_groups[0].update(numbers)
-            optimizer.step()
+            optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
+            if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two modes
+                optimizer.train()  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise UnsupportedOptimizerError(
+                    f"a trial step of a {self.asked.__name__} on a parameter of shape {shape} "
+                    f"failed with {type(error).__name__}: {error}, so nothing is known of its "
+                    "state; leave that on the device"
+                ) from error
         return masters + tuple(
             Entry(name, value.dtype)
             for name, value in optimizer.state[param].items()
-            if isinstance(value, Tensor) and value.numel() == param.numel() and name != "step"
+            if type(value) is Tensor  # a subclass has memory of its own
+            and value.numel() == param.numel()
+            and name != "step"
         )
 
 
@@ -159,14 +189,22 @@ def _refuse(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
             )
 
 
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Another like it, over other parameters, without its state and hooks."""
     made = type(optimizer).__new__(type(optimizer))
     kept = optimizer.__getstate__()
+
+    def is_method(name: str, value: Any) -> bool:  # replaced on the object, as schedulers do
+        return callable(value) and callable(getattr(type(optimizer), name, None))
+
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in kept and not name.startswith("_optimizer_") and not callable(value)
+        if name not in kept and not name.startswith("_optimizer_") and not is_method(name, value)
     }
     groups = [{**optimizer.defaults, **group} for group in groups]
     vars(made).update(own)

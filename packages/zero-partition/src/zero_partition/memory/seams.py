@@ -60,6 +60,9 @@ class OptimizerOffload(Protocol):
                 with none at the end. What it raises tears the step as other errors do.
         """
 
+    def write_numbers(self, groups: Groups, /) -> None:
+        """Put what the last step has counted in into the param groups, when theirs has returned."""
+
     def read_ahead(self) -> None:
         """A step may follow, as a step or the begin of a backward shows: begin to read for it."""
 

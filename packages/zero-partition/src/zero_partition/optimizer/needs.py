@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final
@@ -21,21 +22,29 @@ from zero_partition.errors import LayoutError, PartitionError
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.torch_private import version_of
 
+from .watch import StepWatch, cut_grain
+
 # NOTE(trial): a copy of the optimizer steps a few times on small parameters with made-up gradients,
-# once on whole ones and once on each of two ranks' shards. If a shard's update is not that part of
-# the whole's, the optimizer looks at more than it would see. Values and gradients are uneven over
-# the elements, and differently in every step, so that a norm or a mean of a part differs from that
-# of the whole. The user's own optimizer, parameters, gradients and random numbers are not touched.
+# once on whole ones, where its operators are watched, and once on each of two ranks' shards. If a
+# shard's update is not that part of the whole's, or the numbers that a step writes into param
+# groups are others, the optimizer looks at more than it would see. Values and gradients are uneven
+# over the elements, and differently in every step, so that a norm or a mean of a part differs from
+# that of the whole. The user's own optimizer, parameters, gradients and random numbers are not
+# touched.
 
 _LOG: Final = logging.getLogger(__name__)
-_NUM_STEPS: Final = 3
+_NUM_STEPS: Final = 6  # some begin to look at the whole in their fourth
 _NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
 _LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
 _LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
 _TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
 _OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
+_SILENT_S: Final = 2.0  # a trial that takes longer is named
+# From small to large: what is tried where the one before is not enough. 8-bit state has blocks.
+_LADDER: Final = (Cut.FLAT, Cut.block(256), Cut.block(2048), Cut.ROW, Cut.TENSOR)
 
 Grads = Sequence[Sequence[Tensor | None]]  # by step and parameter
+Updates = tuple[list[Tensor], dict[str, float]]  # of parameters; numbers in param groups
 
 
 @frozen
@@ -47,17 +56,30 @@ class Sample:
     device: torch.device
     cut: Cut
     param_group: int
+    is_said: bool = True  # the cut is the user's
+
+    @property
+    def kind(self) -> tuple[int, str, int]:
+        """Parameters of one kind get one cut."""
+        return self.param_group, str(self.cut) if self.is_said else "", len(self.shape)
 
 
-def find_dependence(
+class _DependenceError(Exception):
+    """Why an optimizer would train differently on shards."""
+
+
+def find_cuts(
     optimizer: torch.optim.Optimizer, samples: Sequence[Sample], *, must_be_tried: bool = True
-) -> str | None:
-    """Why the optimizer would train differently on shards, None if it would not. Local.
+) -> dict[tuple[int, str, int], Cut] | str:
+    """Find the smallest cuts with which an optimizer trains as on whole tensors. Local.
 
     Args:
         optimizer: Is not changed, nor are its parameters.
-        samples: Its parameters with the cuts they would get, group by group.
+        samples: Its parameters, group by group. Cuts that the user said stay.
         must_be_tried: Whether one that cannot step on whole tensors is taken for dependent.
+
+    Returns:
+        Kind of sample -> its cut; or why there are none.
     """
     chosen = _choose(samples)
     values = [_values(sample, index, step=-1) for index, sample in enumerate(chosen)]
@@ -65,29 +87,113 @@ def find_dependence(
         [_values(sample, index, step=step) for index, sample in enumerate(chosen)]
         for step in range(_NUM_STEPS)
     ]
-    with _undisturbed(optimizer):
+    with _undisturbed(optimizer), _named_if_long(optimizer):
         try:
-            whole = _updates(optimizer, chosen, values, grads)
+            watch = StepWatch()
+            whole = _updates(optimizer, chosen, values, grads, watch)
         except Exception as error:
             if not must_be_tried:
-                return None
+                return {}
             return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
-        if must_be_tried and not any(update.any() for update in whole):
+        if must_be_tried and not any(update.any() for update in whole[0]):
             return "a trial step on small tensors changed nothing, so nothing can be said of it"
-        for rank in range(2):
-            mine = _parts(chosen, values, rank)
-            mine_grads = [_grads(chosen, step, rank) for step in grads]
-            try:
-                updates = _updates(optimizer, chosen, mine, mine_grads)
-            except Exception as error:
-                return (
-                    f"a trial step on shards failed with {type(error).__name__}: {error}, while "
-                    "one on whole tensors went well"
+        if watch.mixed:
+            return f"{watch.mixed}, and a rank would have only some of them"
+        try:
+            chosen = _with_needed_cuts(chosen, watch.grains)
+            while (larger := _try_shards(optimizer, chosen, values, grads, whole)) is not None:
+                chosen = larger
+        except _DependenceError as error:
+            return str(error)
+    return {sample.kind: sample.cut for sample in chosen}
+
+
+def _with_needed_cuts(samples: Sequence[Sample], grains: Mapping[int, int]) -> list[Sample]:
+    """Enlarge cuts so that what operators look at together stays together."""
+    needed: dict[tuple[int, str, int], Cut] = {}
+    for index, sample in enumerate(samples):
+        cut = Cut.parse(cut_grain(grains.get(index, 1), sample.shape))
+        before = needed.setdefault(sample.kind, sample.cut)
+        if not before.keeps(cut, sample.shape):
+            if sample.is_said:
+                raise _DependenceError(
+                    f"its step combines {grains[index]} elements of a tensor of shape "
+                    f"{tuple(sample.shape)} like parameter {sample.name!r}, and cut "
+                    f"{str(sample.cut)!r} leaves a rank without some of them"
                 )
-            reason = _first_difference(chosen, updates, _parts(chosen, whole, rank))
-            if reason is not None:
-                return reason
+            needed[sample.kind] = cut
+    return [evolve(sample, cut=needed[sample.kind]) for sample in samples]
+
+
+def _try_shards(
+    optimizer: torch.optim.Optimizer,
+    samples: list[Sample],
+    values: Sequence[Tensor],
+    grads: Grads,
+    whole: Updates,
+) -> list[Sample] | None:
+    """Step shards as two ranks would; returns samples with larger cuts, None if these will do.
+
+    Raises:
+        _DependenceError: No cut is larger, or the user said which.
+    """
+    for rank in range(2):
+        mine = _parts(samples, values, rank)
+        mine_grads = [_grads(samples, step, rank) for step in grads]
+        differing, reason = range(len(samples)), ""
+        try:
+            updates, groups = _updates(optimizer, samples, mine, mine_grads)
+        except Exception as error:
+            reason = (
+                f"a trial step on shards failed with {type(error).__name__}: {error}, while one on "
+                "whole tensors went well"
+            )
+        else:
+            parts = _parts(samples, whole[0], rank)
+            found = [_difference(*each) for each in zip(samples, updates, parts, strict=True)]
+            differing = [index for index, difference in enumerate(found) if difference]
+            reason = next((difference for difference in found if difference), "")
+            if not reason and _difference_of_groups(groups, whole[1]):
+                # Some count parameters: what other gradients leave as it is says nothing of them.
+                other = [
+                    [grad if grad is None else grad * (1 + step) for grad in of_step]
+                    for step, of_step in enumerate(grads[::-1])
+                ]
+                _, others = _updates(optimizer, samples, values, other)
+                by_grads = {k: v for k, v in whole[1].items() if v != others[k]}
+                reason = _difference_of_groups(groups, by_grads)
+                differing = range(len(samples))
+        if reason:
+            kinds = {samples[index].kind for index in differing}
+            larger = [_enlarged(each) if each.kind in kinds else each for each in samples]
+            if larger == samples:
+                raise _DependenceError(reason)
+            return larger
     return None
+
+
+def _enlarged(sample: Sample) -> Sample:
+    """With the next larger cut; the same where the user said it, or none is larger."""
+    shape, numel = sample.shape, sample.shape.numel()
+    grain = sample.cut.grain(shape)
+    larger = (cut for cut in _LADDER[:-1] if grain < cut.grain(shape) < numel)
+    if sample.is_said or sample.cut == Cut.TENSOR:
+        return sample
+    return evolve(sample, cut=min(larger, key=lambda cut: cut.grain(shape), default=Cut.TENSOR))
+
+
+@contextmanager
+def _named_if_long(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say what takes so long, where it does."""
+    what = "shard() is trying a %s on small tensors, to see how parameters may be cut for it"
+    timer = threading.Timer(_SILENT_S, _LOG.warning, (what, type(optimizer).__name__))
+    timer.daemon = True
+    timer.start()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiling would take minutes
+            yield
+    finally:
+        timer.cancel()
 
 
 def states_after_step(
@@ -108,12 +214,11 @@ def states_after_step(
 
 
 def _choose(samples: Iterable[Sample]) -> list[Sample]:
-    """Two small ones for each cut and number of dims: two, since one may depend on another."""
+    """Two small ones of each kind: two, since one may depend on another."""
     largest: dict[tuple[int, str, int], Sample] = {}
     for sample in samples:
-        key = (sample.param_group, str(sample.cut), len(sample.shape))
-        if key not in largest or sample.shape.numel() > largest[key].shape.numel():
-            largest[key] = sample
+        if sample.kind not in largest or sample.shape.numel() > largest[sample.kind].shape.numel():
+            largest[sample.kind] = sample
     return [_shrunk(sample) for sample in largest.values() for _ in range(2)]
 
 
@@ -164,15 +269,22 @@ def _updates(
     samples: Sequence[Sample],
     values: Sequence[Tensor],
     grads: Grads,
-) -> list[Tensor]:
-    """What a copy of the optimizer adds to these parameters in all steps."""
+    watch: StepWatch | None = None,
+) -> Updates:
+    """What a copy of the optimizer adds to these parameters in all steps; its groups' numbers."""
     by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for sample, value in zip(samples, values, strict=True):
         by_group[sample.param_group].append(nn.Parameter(value.clone()))
     torch.manual_seed(0)
-    _stepped(optimizer, by_group, grads)
+    twin = _stepped(optimizer, by_group, grads, watch=watch)
     pairs = zip(chain(*by_group), values, strict=True)
-    return [param.detach() - value for param, value in pairs]
+    numbers = {
+        f"param_groups[{index}][{key!r}]": float(value)
+        for index, group in enumerate(twin.param_groups)
+        for key, value in group.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+    return [param.detach() - value for param, value in pairs], numbers
 
 
 def _stepped(
@@ -180,6 +292,7 @@ def _stepped(
     params: Sequence[list[nn.Parameter]],
     grads: Grads,
     options: Sequence[Mapping[str, Any]] | None = None,
+    watch: StepWatch | None = None,
 ) -> torch.optim.Optimizer:
     """A copy of the optimizer that has stepped these parameters with these gradients."""
     before = [param.detach().clone() for param in chain(*params)]
@@ -187,10 +300,16 @@ def _stepped(
     for make in (_copy, _construct):
         try:
             twin = make(optimizer, _groups(optimizer, params, options))
+            if callable(getattr(twin, "train", None)):  # as schedule-free ones have
+                twin.train()  # type: ignore[attr-defined]
             for step in grads:
-                for param, grad in zip(chain(*params), step, strict=True):
+                for number, (param, grad) in enumerate(zip(chain(*params), step, strict=True)):
                     param.grad = None if grad is None else grad.clone()
-                twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+                    for tensor in (param, param.grad) if watch is not None else ():
+                        if tensor is not None:
+                            watch.follow(number, tensor)
+                with nullcontext() if watch is None else watch:
+                    twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
             return twin
         except Exception as error:  # it may keep state from its constructor on, which a copy of
             problem = problem or error  # its attributes lacks
@@ -213,7 +332,10 @@ def _groups(
         mine = _copied(options_of(group))
         if "lr" in mine:
             lr = mine["lr"]
-            mine["lr"] = lr.clamp(min=_LEAST_LR) if isinstance(lr, Tensor) else max(lr, _LEAST_LR)
+            if isinstance(lr, Tensor):
+                mine["lr"] = lr.clamp(min=_LEAST_LR)
+            elif lr is not None:  # Adafactor computes its own
+                mine["lr"] = max(lr, _LEAST_LR)
         groups.append({"params": small, **mine, **_copied(dict(given))})
     return groups
 
@@ -255,23 +377,32 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _first_difference(
-    samples: Sequence[Sample], ours: Sequence[Tensor], theirs: Sequence[Tensor]
-) -> str | None:
-    for sample, mine, expected in zip(samples, ours, theirs, strict=True):
-        if not mine.numel():
-            continue
-        largest = expected.abs().max().item()
-        off = (mine - expected).abs().max().item()
-        if not off <= _TOLERANCE * largest:  # NaN too
-            alone = "alone" if sample.cut == Cut.TENSOR else f"cut {str(sample.cut)!r}"
+def _difference(sample: Sample, mine: Tensor, expected: Tensor) -> str:
+    """Say by how much the update of a shard is off; "" if it is not."""
+    if not mine.numel():
+        return ""
+    largest = expected.abs().max().item()
+    off = (mine - expected).abs().max().item()
+    if off <= _TOLERANCE * largest:  # not so for NaN
+        return ""
+    alone = "alone" if sample.cut == Cut.TENSOR else f"cut {str(sample.cut)!r}"
+    return (
+        f"on a tensor of shape {tuple(sample.shape)} like parameter {sample.name!r}, {alone}, its "
+        f"update differs by {off:.2g} from the update of whole tensors together, whose largest "
+        f"element is {largest:.2g}; it looks at elements that a rank would not have, or is random"
+    )
+
+
+def _difference_of_groups(mine: Mapping[str, float], expected: Mapping[str, float]) -> str:
+    """Say which number a step writes into a param group that would not be the same on ranks."""
+    for name, value in mine.items():
+        other = expected.get(name, value)
+        if not (math.isclose(value, other, rel_tol=_TOLERANCE) or math.isnan(value + other)):
             return (
-                f"on a tensor of shape {tuple(sample.shape)} like parameter {sample.name!r}, "
-                f"{alone}, its update differs by {off:.2g} from the update of whole tensors "
-                f"together, whose largest element is {largest:.2g}; it looks at elements that a "
-                "rank would not have, or is random"
+                f"its step writes {name} from gradients: {value:.4g} on shards, {other:.4g} on "
+                "whole tensors together"
             )
-    return None
+    return ""
 
 
 @contextmanager
@@ -336,16 +467,18 @@ def _choose_for(
 ) -> None:
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
-    samples: list[Sample] = []
+    samples: list[tuple[int, Sample]] = []  # of what nobody says: id of the parameter
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
         said = _parse(group["cut"], where) if group.get("cut") is not None else None
         need = need_of(optimizer, group)
         for param in group["params"]:
-            cut, name = cuts.setdefault(id(param), said or need or Cut.FLAT), names[id(param)]
+            chosen, name = cuts.get(id(param), said), names[id(param)]
+            cut = cuts[id(param)] = chosen or need or Cut.FLAT
             if need is None:
                 device = torch.device("cpu") if param.is_meta else param.device  # it has values
-                samples.append(Sample(name, param.shape, device, cut, index))
+                is_said = chosen is not None
+                samples.append((id(param), Sample(name, param.shape, device, cut, index, is_said)))
             elif not cut.keeps(need, param.shape):
                 raise PartitionError(
                     f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
@@ -353,16 +486,24 @@ def _choose_for(
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
-    reason = find_dependence(optimizer, samples) if samples else None
-    if reason is not None:
+    found = find_cuts(optimizer, [sample for _, sample in samples]) if samples else {}
+    if isinstance(found, str):
         raise PartitionError(
-            f"a {kind} cannot work on shards like these: {reason}. Keep tensors whole with "
-            "cut='tensor' (ZeroConfig.cut, or 'cut' in the param group), or use 'row' or "
-            "'block(k)' where that is enough; if you know better, say so by its attribute: "
-            f"{kind}.needs_cut = 'flat'. Stage 0 takes any optimizer"
+            f"a {kind} cannot work on shards: {found}. Stage 0 takes any optimizer; if you know "
+            f"better, say so by its attribute: {kind}.needs_cut = 'flat', 'row', 'block(k)' or "
+            "'tensor'"
         )
-    how = "a trial on small tensors went well" if samples else "what it needs is known"
-    _LOG.debug("cuts for a %s: %s", kind, how)
+    for key, sample in samples:
+        cuts[key] = found[sample.kind]
+    for cut in dict.fromkeys(map(str, found.values())):
+        if cut != "flat":
+            of_cut = [sample for _, sample in samples if str(found[sample.kind]) == cut]
+            _LOG.info(
+                "a %s gets parameters cut %r, as a trial shows that it needs: %d of them, such as "
+                "%r; a rank may keep up to %d elements more than others of each",
+                *(kind, cut, len(of_cut), of_cut[0].name),
+                max(found[sample.kind].grain(sample.shape) for sample in of_cut),
+            )
 
 
 def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:

@@ -397,7 +397,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
     for index, (param, state) in enumerate(optimizer.state.items()):
         step = state.get("step") if isinstance(state, dict) else None
         step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-        facts[f"optimizer state {index}"] = f"{tuple(param.shape)}: {sorted(state)}, step {step}"
+        of = tuple(param.shape) if isinstance(param, Tensor) else param
+        keys = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        facts[f"optimizer state {index}"] = f"{of}: {keys}, step {step}"
     return facts
 
 
@@ -446,7 +448,8 @@ def join_states(optimizer: torch.optim.Optimizer | None) -> None:
     """Make all state whole that is split. Collective then."""
     for member in members_of(optimizer):
         for param, state in [*member.state.items()]:
-            if any(isinstance(value, SplitEntry) for value in state.values()):
+            entries = state.values() if isinstance(state, dict) else ()
+            if any(isinstance(value, SplitEntry) for value in entries):
                 member.state[param] = join_state(state)
 
 

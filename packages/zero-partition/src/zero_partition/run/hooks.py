@@ -337,6 +337,9 @@ class AfterStep(Bound):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Publish the new values."""
+        offload = self.sharded.residence.offload
+        if offload is not None:
+            offload.write_numbers(optimizer.param_groups)
         take_back(self.sharded, optimizer)
         self.sharded.after_step()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from zero_partition.errors import StateError
+from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload, TensorHome
 from zero_partition.stand_in import find_owner
@@ -87,6 +88,12 @@ def hand_over_state(
         for buffer in unit.buffers
         for pair in zip(buffer.shard_params, buffer.targets, strict=False)
     ]
+    strange = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if strange:
+        raise PartitionError(
+            f"optimizer state of a {type(optimizer).__name__} cannot rest outside the device: it "
+            f"has entries of no parameter, {', '.join(map(repr, strange))}; leave it on the device"
+        )
     view = UpdatedState(offload, dict(pairs))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
@@ -121,7 +128,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
             return self._others[shard]
         target = self.target_of[shard]
         if target not in self._started():
-            raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
+            return MappingProxyType({})  # type: ignore[return-value]  (nothing can be added to it)
         return self._visible(target, self.offload.read([target])[target])
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:

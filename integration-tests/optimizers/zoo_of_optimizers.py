@@ -1,0 +1,154 @@
+"""Optimizers that people install, each with a way to make it of a model's parameters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _of(path: str, **options: Any) -> Make:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        module, _, name = path.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        return kind(model.parameters(), **options)
+
+    return make
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices within the model; all else."""
+    inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    known = {id(p) for p in inner}
+    return inner, [p for p in model.parameters() if id(p) not in known]
+
+
+def _galore(model: nn.Module) -> torch.optim.Optimizer:
+    from galore_torch import GaLoreAdamW
+
+    inner, rest = _split(model)
+    low = {"rank": 8, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
+    return GaLoreAdamW([{"params": rest}, {"params": inner, **low}], lr=1e-2)
+
+
+def _apollo(model: nn.Module) -> torch.optim.Optimizer:
+    from apollo_torch import APOLLOAdamW
+
+    inner, rest = _split(model)
+    low = {"rank": 8, "update_proj_gap": 3, "scale": 1, "proj": "random"}
+    low |= {"proj_type": "std", "scale_type": "channel"}
+    return APOLLOAdamW([{"params": rest}, {"params": inner, **low}], lr=1e-2)
+
+
+def _adam_mini(model: nn.Module) -> torch.optim.Optimizer:
+    from adam_mini import Adam_mini
+
+    options = {"dim": 64, "n_heads": 4, "n_kv_heads": 4, "verbose": False}
+    return Adam_mini(model.named_parameters(), lr=1e-2, **options)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    from muon import SingleDeviceMuonWithAuxAdam
+
+    inner, rest = _split(model)
+    return SingleDeviceMuonWithAuxAdam(
+        [{"params": inner, "use_muon": True, "lr": 1e-2}, {"params": rest, "use_muon": False}]
+    )
+
+
+def _chained(model: nn.Module) -> torch.optim.Optimizer:
+    from zero_engine import ChainedOptimizer
+
+    inner, rest = _split(model)
+    return ChainedOptimizer(torch.optim.Muon(inner, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2))
+
+
+def _sam(model: nn.Module) -> torch.optim.Optimizer:
+    return SAM(model.parameters(), torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization (arXiv 2010.01412), as its public implementations are."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Climb, evaluate again, return and step."""
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm(p=2) for p in params]).norm(p=2)
+        for p in params:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        with torch.enable_grad():
+            self.zero_grad()
+            closure()
+        for p in params:
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        return loss
+
+
+_PO: Final = "pytorch_optimizer"
+
+
+def _pytorch_optimizer(names: str, **options: Any) -> dict[str, Make]:
+    return {f"{_PO}.{name}": _of(f"{_PO}.{name}", **options) for name in names.split()}
+
+
+OPTIMIZERS: Final[dict[str, Make]] = {
+    "prodigyopt.Prodigy": _of("prodigyopt.Prodigy", lr=1.0),
+    "dadaptation.DAdaptAdam": _of("dadaptation.DAdaptAdam", lr=1.0),
+    "dadaptation.DAdaptLion": _of("dadaptation.DAdaptLion", lr=1.0),
+    "dadaptation.DAdaptAdaGrad": _of("dadaptation.DAdaptAdaGrad", lr=1.0),
+    "dadaptation.DAdaptAdan": _of("dadaptation.DAdaptAdan", lr=1.0),
+    "dadaptation.DAdaptSGD": _of("dadaptation.DAdaptSGD", lr=1.0),
+    **{
+        f"bitsandbytes.{name}": _of(f"bitsandbytes.optim.{name}", lr=1e-2)
+        for name in ("Adam8bit", "AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdamW32bit")
+    },
+    **{
+        f"torchao.{name}": _of(f"torchao.optim.{name}", lr=1e-2)
+        for name in ("Adam8bit", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+    },
+    **{
+        f"optimi.{name}": _of(f"optimi.{name}", lr=1e-2)
+        for name in ("Adam", "AdamW", "StableAdamW", "Adan", "RAdam", "Ranger", "Lion")
+    },
+    **{
+        f"heavyball.{name}": _of(f"heavyball.{name}", lr=1e-2)
+        for name in ("AdamW", "SFAdamW", "ADOPT", "SOAP", "PSGDKron")
+    },
+    "lion_pytorch.Lion": _of("lion_pytorch.Lion", lr=1e-3),
+    "schedulefree.AdamWScheduleFree": _of("schedulefree.AdamWScheduleFree", lr=1e-2),
+    "galore_torch.GaLoreAdamW": _galore,
+    "apollo_torch.APOLLOAdamW": _apollo,
+    "adam_mini.Adam_mini": _adam_mini,
+    "came_pytorch.CAME": _of("came_pytorch.CAME", lr=1e-3),
+    "muon": _muon,
+    "ChainedOptimizer(Muon, AdamW)": _chained,
+    "transformers.Adafactor()": _of("transformers.Adafactor"),
+    "transformers.Adafactor(lr)": _of(
+        "transformers.Adafactor", lr=1e-3, relative_step=False, scale_parameter=False
+    ),
+    "SAM": _sam,
+    "LBFGS": _of("torch.optim.LBFGS", lr=0.1),
+    "torch_optimizer.Shampoo": _of("torch_optimizer.Shampoo", lr=1e-2),
+    "torch_optimizer.LAMB": _of("torch_optimizer.Lamb", lr=1e-2),
+    **_pytorch_optimizer(
+        "Prodigy DAdaptAdam DAdaptLion AdamP SGDP LARS Lamb ADOPT Shampoo SPAM Lion "
+        "AdaBelief AdaFactor CAME Adan Tiger SOAP ScalableShampoo",
+    ),
+}
