@@ -15,6 +15,11 @@ from .errors import StateError
 from .torch_private import pytree
 
 
+def is_wrapper(value: Any) -> bool:
+    """Return whether it is a tensor that is made of others, such as a quantized one."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+
+
 def describe(value: Any, tensors: list[Tensor]) -> Any:
     """What JSON can say of a value. Its tensors are appended to the list, in order.
 
@@ -24,12 +29,16 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise StateError(f"expected dense tensors, got layout {value.layout}")
+        if is_wrapper(value):
+            raise StateError(f"expected plain tensors, got a {type(value).__name__}")
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if value is None or type(value) in {bool, int, float, str}:
         return ["plain", value]
     if type(value) in {list, tuple}:
         return [type(value).__name__, [describe(item, tensors) for item in value]]
+    if type(value) is set:
+        return ["set", [describe(item, tensors) for item in sorted(value, key=repr)]]
     if isinstance(value, dict):
         return ["dict", [[describe(k, []), describe(v, tensors)] for k, v in value.items()]]
     raise StateError(
@@ -48,7 +57,7 @@ def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
     if kind == "dict":
         return {rebuild(k, tensors): rebuild(v, tensors) for k, v in what}
     items = [rebuild(item, tensors) for item in what]
-    return items if kind == "list" else tuple(items)
+    return {"list": list, "tuple": tuple, "set": set}[kind](items)
 
 
 def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:

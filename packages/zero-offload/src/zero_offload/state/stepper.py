@@ -172,7 +172,8 @@ class Stepper:
             Entry(name, value.dtype)
             for name, value in optimizer.state[param].items()
             if type(value) is Tensor  # a subclass has memory of its own
-            and value.numel() == param.numel()
+            and value.shape == param.shape
+            and param.numel() > 1  # else one number may look like the element
             and name != "step"
         )
 

@@ -139,7 +139,7 @@ def _try_shards(
     """
     for rank in range(2):
         mine = _parts(samples, values, rank)
-        mine_grads = [_grads(samples, step, rank) for step in grads]
+        mine_grads = [_grads(samples, [g for g in of if g is not None], rank) for of in grads]
         differing, reason = range(len(samples)), ""
         try:
             updates, groups = _updates(optimizer, samples, mine, mine_grads)
@@ -305,9 +305,9 @@ def _stepped(
             for step in grads:
                 for number, (param, grad) in enumerate(zip(chain(*params), step, strict=True)):
                     param.grad = None if grad is None else grad.clone()
-                    for tensor in (param, param.grad) if watch is not None else ():
-                        if tensor is not None:
-                            watch.follow(number, tensor)
+                    if watch is not None and param.grad is not None:
+                        watch.follow(number, param)
+                        watch.follow(number, param.grad)
                 with nullcontext() if watch is None else watch:
                     twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
             return twin

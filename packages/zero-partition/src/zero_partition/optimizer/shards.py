@@ -14,7 +14,7 @@ from zero_comm import Group, all_gather_flat
 
 from zero_partition.chained import attribute_with_params, members_of
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.nested import describe, tensors_in
+from zero_partition.nested import describe, is_wrapper, tensors_in
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ParameterPlan, Span
 from zero_partition.run.step import has_state, refuse_parameter
@@ -58,7 +58,7 @@ class EntryInfo:
     @classmethod
     def of(cls, value: Any) -> EntryInfo:
         """About this value."""
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_wrapper(value):
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         kind = type(value).__name__
         number = value if kind in _PLAIN_KINDS else None
@@ -98,7 +98,11 @@ class TensorEntry:
 class PlainEntry:
     """One value for the whole parameter that is no tensor."""
 
-    value: Any  # for ranks that have none of their own
+    value: Any  # of a rank that keeps some of the parameter, where a message can say it
+
+    def value_beside(self, own: Any) -> Any:
+        """Return it, or this rank's own: one that keeps nothing may have counted otherwise."""
+        return own if self.value is None else self.value
 
 
 @frozen
@@ -201,7 +205,7 @@ def part_of_entry(
             "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
             "their own, call shard() before the first step, or use cut='tensor'"
         )
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_wrapper(value):
         return value
     part, shape = part_in_entry(param, key, value.shape, span, for_whole)
     if part.numel == value.numel() and tuple(value.shape) == shape:
@@ -242,7 +246,9 @@ def part_in_entry(
 
 
 def _holds_tensors(value: Any) -> bool:
-    is_nest = isinstance(value, list | tuple | dict)
+    if is_wrapper(value):
+        return True
+    is_nest = isinstance(value, list | tuple | dict | set)
     return is_nest and any(True for _ in tensors_in(value))
 
 

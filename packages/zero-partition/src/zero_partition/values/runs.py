@@ -16,7 +16,7 @@ from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
-from zero_partition.nested import describe, map_tensors
+from zero_partition.nested import describe, is_wrapper, map_tensors
 from zero_partition.optimizer.shards import (
     Entry,
     EntryInfo,
@@ -237,6 +237,12 @@ def gather_state_info(
     timeout_s: float | None = None,
 ) -> list[tuple[StateInfo, ...]]:
     """Which entries the ranks have, by parameter and by rank, if this one has these. Collective."""
+    strange = [key for state in states for key in state if not isinstance(key, str)]
+    if strange:
+        raise StateError(
+            f"optimizer state has entries of keys that are no strings, {strange[0]!r} for one, "
+            "which have no name in a file or a message: it can be neither saved nor sent"
+        )
     mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
     by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
     return [
@@ -296,6 +302,12 @@ def plan_states(
 def entry_on_each(value: Any, world_size: int) -> Entry:
     """An entry that every rank has: each gives an equal run of its elements."""
     info = EntryInfo.of(value)
+    if is_wrapper(value):
+        raise StateError(
+            f"optimizer state holds a {type(value).__name__}, a tensor made of others, which can "
+            "be neither saved nor sent: train on with it, or use an optimizer whose state is plain "
+            "tensors"
+        )
     if not isinstance(value, Tensor):
         return PlainEntry(value)
     ends = [value.numel() * rank // world_size for rank in range(world_size + 1)]
@@ -314,7 +326,7 @@ def launch_entry(
     """
     assert not isinstance(entry, PerRankEntry), "there is no whole"
     if isinstance(entry, PlainEntry):
-        return lambda: state.get(key, entry.value)
+        return lambda: entry.value_beside(state.get(key))
     whole = torch.empty(entry.shape, dtype=entry.dtype, device=group.device)
     numel = entry.splits[group.rank]
     part: Tensor = state[key] if numel else whole.new_empty(0)
@@ -419,7 +431,8 @@ def plan_parts(
         spans = {WholeTensor(name, None, shape, dtype): place.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
-                parts.values.setdefault(name, {})[key] = state.get(key, entry.value)
+                value = entry.value_beside(state.get(key))
+                parts.values.setdefault(name, {})[key] = value
             elif isinstance(entry, PerRankEntry):
                 own = {"keeps": kept_as_json(place), "entries": {}}
                 of_param = parts.own_said.setdefault(name, own)
