@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -129,8 +128,9 @@ OPTIMIZERS: Final[dict[str, Make]] = {
     },
     **{
         f"heavyball.{name}": _of(f"heavyball.{name}", lr=1e-2)
-        for name in ("AdamW", "SFAdamW", "ADOPT", "SOAP", "PSGDKron")
+        for name in ("AdamW", "SFAdamW", "SOAP", "PSGDKron")
     },
+    "heavyball.ADOPT": _of("heavyball.ADOPT", lr=1e-5),  # plain torch diverges at larger ones
     "lion_pytorch.Lion": _of("lion_pytorch.Lion", lr=1e-3),
     "schedulefree.AdamWScheduleFree": _of("schedulefree.AdamWScheduleFree", lr=1e-2),
     "galore_torch.GaLoreAdamW": _galore,

@@ -164,6 +164,16 @@ class StepWatch(TorchDispatchMode):
                 samples = frozenset().union(*rows)
                 self._reaches[output] = Reach(samples, reaches[0].numel, None, rows)
             return not alone
+        batched = [t for t in outputs if t.ndim and len(t) == length]
+        dims = _dims_of(name, args, {}, args[0]) if isinstance(args[0], Tensor) else []
+        if len(batched) == len(outputs) and 0 not in dims and not (name in _BY_DIMS and not dims):
+            # Each index is a parameter of its own, as in a batch of matrices.
+            for output in outputs:
+                samples = frozenset().union(*stacked[0])
+                self._reaches[output] = Reach(samples, reaches[0].numel, None, stacked[0])
+                for sample in samples:
+                    self.grains[sample] = max(self.grains.get(sample, 1), reaches[0].numel)
+            return True
         if name == "unbind" and len(outputs) == length:
             for output, samples in zip(outputs, stacked[0], strict=True):
                 self._reaches[output] = Reach(samples, reaches[0].numel, None)

@@ -1,0 +1,86 @@
+"""Optimizers that people install train as in plain torch, or are refused with the reason.
+
+`hatch run optimizers:test`, in an environment that has them; not a part of `hatch run test`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from zero_comm.testing import RankPool
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import survey
+import zoo_of_optimizers as zoo
+
+# Nothing of these is done: no step is taken, and the words say which dependence it is.
+REFUSED: Final = {
+    r"writes param_groups\[0\]\[.*from gradients": (
+        "prodigyopt.Prodigy",
+        *(f"dadaptation.DAdapt{name}" for name in ("Adam", "Lion", "AdaGrad", "Adan")),
+    ),
+    r"combines values of several parameters": (
+        *(f"pytorch_optimizer.{name}" for name in ("Prodigy", "DAdaptAdam", "DAdaptLion")),
+        *(f"heavyball.{name}" for name in ("SOAP", "PSGDKron")),
+    ),
+    r"looks at elements that a rank would not have": ("dadaptation.DAdaptSGD",),
+    r"a trial step on shards failed": ("muon",),
+    r"a trial step on small tensors failed": ("SAM",),
+    r"keeps parameters in its attribute '_params'": ("LBFGS",),
+}
+NOT_ON_HOST: Final = {
+    r"a trial step of a \w+ on a parameter .* leave that on the device": (
+        *("apollo_torch.APOLLOAdamW", "pytorch_optimizer.SPAM"),
+    ),
+    r"ChainedOptimizer cannot rest outside the device": ("ChainedOptimizer(Muon, AdamW)",),
+}
+FAILS_ON_HOST: Final = {  # in eval(), which looks for views of parameters that a step would make
+    r"KeyError: Parameter containing": ("heavyball.SFAdamW",),
+}
+NOT_SAVED: Final = {
+    r"OptimState\w+": tuple(name for name in zoo.OPTIMIZERS if name.startswith("torchao")),
+    r"keys that are no strings": tuple(f"heavyball.{n}" for n in ("AdamW", "SFAdamW", "ADOPT")),
+    r"a GaLoreProjector cannot be sent": ("galore_torch.GaLoreAdamW",),
+    r"a GradientProjector cannot be sent": ("apollo_torch.APOLLOAdamW",),
+    r"a PreConditioner cannot be sent": ("pytorch_optimizer.ScalableShampoo",),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def _words(table: dict[str, tuple[str, ...]], name: str) -> str | None:
+    return next((words for words, names in table.items() if name in names), None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", survey.CELLS, ids=str)
+@pytest.mark.parametrize("name", zoo.OPTIMIZERS)
+def test_it_trains_as_plain_torch_or_says_why_not(
+    pool: RankPool, name: str, cell: tuple[int, str]
+) -> None:
+    outcome, off = survey.look(pool, name, *cell)
+    refused = _words(REFUSED, name)
+    if refused is None and cell[1] == "host":
+        refused = _words(NOT_ON_HOST, name)
+    if refused is not None:
+        assert outcome.kind == "refused"
+        assert re.search(refused, outcome.words), outcome.words
+        return
+    assert off < 1e-5, outcome
+    if cell[1] == "host" and (words := _words(FAILS_ON_HOST, name)) is not None:
+        assert outcome.kind == "fails"
+        assert re.search(words, outcome.words), outcome.words
+        return
+    unsaved = _words(NOT_SAVED, name)
+    assert outcome.kind == ("trains" if unsaved is None else "not saved"), outcome.words
+    assert unsaved is None or re.search(unsaved, outcome.words), outcome.words

@@ -1,0 +1,195 @@
+"""What becomes of each optimizer of `zoo_of_optimizers` over shards, against plain torch.
+
+python integration-tests/optimizers/survey.py docs/guides/optimizers.md   # writes the table
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import zero_engine
+import zoo_of_optimizers as zoo
+from attrs import frozen
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_comm.testing import RankPool
+from zero_engine import Offload, ZeroConfig
+from zero_partition.seams import find_sharded
+
+NUM_STEPS: Final = 12
+SAVED_AT: Final = 6
+CELLS: Final = ((1, "device"), (3, "device"), (1, "host"), (3, "host"))
+TIMEOUT_S: Final = 240.0
+_NEED_CLOSURE: Final = ("SAM", "LBFGS")
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model each time, with matrices above where state is quantized and factored."""
+    torch.set_num_threads(1)  # decompositions depend on it
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(80, 64), _Block(), _Block(), nn.Linear(64, 80))
+    return model, zoo.OPTIMIZERS[name](model)
+
+
+def _loss(model: nn.Module, step: int, ranks: tuple[int, ...]) -> Tensor:
+    losses = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 80, (4, 8), generator=generator)
+        logits = model(tokens)[:, :-1]
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+    return torch.stack(losses).mean()
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range, ranks: tuple[int, ...]) -> list[float]:
+    """The losses of these ranks' batches; schedule-free optimizers change modes on the way."""
+    has_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+    torch.manual_seed(2 + steps.start)
+    losses = []
+    for step in steps:
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model, step, ranks)
+            loss.backward()
+            return loss
+
+        if has_modes and step % 4 == 1:
+            optimizer.eval()
+            with torch.no_grad():
+                losses.append(_loss(model, 99, ranks).item())
+        if has_modes:
+            optimizer.train()
+        if type(optimizer).__name__ in _NEED_CLOSURE:
+            losses.append(optimizer.step(closure).item())
+        else:
+            losses.append(closure().item())
+            optimizer.step()
+    return losses
+
+
+def train_plainly(name: str) -> list[float]:
+    """In one process, which sees the batches of both ranks."""
+    model, optimizer = build(name)
+    first = _train(model, optimizer, range(SAVED_AT), (0, 1))
+    return first + _train(model, optimizer, range(SAVED_AT, NUM_STEPS), (0, 1))
+
+
+@frozen
+class Outcome:
+    """What became of an optimizer in one cell."""
+
+    kind: str  # "trains", "refused", "fails", "not saved" or "not loaded"
+    losses: list[float]
+    words: str = ""
+    cuts: str = ""
+
+
+def train_sharded(group: Group, name: str, stage: int, place: str, folder: str) -> tuple[Any, ...]:
+    """On two ranks; saved on the way, and gone on with in a model of another stage.
+
+    Returns:
+        The fields of an `Outcome`, whose class another process may have by another name.
+    """
+    losses: list[float] = []
+    cuts = ""
+    offload = Offload(optimizer="host") if place == "host" else None
+    for part, at in enumerate((stage, 4 - stage)):
+        model, optimizer = build(name)
+        config = ZeroConfig(at, min_unit_bytes=0, offload=offload)
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                zero_engine.shard(model, optimizer, config, group=group)
+            except Exception as error:
+                return "refused", losses, _said(error)
+            sharded: Any = find_sharded(model)
+            cuts = ", ".join(sorted({str(place.plan.cut) for place in sharded.places}))
+            steps = range(SAVED_AT, NUM_STEPS) if part else range(SAVED_AT)
+            try:
+                if part:
+                    zero_engine.load(folder, model, optimizer)
+            except Exception as error:
+                return "not loaded", losses, _said(error), cuts
+            try:
+                losses += _train(model, optimizer, steps, (group.rank,))
+            except Exception as error:
+                return "fails", losses, _said(error), cuts
+            try:
+                if not part:
+                    zero_engine.save(folder, model, optimizer, step=SAVED_AT)
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    losses += _train(model, optimizer, range(SAVED_AT, NUM_STEPS), (group.rank,))
+                return "not saved", losses, _said(error), cuts
+    return "trains", losses, "", cuts
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def difference(found: list[Outcome], expected: list[float]) -> float:
+    """The largest difference of the ranks' mean from plain torch, of losses above 1 relative."""
+    means = [
+        sum(of_step) / len(of_step) for of_step in zip(*(o.losses for o in found), strict=True)
+    ]
+    pairs = zip(means, expected, strict=False)
+    return max((abs(a - b) / max(1.0, abs(b)) for a, b in pairs), default=0.0)
+
+
+def look(pool: RankPool, name: str, stage: int, place: str) -> tuple[Outcome, float]:
+    """An optimizer in one cell: what became of it, and how far it is from plain torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"name": name, "stage": stage, "place": place, "folder": folder}
+        replies = pool.run(train_sharded, **options, timeout_s=TIMEOUT_S)
+    found = [Outcome(*reply) for reply in replies]
+    return found[0], difference(found, train_plainly(name))
+
+
+def _row(name: str, seen: dict[tuple[int, str], tuple[Outcome, float]]) -> str:
+    device, host = (seen[3, place][0] for place in ("device", "host"))
+    if device.kind == "refused":
+        reason = re.sub(r"^\w+Error: (a \w+ (cannot work on shards: )?)?", "", device.words)
+        return f"| `{name}` | refused | | | {reason.split('. Stage 0')[0][:160]} |"
+    saved = "yes" if device.kind == "trains" else "no"
+    words = "" if saved == "yes" else device.words[:120]
+    on_host = {"refused": "refused", "fails": "fails"}.get(host.kind, "yes")
+    words = words or ("" if on_host == "yes" else host.words[:120])
+    return f"| `{name}` | {device.cuts} | {on_host} | {saved} | {words} |"
+
+
+def main(page: Path) -> None:
+    """Write the table between the lines that mark it."""
+    rows = []
+    with RankPool(2) as pool:
+        for name in zoo.OPTIMIZERS:
+            seen = {cell: look(pool, name, *cell) for cell in CELLS}
+            worst = max(off for _, off in seen.values())
+            assert worst < 1e-5, (name, worst)
+            rows.append(_row(name, seen))
+            print(rows[-1], flush=True)
+    text = page.read_text()
+    begin, end = "<!-- table -->\n", "<!-- end -->"
+    before, rest = text.split(begin)
+    head = "| optimizer | cut | state on the host | saved | why not |\n|---|---|---|---|---|\n"
+    page.write_text(before + begin + head + "\n".join(rows) + "\n" + end + rest.split(end)[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
