@@ -31,7 +31,7 @@ REFUSED: Final = {
     ),
     r"looks at elements that a rank would not have": ("dadaptation.DAdaptSGD",),
     r"a trial step on shards failed": ("muon",),
-    r"a trial step on small tensors failed": ("SAM",),
+    r"evaluates the loss by a closure": ("SAM",),
     r"keeps parameters in its attribute '_params'": ("LBFGS",),
 }
 NOT_ON_HOST: Final = {
@@ -84,3 +84,12 @@ def test_it_trains_as_plain_torch_or_says_why_not(
     unsaved = _words(NOT_SAVED, name)
     assert outcome.kind == ("trains" if unsaved is None else "not saved"), outcome.words
     assert unsaved is None or re.search(unsaved, outcome.words), outcome.words
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for names in REFUSED.values() for name in names])
+def test_what_is_refused_trains_at_stage_0(pool: RankPool, name: str) -> None:
+    """The remedy that the errors name."""
+    outcome, off = survey.look(pool, name, 0, "device")
+    assert off < 1e-5, outcome
+    assert outcome.kind in {"trains", "not saved"}, outcome.words

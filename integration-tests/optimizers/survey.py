@@ -110,7 +110,7 @@ def train_sharded(group: Group, name: str, stage: int, place: str, folder: str) 
     losses: list[float] = []
     cuts = ""
     offload = Offload(optimizer="host") if place == "host" else None
-    for part, at in enumerate((stage, 4 - stage)):
+    for part, at in enumerate((stage, 4 - stage if stage else 0)):
         model, optimizer = build(name)
         config = ZeroConfig(at, min_unit_bytes=0, offload=offload)
         with warnings.catch_warnings(action="ignore"):

@@ -1,4 +1,4 @@
-"""Whether an optimizer that nobody knows trains the same on shards: a trial on small tensors."""
+"""Trials of optimizers on small tensors: how may parameters be cut, and what state is kept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,17 @@ def find_cuts(
         except Exception as error:
             if not must_be_tried:
                 return {}
-            return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+            reason = f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+            if (
+                isinstance(error, TypeError)
+                and "NoneType" in str(error)
+                and _takes_closure(optimizer)
+            ):
+                reason = (
+                    "its step evaluates the loss by a closure, at points that depend on all "
+                    "parameters at once"
+                )
+            return reason
         if must_be_tried and not any(update.any() for update in whole[0]):
             return "a trial step on small tensors changed nothing, so nothing can be said of it"
         if watch.mixed:
@@ -271,7 +281,7 @@ def _updates(
     grads: Grads,
     watch: StepWatch | None = None,
 ) -> Updates:
-    """What a copy of the optimizer adds to these parameters in all steps; its groups' numbers."""
+    """Return what a copy adds to these parameters in all steps, and its groups' numbers."""
     by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for sample, value in zip(samples, values, strict=True):
         by_group[sample.param_group].append(nn.Parameter(value.clone()))
@@ -426,6 +436,10 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             "parameters of the model, which it must hold elsewhere than in param_groups; say what "
             f"it needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
         )
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    return "closure" in inspect.signature(optimizer.step).parameters
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -379,7 +379,8 @@ def check_optimizer(
                 f"a {type(member).__name__} keeps parameters in its attribute {attribute!r}, "
                 "outside param_groups, and would go on updating the unsharded ones; use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
-                "needs whole tensors and finds them in param_groups (Muon, Adafactor, ...)"
+                "needs whole tensors and finds them in param_groups (Muon, Adafactor). Stage 0 "
+                "takes any optimizer"
             )
 
 

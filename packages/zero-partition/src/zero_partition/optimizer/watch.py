@@ -1,4 +1,4 @@
-"""Which operators a step calls on parameters, gradients and state, and how far they look.
+"""A watch over the operators of a step: which elements they combine.
 
 An optimizer may work on shards if each element of its update comes from elements of the same shard.
 Values of a few steps cannot prove that: a branch may not be taken, and a factor may be small. The

@@ -173,12 +173,12 @@ class MemoryReader(AbstractRangeReader):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor."""
+        """Return the tensor's shape."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Likewise."""
+        """Return the tensor's dtype."""
         return self.tensor.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
