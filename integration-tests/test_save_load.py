@@ -166,6 +166,21 @@ class _Warm(parity.PerParameter):
         param.sub_(lr * state["momentum"])
 
 
+class _Counts(parity.PerParameter):
+    """As Adam-mini: a rank that keeps nothing of a parameter has numbers of its own for it."""
+
+    needs_cut = "tensor"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param].setdefault("count", 0)
+        super().step(closure)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        state["count"] += 1
+        param.sub_(grad * group["lr"] / state["count"])
+
+
 class _Listed(parity.PerParameter):
     """Keeps two momenta in one list, and its last three steps: shapes that no cut explains."""
 
@@ -190,6 +205,7 @@ OPTIMIZERS: Any = {  # of all that trains
         torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2),
     ),
     "one element": partial(_Warm, lr=1e-2),
+    "numbers of idle ranks": partial(_Counts, lr=1e-2),
     "lists": partial(_Listed, lr=1e-2),
 }
 
@@ -211,7 +227,7 @@ def _states(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     return [known.get(param, {}) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["rows and whole tensors", "one element"])
+@pytest.mark.parametrize("name", ["rows and whole tensors", "one element", "numbers of idle ranks"])
 def test_state_of_any_shape_goes_on(ranks, tmp_path: Path, name: str) -> None:
     """As a process alone has it: it trains, so it goes on, is read, and is undone."""
     model, optimizer = _build_of(name)
