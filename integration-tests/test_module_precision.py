@@ -138,7 +138,10 @@ def test_a_module_computes_in_its_own_dtype(group: Group, kept: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_policies_are_those_of_fsdp2(group: Group) -> None:
-    """Weights are equal bit for bit where FSDP2 wraps these modules with such policies."""
+    """Weights are equal bit for bit where FSDP2 wraps these modules with such policies.
+
+    Since torch 2.15 it rounds averages of 16-bit gradients otherwise, with any policy.
+    """
     keep = {
         "*norm": FP32,
         "*.router": ModulePrecision(FP32),
@@ -170,8 +173,10 @@ def test_policies_are_those_of_fsdp2(group: Group) -> None:
             losses.append(loss.item())
     zero_engine.unshard(plain)
     weights = {name: param.full_tensor() for name, param in theirs.named_parameters()}
-    torch.testing.assert_close(dict(plain.named_parameters()), weights, rtol=0, atol=0)
-    assert losses[:3] == losses[3:]
+    is_exact = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+    atol = 0.0 if is_exact else 1e-3
+    torch.testing.assert_close(dict(plain.named_parameters()), weights, rtol=0, atol=atol)
+    assert losses[:3] == pytest.approx(losses[3:], rel=0, abs=atol)
 
 
 def test_stage_0_and_a_model_of_16_bits(group: Group) -> None:
