@@ -181,6 +181,17 @@ class _Counts(parity.PerParameter):
         param.sub_(grad * group["lr"] / state["count"])
 
 
+class _FactorsLarge(parity.PerParameter):
+    """As many: entries of a large parameter have other names than those of a small one."""
+
+    needs_cut = "tensor"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        name = "large" if param.numel() > 8 else "small"
+        state.setdefault(name, torch.zeros_like(param)).add_(grad)
+        param.sub_(group["lr"] * state[name])
+
+
 class _Listed(parity.PerParameter):
     """Keeps two momenta in one list, and its last three steps: shapes that no cut explains."""
 
@@ -206,6 +217,7 @@ OPTIMIZERS: Any = {  # of all that trains
     ),
     "one element": partial(_Warm, lr=1e-2),
     "numbers of idle ranks": partial(_Counts, lr=1e-2),
+    "names by size": partial(_FactorsLarge, lr=1e-2),
     "lists": partial(_Listed, lr=1e-2),
 }
 
@@ -227,7 +239,9 @@ def _states(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     return [known.get(param, {}) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["rows and whole tensors", "one element", "numbers of idle ranks"])
+@pytest.mark.parametrize(
+    "name", ["rows and whole tensors", "one element", "numbers of idle ranks", "names by size"]
+)
 def test_state_of_any_shape_goes_on(ranks, tmp_path: Path, name: str) -> None:
     """As a process alone has it: it trains, so it goes on, is read, and is undone."""
     model, optimizer = _build_of(name)
