@@ -5,6 +5,7 @@ All ranks see one batch, so that the mean of two gradients is either, bit for bi
 
 from __future__ import annotations
 
+import logging
 import types
 import warnings
 from collections.abc import Callable
@@ -426,8 +427,12 @@ def _wrapped_in_ddp(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_what_would_train_wrongly_is_named(group: Group, stage: int) -> None:
     """Memory that two own would hold old values; two that reduce would reduce twice."""
-    for mistake in (_shared_parameter, _lazy, _buffer_of_a_parameter, _wrapped_in_ddp):
-        mistake(group, stage)
+    log = logging.getLogger("zero_engine")
+    for level in (logging.INFO, logging.WARNING):  # a line about the plan comes first
+        log.setLevel(level)
+        for mistake in (_shared_parameter, _lazy, _buffer_of_a_parameter, _wrapped_in_ddp):
+            mistake(group, stage)
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -92,8 +92,9 @@ def shard(
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        line = line_of(model, chosen, config, group)
-        _LOG.info("sharding a %s: %s", type(model).__name__, line)
+        with suppress(Exception):  # partition() says what is wrong with a model
+            line = line_of(model, chosen, config, group)
+            _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
     offload = config.offload
     if config.sanitize and offload is not None and offload.path is not None:

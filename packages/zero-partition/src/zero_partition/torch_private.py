@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
@@ -45,6 +45,9 @@ is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
 
 # Whether someone watches what operators this thread calls: how many do.
 has_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+
+# Its subclasses see every operator that is called inside.
+DispatchMode = _python_dispatch.TorchDispatchMode
 
 # What the autograd node made next on this thread will have as its number.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr

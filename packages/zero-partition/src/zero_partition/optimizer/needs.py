@@ -509,6 +509,8 @@ def _choose_for(
         )
     for key, sample in samples:
         cuts[key] = found[sample.kind]
+    how = "a trial on small tensors went well" if samples else "what it needs is known"
+    _LOG.debug("cuts for a %s: %s", kind, how)
     for cut in dict.fromkeys(map(str, found.values())):
         if cut != "flat":
             of_cut = [sample for _, sample in samples if str(found[sample.kind]) == cut]

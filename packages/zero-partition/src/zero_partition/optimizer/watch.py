@@ -16,10 +16,10 @@ from typing import Any, Final, final
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_partition.stand_in import tensors_among
+from zero_partition.torch_private import DispatchMode
 
 _FACTORIES: Final = ("empty", "zeros", "ones", "full", "rand", "new_", "scalar_tensor")
 # Elementwise, and not tagged so by torch.
@@ -46,7 +46,7 @@ class Reach:
 
 @final
 @define(eq=False)
-class StepWatch(TorchDispatchMode):
+class StepWatch(DispatchMode):
     """Records what the operators of a step need. Enter it around `optimizer.step()`.
 
     Attributes:
