@@ -129,7 +129,7 @@ class ZeroConfig:
             mapping from parameter names, or patterns such as "blocks.*.weight", to these; or a
             function of name and parameter. What is left open (None) is `cut` in the param group, or
             what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
-            says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
+            says as its attribute `needs_cut`, else the smallest that will do, as a trial shows.
         state_dict: What `state_dict()` does of what is sharded over several ranks, which are the
             optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and at
             1 and 2 with `Wire(params=...)`: "names" gives stand-ins of the model's parameters, with
