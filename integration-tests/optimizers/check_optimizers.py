@@ -44,7 +44,6 @@ FAILS_ON_HOST: Final = {  # in eval(), which looks for views of parameters that 
     r"KeyError: Parameter containing": ("heavyball.SFAdamW",),
 }
 NOT_SAVED: Final = {
-    r"OptimState\w+": tuple(name for name in zoo.OPTIMIZERS if name.startswith("torchao")),
     r"keys that are no strings": tuple(f"heavyball.{n}" for n in ("AdamW", "SFAdamW", "ADOPT")),
     r"a GaLoreProjector cannot be sent": ("galore_torch.GaLoreAdamW",),
     r"a GradientProjector cannot be sent": ("apollo_torch.APOLLOAdamW",),

@@ -48,6 +48,7 @@ for step in range(3):
         if sys.argv[1] == "raises-other":
             raise KeyError("of the user's")
         if sys.argv[1] == "killed":
+            time.sleep(1)  # until the other rank is in this step, too
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
     model(torch.ones(2, 64)).square().mean().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import attrs
 import torch
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from .errors import StateError
@@ -18,6 +20,49 @@ from .torch_private import pytree
 def is_wrapper(value: Any) -> bool:
     """Return whether it is a tensor that is made of others, such as a quantized one."""
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+
+
+@frozen
+class Wrapped:
+    """A tensor that is made of others: what `__tensor_flatten__` says of it."""
+
+    module: str
+    name: str
+    inner: dict[str, Any]  # attribute -> tensor, or what stands for one
+    context: Any
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Wrapped:
+        """Take a tensor apart."""
+        names, context = value.__tensor_flatten__()
+        inner = {name: getattr(value, name) for name in names}
+        kind = type(value)
+        return cls(kind.__module__, kind.__qualname__, inner, context, tuple(value.shape))
+
+    def describe(self, tensors: list[Tensor]) -> Any:
+        """What JSON can say of it, as `describe`."""
+        parts = (self.inner, self.context, self.shape)
+        return ["wrapper", [self.module, self.name], *(describe(part, tensors) for part in parts)]
+
+    def built(self) -> Any:
+        """Return the tensor, or itself where something stands for one of the tensors inside.
+
+        Raises:
+            StateError: Its class is none that the process has already.
+        """
+        if not all(isinstance(each, Tensor) for each in self.inner.values()):
+            return self
+        kind = getattr(sys.modules.get(self.module), self.name, None)
+        is_known = isinstance(kind, type) and issubclass(kind, Tensor)
+        if not is_known or not hasattr(kind, "__tensor_unflatten__"):
+            raise StateError(
+                f"state is made of {self.module}.{self.name}, which is no class of tensors here; "
+                "import the optimizer's package first"
+            )
+        shape = torch.Size(self.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        return kind.__tensor_unflatten__(self.inner, self.context, shape, strides)  # type: ignore[union-attr]
 
 
 def describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -30,15 +75,17 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
         if value.layout is not torch.strided:
             raise StateError(f"expected dense tensors, got layout {value.layout}")
         if is_wrapper(value):
-            raise StateError(f"expected plain tensors, got a {type(value).__name__}")
+            return Wrapped.of(value).describe(tensors)
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if value is None or type(value) in {bool, int, float, str}:
         return ["plain", value]
-    if type(value) in {list, tuple}:
-        return [type(value).__name__, [describe(item, tensors) for item in value]]
-    if type(value) is set:
-        return ["set", [describe(item, tensors) for item in sorted(value, key=repr)]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    kinds: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple", set: "set"}
+    if type(value) in kinds:
+        items = sorted(value, key=repr) if isinstance(value, set) else value
+        return [kinds[type(value)], [describe(item, tensors) for item in items]]
     if isinstance(value, dict):
         return ["dict", [[describe(k, []), describe(v, tensors)] for k, v in value.items()]]
     raise StateError(
@@ -49,11 +96,15 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
 
 def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
     """The value that was described, of these tensors, or of what stands for them."""
-    kind, what, *_ = description
+    kind, what, *more = description
     if kind == "tensor":
         return next(tensors)
     if kind == "plain":
         return what
+    if kind == "dtype":
+        return getattr(torch, what)
+    if kind == "wrapper":
+        return Wrapped(*what, *(rebuild(item, tensors) for item in more))
     if kind == "dict":
         return {rebuild(k, tensors): rebuild(v, tensors) for k, v in what}
     items = [rebuild(item, tensors) for item in what]
@@ -68,7 +119,10 @@ def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int
     elif kind == "dict":
         for _, value in what:
             yield from described_tensors(value)
-    elif kind != "plain":
+    elif kind == "wrapper":
+        for item in more:
+            yield from described_tensors(item)
+    elif kind not in {"plain", "dtype"}:
         for item in what:
             yield from described_tensors(item)
 
@@ -83,6 +137,8 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -
     """
     if isinstance(value, kind):
         return change(value)
+    if isinstance(value, Wrapped):
+        return evolve(value, inner=map_tensors(value.inner, change, kind)).built()
     if type(value) in {list, tuple}:
         return type(value)(map_tensors(item, change, kind) for item in value)
     if isinstance(value, dict):

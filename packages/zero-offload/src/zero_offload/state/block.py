@@ -257,10 +257,8 @@ class SubGroupState:
                     if name not in whole:
                         whole[name] = torch.empty(piece.param.shape, dtype=value.dtype)
                     piece.cut(whole[name]).copy_(value)
-                elif isinstance(value, Tensor):
-                    whole[name] = value.detach().to("cpu", copy=True)
                 else:
-                    whole[name] = copy.deepcopy(value)
+                    whole[name] = _copy_on(value, "cpu")
 
     def load(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool) -> None:
         """Put entries in place of what there is, in the dtypes kept here.
@@ -287,7 +285,7 @@ class SubGroupState:
                     mine[name] = view
                 else:
                     device = "cpu" if self.on_host or name == "step" else param.device
-                    mine[name] = value.detach().to(device, copy=True)
+                    mine[name] = _copy_on(value, device)
 
     def forget(self) -> None:
         """Have no state, as before a first step."""
@@ -308,6 +306,17 @@ class SubGroupState:
         for piece in self._pieces:
             if piece.param in params:
                 yield piece, params[piece.param]
+
+
+def _copy_on(value: Any, device: Any) -> Any:
+    """Return a copy; of a tensor that is made of others, as quantized state is, copies of these."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.detach().to(device, copy=True)
+    names, context = value.__tensor_flatten__()
+    inner = {name: _copy_on(getattr(value, name), device) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())  # type: ignore[attr-defined]
 
 
 def _copied(value: Any) -> Any:
