@@ -116,12 +116,12 @@ class StepWatch(DispatchMode):
         samples = frozenset().union(*(reach.samples for reach in reaches))
         largest = max(range(len(inputs)), key=lambda index: inputs[index].numel())
         source, reach = inputs[largest], reaches[largest]
+        is_foreach = func.overloadpacket.__name__.startswith("_foreach_")
         is_pointwise = torch.Tag.pointwise in func.tags or name in _COPIES
-        is_pointwise |= func.overloadpacket.__name__.startswith("_foreach_") and name not in {
-            *("norm", "max")
-        }
+        is_pointwise |= is_foreach and name not in {"norm", "max"}
         outputs = tensors_among(out) or ([args[0]] if name.endswith("_") else [])
-        if name == "stack" and len(inputs) == len(outputs[0]) and not kwargs.get("dim"):
+        is_batch = name == "stack" and not kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if is_batch and len(inputs) == len(outputs[0]):
             rows = tuple(reach.samples for reach in reaches)
             self._reaches[outputs[0]] = Reach(samples, reach.numel, None, rows)
             return
