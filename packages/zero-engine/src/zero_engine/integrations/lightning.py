@@ -218,7 +218,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
         if not _visible(path).is_dir():
             return super().load_checkpoint(path, weights_only)
         if module.trainer.state.fn != TrainerFn.FITTING:
-            return _load(path, module, None, module.strict_loading, weights_only)
+            extra = _load(path, module, None, module.strict_loading)
+            return _kept_beside(extra, path, weights_only)
         self._resumed = path
         return _kept_beside(_open(path).extra, path, weights_only)
 
@@ -239,7 +240,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
             path, self._resumed = self._resumed, None
             self._thaw(_open(path).frozen)
             optimizer = getattr(find_sharded(module), "optimizer", None)
-            _load(path, module, optimizer, module.strict_loading, weights_only=None)
+            _load(path, module, optimizer, module.strict_loading)
         elif any(states):  # none of an optimizer that configure_optimizers() did not return
             whole = states[0] if len(states) == 1 else {"optimizers": states}
             zero_engine.load_full_optimizer_state_dict(module, whole)
@@ -251,11 +252,11 @@ class ZeroStrategy(_Zero, DDPStrategy):
         leaves parameters of these groups frozen; here they train as they did.
         """
         module, trainer = self.lightning_module, self.lightning_module.trainer
-        for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning):
-                callback.on_fit_start(trainer, module)
+        thawing = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
+        for callback in thawing:
+            callback.on_fit_start(trainer, module)
         sharded: Any = find_sharded(module)
-        if sharded.is_outdated():
+        if thawing and sharded.is_outdated():
             for name, param in module.named_parameters():
                 param.requires_grad_(name not in frozen)
             sharded.partition_again()
@@ -334,7 +335,8 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         model, optimizer, others = _set_up_in(state)
         if model is None:
             raise ConfigError(f"fabric.load(): {path} is a folder; give the model in `state`")
-        beside = _load(path, model, optimizer, strict, weights_only)
+        extra = _load(path, model, optimizer, strict)
+        beside = _kept_beside(extra, path, weights_only)
         if strict and others.keys() - beside.keys():
             raise KeyError(f"fabric.load(): {path} lacks {sorted(others.keys() - beside.keys())}")
         for key in [key for key in others if key in beside]:  # in the same order on every rank
@@ -364,11 +366,12 @@ def _visible(path: Any) -> Path:
     return Path(path).with_name(Path(path).name.lstrip("."))
 
 
-def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: Any) -> Any:
+def _load(path: Any, model: Any, optimizer: Any, is_strict: bool) -> Any:
+    """Load what is sharded, and return what was saved beside it. Collective."""
     options: Any = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
     folder, tag = _visible(path).parent, _visible(path).name
     report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
-    return _kept_beside(report.extra, path, weights_only)
+    return report.extra
 
 
 def _open(path: Any) -> Any:

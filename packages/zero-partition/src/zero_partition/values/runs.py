@@ -237,14 +237,17 @@ def gather_state_info(
     timeout_s: float | None = None,
 ) -> list[tuple[StateInfo, ...]]:
     """Which entries the ranks have, by parameter and by rank, if this one has these. Collective."""
-    strange = [key for state in states for key in state if not isinstance(key, str)]
-    if strange:
-        raise StateError(
-            f"optimizer state has entries of keys that are no strings, {strange[0]!r} for one, "
-            "which have no name in a file or a message: it can be neither saved nor sent"
-        )
     mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
-    by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
+    strange = next((repr(k) for state in states for k in state if not isinstance(k, str)), None)
+    said = all_gather_json([strange, mine], group=group, tag=tag, timeout_s=timeout_s)
+    for rank, (key, _) in enumerate(said):  # on every rank, also where there is no state
+        if key is not None:
+            raise StateError(
+                f"optimizer state has entries of keys that are no strings, {key} for one (rank "
+                f"{rank}), which have no name in a file or a message: it can be neither saved nor "
+                "sent"
+            )
+    by_rank = [of_rank for _, of_rank in said]
     return [
         tuple({k: EntryInfo(**what) for k, what in state.items()} for state in of_param)
         for of_param in zip(*by_rank, strict=True)
