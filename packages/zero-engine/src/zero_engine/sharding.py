@@ -50,7 +50,7 @@ def shard(
     a moment; and with none, where it keeps the one that it has.
 
     Args:
-        model: On the device of the group, its parameters dense and contiguous.
+        model: On the device of the group, its parameters dense, of any strides.
         optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
             looks at more than single elements keeps tensors whole, or is refused; see
             `ZeroConfig.cut`. A list of several is stepped, zeroed and clipped one by one, in any

@@ -105,11 +105,13 @@ def _install_values(
     values = launch_trained_buffer(buffer)()
     if not keeps_shards or unit.placement is Placement.REPLICATED:
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
-        buffer.return_params([value.clone() for value in values])
+        pairs = zip(buffer.plan.params, values, strict=True)
+        buffer.return_params([plan.as_given(value) for plan, value in pairs])
         return
     buffer.return_params(values)
     for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
         early = early_shard_of(value, plan.name, group=sharded.whole)
+        early.strides = plan.strides
         early.keep_part_of(value)
         early.install(param)
 

@@ -40,6 +40,7 @@ from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
     install_dtype_hooks,
+    install_format_hooks,
     install_module_hooks,
     install_optimizer_hooks,
 )
@@ -245,7 +246,7 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
         for param in batch:
             early = find_early(param)
             if early is None:
-                value = param.detach().view(-1)
+                value = param.detach().reshape(-1)
                 if value.numel():
                     broadcast_flat(value.view(torch.uint8), src=0, group=group).wait()
             else:
@@ -309,7 +310,8 @@ def partition(
     take the values of rank 0.
 
     Args:
-        model: On the group's device; its parameters dense and contiguous.
+        model: On the group's device; its parameters dense, of any strides, which they have again
+            when the partition ends.
         optimizer: Any torch optimizer built from the model's parameters, new or used. A model that
             is partitioned already is handed over to it, see `retire_partition`. One that looks at
             more than single elements says so by `needs_cut`, is one of torch's, or is tried on
@@ -425,6 +427,7 @@ def _partition(
     for module in model.modules():
         unguard_module(module)  # what waited for shard()
     install_module_hooks(model, sharded)
+    install_format_hooks(model, sharded)
     for module, policy in precision.kept_modules(model).values():
         sharded.removers += install_dtype_hooks(module, policy, precision.params)
     install_state_dict_hooks(sharded)

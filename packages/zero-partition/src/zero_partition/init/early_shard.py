@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, Final, NoReturn
@@ -14,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_flat
 
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.plan.layout import FlatLayout, Span
+from zero_partition.plan.layout import FlatLayout, Span, strides_of
 from zero_partition.stand_in import placeholder
 from zero_partition.torch_private import plainly, version_of
 
@@ -74,6 +75,7 @@ class EarlyShard:
     group: Group
     layout: FlatLayout  # of one tensor
     shard: Tensor  # 1-D, padding included
+    strides: tuple[int, ...] | None = None  # of the user's tensor; None: a contiguous one's
     is_blank: bool = False  # allocated and never written
     is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
     serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
@@ -185,21 +187,23 @@ def early_shard_of(tensor: Tensor, label: str, *, group: Group) -> EarlyShard:
     """This rank's part of such a tensor, cut evenly, as zeros. Local."""
     layout = FlatLayout.plan([tensor.numel()], world_size=group.world_size, align=1)
     shard = torch.zeros(layout.splits[group.rank], dtype=tensor.dtype, device=group.device)
-    return EarlyShard(label, group, layout, shard)
+    return EarlyShard(label, group, layout, shard, strides_of(tensor))
 
 
 def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> None:
     """Keep this rank's part of each parameter, of the values of rank 0. Collective.
 
     Args:
-        params: Labels and parameters; whole, dense, contiguous, on the group's device.
+        params: Labels and parameters; whole, dense, on the group's device.
         group: The ranks to distribute over.
     """
-    small = [param.detach() for _, param in params if 0 < param.nbytes <= _SMALL_BYTES]
+    values = deque(param.detach().contiguous() for _, param in params)  # given up in turn
+    small = [whole for whole in values if 0 < whole.nbytes <= _SMALL_BYTES]
     broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:
-        whole = param.detach()
-        early = early_shard_of(whole, label, group=group)
+        whole = values.popleft()
+        strides = strides_of(param)
+        early = evolve(early_shard_of(whole, label, group=group), strides=strides)
         early.install(param)
         if param.nbytes > _SMALL_BYTES:
             if group.rank:  # see NOTE(files)

@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_partition.errors import PartitionError
 from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import UnitPlan, plan_buffers
+from zero_partition.plan.layout import UnitPlan, plan_buffers, strides_of
 from zero_partition.plan.precision import AS_IT_IS, Precision
 
 from .early_shard import find_early
@@ -183,7 +183,7 @@ def plan_units(
     is in it.
 
     Args:
-        model: Its parameters must be dense and contiguous.
+        model: Its parameters must be dense, of any strides.
         unit_names: Names of modules, "" excluded; what belongs to none of them is the model's own.
         world_size: Number of shards.
         cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
@@ -233,6 +233,7 @@ def plan_units(
         cuts or {},
         group_of or {},
         dtypes=precision.dtypes_of(model),
+        strides={id(param): found for param in names if (found := _strides_of(param)) is not None},
     )
     return tuple(
         UnitPlan(
@@ -260,11 +261,19 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
             f"parameter {name!r} is on the meta device and has no values to shard; materialise "
             "the model with model.to_empty(device=...) and initialise it first"
         )
-    if not param.is_contiguous():
+    if any(
+        stride == 0 for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1
+    ):
         raise PartitionError(
-            f"parameter {name!r}: expected contiguous memory, got shape {tuple(param.shape)} with "
-            f"strides {param.stride()}; assign param.data = param.data.contiguous() first"
+            f"parameter {name!r}: expected memory for each element, got shape {tuple(param.shape)} "
+            f"with strides {param.stride()}, as expand() makes it; assign param.data = "
+            "param.data.contiguous() first"
         )
+
+
+def _strides_of(param: nn.Parameter) -> tuple[int, ...] | None:
+    early = find_early(param)
+    return strides_of(param) if early is None else early.strides
 
 
 def _names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

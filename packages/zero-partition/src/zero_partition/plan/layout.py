@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from attrs import field, frozen
 from attrs.validators import ge
-from torch import nn
+from torch import Tensor, nn
 
 from zero_partition.errors import LayoutError
 
@@ -310,11 +310,39 @@ class ParameterPlan:
     dtype: torch.dtype
     trainable: bool
     cut: Cut = Cut.FLAT
+    strides: tuple[int, ...] | None = None  # of the user's tensor; None: a contiguous one's
 
     @property
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+    @property
+    def memory_format(self) -> torch.memory_format | None:
+        """The format of a convolution's weight that is not in torch's usual one."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if self.strides is None or len(self.shape) not in formats:
+            return None
+        found = formats[len(self.shape)]
+        like = torch.empty(self.shape, device="meta").to(memory_format=found)
+        return found if like.stride() == self.strides else None
+
+    def as_given(self, value: Tensor) -> Tensor:
+        """Return a copy with the user's strides."""
+        if self.strides is None:
+            return value.clone(memory_format=torch.contiguous_format)
+        given = torch.empty_strided(
+            self.shape, self.strides, dtype=value.dtype, device=value.device
+        )
+        return given.copy_(value)
+
+
+def strides_of(param: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a dense tensor; None where they are those of a contiguous one."""
+    strides = param.stride()
+    usual = torch.empty(param.shape, device="meta").stride()
+    is_dense = sum((s - 1) * d for s, d in zip(param.shape, strides, strict=True)) < param.numel()
+    return strides if strides != usual and is_dense else None
 
 
 @frozen
@@ -343,8 +371,9 @@ def plan_buffers(
     group_of: Mapping[int, int],
     *,
     dtypes: Mapping[int, torch.dtype],
+    strides: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[tuple[BufferPlan, ...]]:
-    """The buffers of every unit, planned together; see NOTE(whole)."""
+    """Plan the buffers of every unit together; see NOTE(whole)."""
     kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
     owners: dict[int, int] = {}
     loads = {trainable: [0] * world_size for trainable in (True, False)}  # bytes of each rank
@@ -364,7 +393,14 @@ def plan_buffers(
         if is_whole:
             params = sorted(params, key=lambda param: owners[id(param)])  # stable
         plans = tuple(
-            ParameterPlan(names[id(p)], p.shape, dtype, trainable, cuts.get(id(p), Cut.FLAT))
+            ParameterPlan(
+                names[id(p)],
+                p.shape,
+                dtype,
+                trainable,
+                cuts.get(id(p), Cut.FLAT),
+                (strides or {}).get(id(p)),
+            )
             for p in params
         )
         ranks = [owners[id(param)] for param in params] if is_whole else None

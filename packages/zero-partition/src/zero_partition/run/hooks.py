@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -477,6 +477,29 @@ def install_dtype_hooks(
         module.register_forward_pre_hook(dtypes.before, with_kwargs=True).remove,
         module.register_forward_hook(dtypes.after, prepend=True).remove,
     ]
+
+
+# NOTE(format): flat buffers hold weights in the order of their shapes, whatever their strides were.
+# A convolution whose weight is channels_last takes its input so, and its output is so. It does the
+# same, to the bit, when it is given the input so and the weight contiguous.
+
+_CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def install_format_hooks(model: nn.Module, sharded: ShardedModel) -> None:
+    """Let convolutions whose weights were channels_last compute so; see NOTE(format)."""
+    formats = {id(place.param): place.plan.memory_format for place in sharded.places}
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            memory_format = formats.get(id(module.weight))
+            if memory_format is not None:
+                handle = module.register_forward_pre_hook(partial(_to_format, memory_format))
+                sharded.removers.append(handle.remove)
+
+
+def _to_format(memory_format: torch.memory_format, _: nn.Module, args: Any) -> Any:
+    inputs, *others = args
+    return inputs.contiguous(memory_format=memory_format), *others
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
