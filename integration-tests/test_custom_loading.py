@@ -135,6 +135,23 @@ class _SavesMore(_Body):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
+class _Quantized(_Body):
+    """Saves scales that its loading does not take, as 4-bit layers of bitsandbytes do."""
+
+    scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "first.weight.absmax"] = torch.full((3,), self.scale)
+
+
+class _QuantizedOtherwise(_Quantized):
+    scale = 0.25
+
+
 class _Strips(_Body):
     """Other names outside than inside, both ways."""
 
@@ -363,6 +380,23 @@ def test_what_computes_with_values_is_said_and_resumes(group: Group, tmp_path: P
         torch.testing.assert_close(_resumed(_Computes, folder, group, later), expected)
 
 
+@pytest.mark.ranks(1, 2)
+def test_what_a_module_saves_and_does_not_load_is_in_every_model_of_it(
+    group: Group, tmp_path: Path
+) -> None:
+    """In plain torch such a state dict loads with `strict=False` only."""
+    model, optimizer = _make(_Quantized, 0)
+    expected = _steps(model, optimizer, 2) and _steps(model, optimizer, 3)
+    for stage, later in STAGES:
+        folder = tmp_path / f"{stage}-{later}"
+        _trained(_Quantized, folder, group, stage)
+        torch.testing.assert_close(_resumed(_Quantized, folder, group, later), expected)
+        model, _ = _make(_Quantized, 0)
+        zero_engine.shard(model, None, ZeroConfig(stage, min_unit_bytes=0), group=group)
+        whole = zero_engine.full_state_dict(model)
+        assert group.rank or whole["first.weight.absmax"].tolist() == [0.5] * 3
+
+
 @contextmanager
 def _nothing_changes(model: nn.Module, group: Group) -> Iterator[None]:
     before = zero_engine.full_state_dict(model)
@@ -381,12 +415,14 @@ def _nothing_changes(model: nn.Module, group: Group) -> Iterator[None]:
         ("_Raises", "load_state_dict.. of _Raises: KeyError: 'not here'"),
         ("_Body", "unexpected: 'bank'"),
         ("_ExtraState", "missing: 'scale._extra_state'"),
+        ("_QuantizedOtherwise", "'first.weight.absmax' differs from that of the model, which make"),
     ],
 )
 def test_what_does_not_fit_leaves_all_as_it_was(
     group: Group, tmp_path: Path, kind: str, message: str, stage: int
 ) -> None:
-    _trained(_GrowingByHook, tmp_path, group, stage)
+    before = _Quantized if kind.startswith("_Quantized") else _GrowingByHook
+    _trained(before, tmp_path, group, stage)
     model, optimizer = _make(KINDS[kind], 1)
     zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
     with _nothing_changes(model, group), pytest.raises(LoadError, match=message):

@@ -31,7 +31,12 @@ WRITES: Final[dict[str, Callable[[nn.Parameter], object]]] = {
     "under no_grad": lambda w: torch.no_grad()(w.mul_)(0.5),
     "=": _assign,
 }
+def _assign_same(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()  # as bitsandbytes does with 8-bit weights
+
+
 HARMLESS: Final[dict[str, Callable[[nn.Parameter], object]]] = {
+    "= the same": _assign_same,
     "set_": lambda w: torch.no_grad()(w.set_)(w),
     "mul_(1)": lambda w: torch.no_grad()(w.mul_)(1),
     "data.clamp_": lambda w: w.data.clamp_(min=-100),

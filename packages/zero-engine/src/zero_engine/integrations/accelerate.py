@@ -148,11 +148,10 @@ class ZeroAccelerator(Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _config_of(self, model: nn.Module, *, is_trained: bool) -> ZeroConfig:
-        if getattr(model, "is_quantized", False) or self.verify_device_map(model):
+        if self.verify_device_map(model):
             raise ConfigError(
-                f"prepare(): expected a model in plain dtypes on one device, got a "
-                f"{type(model).__name__} that is quantized or spread; load it without "
-                "quantization_config and device_map"
+                f"prepare(): expected a model on one device, got a {type(model).__name__} that is "
+                "spread over several; load it without device_map"
             )
         config = self._zero
         if self._plugin is not None:

@@ -32,10 +32,8 @@ _REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and
     "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
     "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()",
     "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all",
-    "quantization_config": "quantized parameters are not sharded; load with dtype=torch.bfloat16",
 }
 _LAUNCHED: Final = "ACCELERATE_USE_"
-_MARKS: Final = {"device_map": "hf_device_map", "quantization_config": "is_quantized"}  # of models
 
 
 class ZeroTrainer(transformers.Trainer):
@@ -314,14 +312,20 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     return _checked(settings, args, model)
 
 
+def _is_spread(model: Any) -> bool:
+    devices = getattr(model, "hf_device_map", None) or {}
+    return len(set(devices.values())) > 1  # a quantised model has a map of one device
+
+
 def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     """For one micro-batch a step, as Trainer counts them, where nothing else is asked for."""
     zero, world_size = settings.zero, args.world_size
     for argument in _REFUSED:
-        told, mark = (model, _MARKS[argument]) if argument in _MARKS else (args, argument)
-        asked = getattr(told, mark, None) or parse_flag_from_env(_LAUNCHED + argument.upper())
+        is_of_model = argument == "device_map"
+        asked = _is_spread(model) if is_of_model else getattr(args, argument, None)
+        asked = asked or parse_flag_from_env(_LAUNCHED + argument.upper())
         if asked and (argument != "torch_compile" or zero.stage == 3):
-            where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
+            where = "from_pretrained" if is_of_model else "TrainingArguments"
             raise ConfigError(
                 f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: "
                 f"not with ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"

@@ -12,6 +12,7 @@ from zero_comm import Group
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import find_early
+from zero_partition.nested import is_wrapper
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import find_place
 
@@ -46,7 +47,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
         _check_param(name, param, group)
-        if param.layout is torch.strided and param.numel() and not param.is_meta:
+        if param.layout is torch.strided and param.numel() and not (param.is_meta or is_wrapper(param)):
             owners[param.untyped_storage().data_ptr()] = name
     for name, buffer in model.named_buffers():
         _check_device(name, buffer, group)

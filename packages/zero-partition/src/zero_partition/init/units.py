@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_partition.errors import PartitionError
+from zero_partition.nested import is_wrapper
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import UnitPlan, plan_buffers, strides_of
 from zero_partition.plan.precision import AS_IT_IS, Precision
@@ -260,6 +261,12 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
         raise PartitionError(
             f"parameter {name!r} is on the meta device and has no values to shard; materialise "
             "the model with model.to_empty(device=...) and initialise it first"
+        )
+    if is_wrapper(param):
+        raise PartitionError(
+            f"parameter {name!r} is a {type(param).__name__}, a tensor made of others, which has no "
+            "memory of its own to cut into shards; use a model without it, with weights in "
+            "bfloat16, or in 4 bits by bitsandbytes, which are plain tensors"
         )
     if any(
         stride == 0 for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1

@@ -369,19 +369,29 @@ class FlatBuffer:
         """Return the first parameter that is whole in `full`, and not what rests; else None.
 
         This rank's part is compared, where it rests on the device as it is. A write that changed
-        nothing is forgotten.
+        nothing is forgotten, and so is other memory with the same values, which bitsandbytes puts
+        there.
         """
         versions, resting = tuple(map(version_of, self.params)), self.resting.memory
+        is_comparable = resting is not None and self.gather_codec is None
+        others: set[int] = set()
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             is_other = param.data_ptr() != view.data_ptr() and position not in self.held
-            if is_other or (resting is None and versions[position] != self.versions[position]):
+            is_like = param.dtype == view.dtype and self._is_like(position)
+            is_lost = is_other and not (is_comparable and is_like)
+            if is_lost or (resting is None and versions[position] != self.versions[position]):
                 return position
-        if self.held or resting is None or self.gather_codec is not None:
+            if is_other:
+                others.add(position)
+        if self.held or resting is None or not is_comparable:
             return None
         own = self.own_of(full)
         for piece in self.pieces:
-            part = piece.in_shard.as_slice()
-            if not torch.equal(own[part].view(torch.uint8), resting[part].view(torch.uint8)):
+            part = own[piece.in_shard.as_slice()]
+            if piece.index in others:
+                part = self.params[piece.index].detach().reshape(-1)[piece.in_tensor.as_slice()]
+            rests = resting[piece.in_shard.as_slice()]
+            if not torch.equal(part.view(torch.uint8), rests.view(torch.uint8)):
                 return piece.index
         self.versions = versions
         return None

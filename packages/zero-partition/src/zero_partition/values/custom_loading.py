@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zero_partition.errors import StateError
 from zero_partition.memory.seams import AbstractRangeReader
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.stand_in import NameOnly, StandIn
 from zero_partition.torch_private import (
@@ -186,6 +187,12 @@ class MemoryReader(AbstractRangeReader):
         return self.tensor.reshape(-1)[start:stop].cpu()
 
 
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
+    return type(value) is type(other) and bool(value == other)
+
+
 @define(eq=False)
 class CustomLoading:
     """One load through `load_state_dict()` of the model. Local; every rank calls the same."""
@@ -217,7 +224,7 @@ class CustomLoading:
             self.readers.update(self.source)
             return
         self.missing = [key for key in missing if key.endswith(_EXTRA)]
-        self.unexpected = list(unexpected)
+        self.unexpected = self._without_own(unexpected)
         names: dict[int, list[str]] = {}
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             for key, tensor in persistent_tensors(module).items():
@@ -235,6 +242,24 @@ class CustomLoading:
                 self.readers[name] = reader
             if name is not None and isinstance(value, Unread):
                 self.renamed.setdefault(value.source_name, name)
+
+    def _without_own(self, unexpected: list[str]) -> list[str]:
+        """Return keys but for entries that the model makes itself, such as scales of quantisation.
+
+        Its `load_state_dict()` does not take them, so they must be what the model has already.
+        """
+        sharded = find_sharded(self.model)
+        if sharded is None or not self.layout.values.keys() & set(unexpected):
+            return list(unexpected)
+        own = describe_state_dict(sharded)
+        made = {} if own is None else own.values
+        for key in unexpected:
+            if key in made and not _is_equal(made[key], self.layout.values.get(key)):
+                self.problems.append(
+                    f"{key!r} differs from that of the model, which makes it in state_dict() and "
+                    "does not take it in load_state_dict(): build the model from the same weights"
+                )
+        return [key for key in unexpected if key not in made]
 
     def finish(self) -> None:
         """Let the model load once more, when its parameters have their values."""

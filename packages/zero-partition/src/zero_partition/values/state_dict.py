@@ -16,7 +16,7 @@ from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
-from zero_partition.nested import describe, described_tensors, map_tensors, rebuild
+from zero_partition.nested import describe, described_tensors, is_wrapper, map_tensors, rebuild
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
@@ -56,7 +56,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Raises:
         StateError: Not sharded, a forward is running, or at stage 3 a state_dict hook of the model
-            adds a tensor that is no parameter or buffer.
+            computes with the values of parameters.
     """
     return gather_state_dict(require_sharded(model))
 
@@ -89,14 +89,12 @@ def gather_state_dict(
         sharded.exposure.end_write()
     if not is_first:
         return {}
-    whole = {
-        name: buffer.detach().to("cpu", copy=True)
-        for name, buffer in sharded.model.named_buffers(remove_duplicate=False)
+    copies = {_memory_of(p): values[id(p)] for p in sharded.model.parameters() if id(p) in values}
+    return {
+        # By object, and by memory: hooks may have renamed what the state dict holds.
+        key: values[id(value.param)] if isinstance(value, NameOnly) else _to_host(value, copies)
+        for key, value in state.items()
     }
-    for name, param in sharded.model.named_parameters(remove_duplicate=False):
-        if id(param) in values:  # by object: modules may have moved since they were sharded
-            whole[name] = values[id(param)]
-    return {key: _find(key, value, whole, values) for key, value in state.items()}
 
 
 def _exact_values(
@@ -114,28 +112,20 @@ def _exact_values(
         yield from zip(buffer.params, values, strict=True)
 
 
-def _find(key: str, value: Any, whole: Mapping[str, Tensor], values: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, NameOnly):  # whatever a hook of the model has called it
-        return values[id(value.param)]
-    if not isinstance(value, Tensor) or key.endswith("_extra_state"):
-        return value
-    if key not in whole:
-        raise StateError(
-            f"full_state_dict(): {key!r} is neither a parameter nor a buffer of the model, so a "
-            "state_dict hook of the model made it, possibly from sharded parameters; compute it "
-            "from the result, or train at stage 2 or lower"
-        )
-    return whole[key]
-
-
 def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
     """A copy in host memory; one for all tensors that are the same memory, such as tied ones."""
     if not isinstance(value, Tensor):
         return value
-    key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
+    key = _memory_of(value)
     if key not in copies:
         copies[key] = value.detach().to("cpu", copy=True)
     return copies[key]
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    if not tensor.numel() or tensor.layout is not torch.strided or is_wrapper(tensor):
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
