@@ -31,6 +31,8 @@ WRITES: Final[dict[str, Callable[[nn.Parameter], object]]] = {
     "under no_grad": lambda w: torch.no_grad()(w.mul_)(0.5),
     "=": _assign,
 }
+
+
 def _assign_same(weight: nn.Parameter) -> None:
     weight.data = weight.data.clone()  # as bitsandbytes does with 8-bit weights
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
+import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch import nn
+
+_ROOT: Final = importlib.util.find_spec("timm")
+for _name in ("timm", "timm.optim", "timm.utils") if _ROOT is not None else ():
+    # Without its `__init__`, which loads image libraries that optimizers do not need.
+    _package = ModuleType(_name)
+    _places = _ROOT.submodule_search_locations or ()
+    _package.__path__ = [str(Path(place, *_name.split(".")[1:])) for place in _places]
+    sys.modules.setdefault(_name, _package)
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -32,7 +45,7 @@ def _galore(model: nn.Module) -> torch.optim.Optimizer:
     from galore_torch import GaLoreAdamW
 
     inner, rest = _split(model)
-    low = {"rank": 8, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}
+    low = {"rank": 8, "update_proj_gap": 4, "scale": 0.25, "proj_type": "std"}
     return GaLoreAdamW([{"params": rest}, {"params": inner, **low}], lr=1e-2)
 
 
@@ -40,7 +53,7 @@ def _apollo(model: nn.Module) -> torch.optim.Optimizer:
     from apollo_torch import APOLLOAdamW
 
     inner, rest = _split(model)
-    low = {"rank": 8, "update_proj_gap": 3, "scale": 1, "proj": "random"}
+    low = {"rank": 8, "update_proj_gap": 4, "scale": 1, "proj": "random"}
     low |= {"proj_type": "std", "scale_type": "channel"}
     return APOLLOAdamW([{"params": rest}, {"params": inner, **low}], lr=1e-2)
 
@@ -100,7 +113,31 @@ class SAM(torch.optim.Optimizer):
         return loss
 
 
+def _lookahead(model: nn.Module) -> torch.optim.Optimizer:
+    from timm.optim.lookahead import Lookahead
+
+    return Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _all_of(module: str) -> list[str]:
+    """Names of the optimizers of a package, sorted; none where it is not installed."""
+    if importlib.util.find_spec(module) is None:
+        return []
+    found = vars(importlib.import_module(module))
+    kinds = {name: kind for name, kind in found.items() if isinstance(kind, type)}
+    return sorted(name for name, k in kinds.items() if issubclass(k, torch.optim.Optimizer))
+
+
 _PO: Final = "pytorch_optimizer"
+_ALL: Final = _all_of(_PO)
+_NUM_DRAWN: Final = int(os.environ.get("ZERO_DRAWN", "20"))  # of these, by a seed
+_OF_TORCH: Final = "Adam AdamW SGD Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD Adafactor"
+_OF_TIMM: Final = (
+    "adabelief.AdaBelief adafactor.Adafactor adafactor_bv.AdafactorBigVision adahessian.Adahessian "
+    "adamp.AdamP adamw.AdamWLegacy adan.Adan adopt.Adopt kron.Kron lamb.Lamb laprop.LaProp "
+    "lars.Lars lion.Lion madgrad.MADGRAD mars.Mars muon.Muon nadam.NAdamLegacy nadamw.NAdamW "
+    "nvnovograd.NvNovoGrad radam.RAdamLegacy rmsprop_tf.RMSpropTF sgdp.SGDP sgdw.SGDW"
+)
 
 
 def _pytorch_optimizer(names: str, **options: Any) -> dict[str, Make]:
@@ -151,4 +188,11 @@ OPTIMIZERS: Final[dict[str, Make]] = {
         "Prodigy DAdaptAdam DAdaptLion AdamP SGDP LARS Lamb ADOPT Shampoo SPAM Lion "
         "AdaBelief AdaFactor CAME Adan Tiger SOAP ScalableShampoo",
     ),
+    **_pytorch_optimizer(" ".join(random.Random(42).sample(_ALL, min(_NUM_DRAWN, len(_ALL))))),
+    **{f"torch.{name}": _of(f"torch.optim.{name}", lr=1e-3) for name in _OF_TORCH.split()},
+    **{
+        f"timm.{path.rpartition('.')[2]}": _of(f"timm.optim.{path}", lr=1e-3)
+        for path in _OF_TIMM.split()
+    },
+    "timm.Lookahead": _lookahead,
 }

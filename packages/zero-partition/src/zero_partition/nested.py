@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -22,23 +25,45 @@ def is_wrapper(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
+_NOT_OURS_TO_MAKE: Final = frozenset(
+    {"builtins", "collections", "functools", "itertools", "numpy", "random", "torch", "weakref"}
+)
+
+
+def is_made_of_attributes(value: Any) -> bool:
+    """Return whether an object is its attributes alone, so that another can be made of them."""
+    kind = type(value)
+    plain = ("__reduce__", "__reduce_ex__", "__getstate__", "__new__")
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (Tensor, *_OPAQUE))
+        and kind.__module__.partition(".")[0] not in _NOT_OURS_TO_MAKE
+        and not kind.__module__.startswith("zero_")
+        and not any("__slots__" in vars(each) for each in kind.__mro__[:-1])
+        and all(getattr(kind, name) is getattr(object, name) for name in plain)
+    )
+
+
 @frozen
-class Wrapped:
-    """A tensor that is made of others: what `__tensor_flatten__` says of it."""
+class Parts:
+    """A tensor that is made of others, or an object that is its attributes, taken apart."""
 
     module: str
     name: str
-    inner: dict[str, Any]  # attribute -> tensor, or what stands for one
-    context: Any
-    shape: tuple[int, ...]
+    inner: dict[str, Any]  # attribute -> value, or what stands for it
+    context: Any = None  # what `__tensor_flatten__` says beside them
+    shape: tuple[int, ...] | None = None  # of a tensor; None: an object
 
     @classmethod
-    def of(cls, value: Any) -> Wrapped:
-        """Take a tensor apart."""
-        names, context = value.__tensor_flatten__()
-        inner = {name: getattr(value, name) for name in names}
+    def of(cls, value: Any) -> Parts:
+        """Take a tensor or an object apart."""
         kind = type(value)
-        return cls(kind.__module__, kind.__qualname__, inner, context, tuple(value.shape))
+        names = (kind.__module__, kind.__qualname__)
+        if not isinstance(value, Tensor):
+            return cls(*names, dict(vars(value)))
+        attributes, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(value, name) for name in attributes}
+        return cls(*names, inner, context, tuple(value.shape))
 
     def describe(self, tensors: list[Tensor]) -> Any:
         """What JSON can say of it, as `describe`."""
@@ -46,69 +71,182 @@ class Wrapped:
         return ["wrapper", [self.module, self.name], *(describe(part, tensors) for part in parts)]
 
     def built(self) -> Any:
-        """Return the tensor, or itself where something stands for one of the tensors inside.
+        """Return what was taken apart, or itself where something stands for a tensor inside.
 
         Raises:
             StateError: Its class is none that the process has already.
         """
-        if not all(isinstance(each, Tensor) for each in self.inner.values()):
+        if not all(map(_is_there, self.inner.values())):
             return self
         kind = getattr(sys.modules.get(self.module), self.name, None)
-        is_known = isinstance(kind, type) and issubclass(kind, Tensor)
-        if not is_known or not hasattr(kind, "__tensor_unflatten__"):
+        is_tensor = self.shape is not None
+        if not (
+            isinstance(kind, type)
+            and issubclass(kind, Tensor) is is_tensor
+            and hasattr(kind, "__tensor_unflatten__") is is_tensor
+        ):
             raise StateError(
-                f"state is made of {self.module}.{self.name}, which is no class of tensors here; "
-                "import the optimizer's package first"
+                f"state is made of {self.module}.{self.name}, which is no class here; import the "
+                "optimizer's package first"
             )
+        if self.shape is None:
+            made: Any = object.__new__(kind)
+            vars(made).update(self.inner)
+            return made
         shape = torch.Size(self.shape)
         strides = torch.empty(shape, device="meta").stride()
-        return kind.__tensor_unflatten__(self.inner, self.context, shape, strides)  # type: ignore[union-attr]
+        return kind.__tensor_unflatten__(self.inner, self.context, shape, strides)  # type: ignore[attr-defined]
+
+
+def _is_there(value: Any) -> bool:
+    """Return whether a value of `Parts` is itself, with nothing in the place of tensors."""
+    if type(value) in {list, tuple}:
+        return all(map(_is_there, value))
+    if isinstance(value, dict):
+        return all(map(_is_there, value.values()))
+    kinds = (Tensor, torch.dtype, torch.Size, Enum, set, *_ATOMS)
+    return isinstance(value, kinds) or is_made_of_attributes(value)
+
+
+def foreign_classes(value: Any, packages: Collection[str]) -> list[str]:
+    """Return the classes outside these packages of which objects would be made in a value.
+
+    A file may name any class that the process has, and some do harm by their last breath.
+    """
+    if isinstance(value, Parts):
+        is_own = value.shape is not None or value.module.partition(".")[0] in packages
+        own = [] if is_own else [f"{value.module}.{value.name}"]
+        return [*own, *foreign_classes(value.inner, packages)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    inside = value if type(value) in {list, tuple} else ()
+    return [name for item in inside for name in foreign_classes(item, packages)]
+
+
+# NOTE(entries' names): an entry of state is called by its key. Of a dict in state each item is an
+# entry, so that its tensors are cut and saved as others are: it is called by the keys that lead to
+# it, as a JSON list. So is what a key that is no string leads to.
+
+
+def flat_entries(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return state without dicts inside, by the names of its entries."""
+    found: dict[str, Any] = {}
+    waiting = [((key,), value) for key, value in reversed([*state.items()])]
+    while waiting:
+        path, value = waiting.pop()
+        is_dict = type(value) in {dict, defaultdict, OrderedDict} and value
+        if is_dict and all(type(key) in {int, str} for key in value):
+            waiting += [((*path, key), item) for key, item in reversed([*value.items()])]
+        else:
+            found[_name_of_entry(path)] = value
+    return found
+
+
+def _name_of_entry(path: tuple[Any, ...]) -> str:
+    if len(path) == 1 and type(path[0]) is str and not path[0].startswith("["):
+        return path[0]
+    return json.dumps(path) if all(type(key) in {int, str} for key in path) else f"[?{path[0]!r}"
+
+
+def is_strange(name: str) -> bool:
+    """Return whether an entry's key has no name in a file or a message."""
+    return name.startswith("[?")
+
+
+def nested_entries(entries: Mapping[str, Any]) -> dict[Any, Any]:
+    """Undo `flat_entries`."""
+    state: dict[Any, Any] = {}
+    for name, value in entries.items():
+        set_entry(state, name, value)
+    return state
+
+
+def set_entry(state: dict[Any, Any], name: str, value: Any) -> None:
+    """Make a value an entry of state, wherever in it the name leads."""
+    *outer, key = keys_of_entry(name)
+    for each in outer:
+        state = state.setdefault(each, {})
+    state[key] = value
+
+
+def keys_of_entry(name: str) -> list[Any]:
+    """Return the keys that lead to an entry."""
+    return json.loads(name) if name.startswith("[") else [name]
 
 
 def describe(value: Any, tensors: list[Tensor]) -> Any:
     """What JSON can say of a value. Its tensors are appended to the list, in order.
 
     Raises:
-        StateError: It holds something that is no tensor, number, string, None, list, tuple or dict.
+        StateError: It holds something that is no tensor, number, string, None, list, tuple or dict,
+            and no object that is its attributes alone.
     """
-    if isinstance(value, Tensor):
+    kinds: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "size", set: "set"}
+    said: Any
+    if is_wrapper(value) or is_made_of_attributes(value):
+        said = Parts.of(value).describe(tensors)
+    elif isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise StateError(f"expected dense tensors, got layout {value.layout}")
-        if is_wrapper(value):
-            return Wrapped.of(value).describe(tensors)
         tensors.append(value)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if value is None or type(value) in {bool, int, float, str}:
-        return ["plain", value]
-    if isinstance(value, torch.dtype):
-        return ["dtype", str(value).removeprefix("torch.")]
-    kinds: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "tuple", set: "set"}
-    if type(value) in kinds:
+        said = ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    elif value is None or type(value) in {bool, int, float, str}:
+        said = ["plain", value]
+    elif isinstance(value, torch.dtype):
+        said = ["dtype", str(value).removeprefix("torch.")]
+    elif isinstance(value, Enum):
+        said = ["enum", [type(value).__module__, type(value).__qualname__, value.name]]
+    elif type(value) in kinds:
         items = sorted(value, key=repr) if isinstance(value, set) else value
-        return [kinds[type(value)], [describe(item, tensors) for item in items]]
-    if isinstance(value, dict):
-        return ["dict", [[describe(k, []), describe(v, tensors)] for k, v in value.items()]]
-    raise StateError(
-        f"expected tensors, numbers, strings, None, and lists, tuples and dicts of these, got a "
-        f"{type(value).__name__}, which would have to be pickled to travel"
-    )
+        said = [kinds[type(value)], [describe(item, tensors) for item in items]]
+    elif isinstance(value, dict):
+        said = ["dict", [[describe(k, []), describe(v, tensors)] for k, v in value.items()]]
+    else:
+        raise StateError(
+            "expected tensors, numbers, strings, None, and lists, tuples and dicts of these, got a "
+            f"{type(value).__name__}, which would have to be pickled to travel"
+        )
+    return said
 
 
 def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
     """The value that was described, of these tensors, or of what stands for them."""
     kind, what, *more = description
+    value: Any = what  # of what is plain
     if kind == "tensor":
-        return next(tensors)
-    if kind == "plain":
-        return what
-    if kind == "dtype":
-        return getattr(torch, what)
-    if kind == "wrapper":
-        return Wrapped(*what, *(rebuild(item, tensors) for item in more))
+        value = next(tensors)
+    elif kind == "dtype":
+        value = getattr(torch, what)
+    elif kind == "enum":
+        value = _member_of(*what)
+    elif kind == "wrapper":
+        value = Parts(*what, *(rebuild(item, tensors) for item in more))
+    elif kind == "dict":
+        value = {rebuild(k, tensors): rebuild(v, tensors) for k, v in what}
+    elif kind != "plain":
+        items = [rebuild(item, tensors) for item in what]
+        value = {"list": list, "tuple": tuple, "size": torch.Size, "set": set}[kind](items)
+    return value
+
+
+def _member_of(module: str, name: str, member: str) -> Enum:
+    kind = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__):
+        raise StateError(
+            f"state holds {module}.{name}.{member}, which is in no enumeration here; import the "
+            "optimizer's package first"
+        )
+    return kind[member]
+
+
+def is_plain(description: Any) -> bool:
+    """Return whether a described value holds no tensors, objects or members of enumerations."""
+    kind, what, *_ = description
     if kind == "dict":
-        return {rebuild(k, tensors): rebuild(v, tensors) for k, v in what}
-    items = [rebuild(item, tensors) for item in what]
-    return {"list": list, "tuple": tuple, "set": set}[kind](items)
+        return all(is_plain(item) for _, item in what)
+    return kind in {"plain", "dtype"} or (
+        kind in {"list", "tuple", "size", "set"} and all(map(is_plain, what))
+    )
 
 
 def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
@@ -122,7 +260,7 @@ def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int
     elif kind == "wrapper":
         for item in more:
             yield from described_tensors(item)
-    elif kind not in {"plain", "dtype"}:
+    elif kind not in {"plain", "dtype", "enum"}:
         for item in what:
             yield from described_tensors(item)
 
@@ -137,12 +275,14 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, Wrapped):
+    if isinstance(value, Parts):
         return evolve(value, inner=map_tensors(value.inner, change, kind)).built()
     if type(value) in {list, tuple}:
         return type(value)(map_tensors(item, change, kind) for item in value)
     if isinstance(value, dict):
         return {key: map_tensors(item, change, kind) for key, item in value.items()}
+    if is_made_of_attributes(value) and any(True for _ in tensors_in(value)):
+        return map_tensors(Parts.of(value), change, kind)
     return value
 
 

@@ -27,30 +27,40 @@ _KIND: Final = "$"  # the key of what JSON has no word for
 def to_json(value: Any, where: str) -> Any:
     """JSON that `from_json` turns into the value again; `where` says in errors what it is.
 
-    Of None, bools, numbers and strings, lists, tuples and dicts of these, and small dense tensors.
+    Of None, bools, numbers, strings and dtypes, lists, tuples, sets and dicts of these, and small
+    dense tensors.
     """
+    said: Any = value
     if isinstance(value, Tensor):
-        return _tensor_to_json(value, where)
-    if value is None or type(value) in {bool, int, float, str}:
-        return value
-    if isinstance(value, list | tuple):
-        items = [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return items if type(value) is list else {_KIND: "tuple", "items": items}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key != _KIND for key in value):
-            return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
-        pairs = [
-            [to_json(key, f"{where}: key {key!r}"), to_json(item, f"{where}[{key!r}]")]
-            for key, item in value.items()
-        ]
-        return {_KIND: "dict", "items": pairs}
-    for kind in (bool, int, float, str):  # of numpy and enums, say
-        if isinstance(value, kind):
-            return kind(value)
-    raise ConfigError(
-        f"{where}: expected None, bools, numbers, strings, tensors, and lists, tuples and dicts of "
-        f"these, got a {type(value).__name__}, which would have to be pickled"
-    )
+        said = _tensor_to_json(value, where)
+    elif isinstance(value, torch.dtype):
+        said = {_KIND: "dtype", "name": name_of(value)}
+    elif isinstance(value, list | tuple | set):
+        ordered = sorted(value, key=repr) if isinstance(value, set) else value
+        items = [to_json(item, f"{where}[{index}]") for index, item in enumerate(ordered)]
+        kind = "set" if isinstance(value, set) else "tuple"
+        said = items if type(value) is list else {_KIND: kind, "items": items}
+    elif isinstance(value, Mapping):
+        said = _mapping_to_json(value, where)
+    elif value is not None:  # a number or string, maybe of numpy or an enumeration
+        plain = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+        if plain is None:
+            raise ConfigError(
+                f"{where}: expected None, bools, numbers, strings, tensors, and lists, tuples and "
+                f"dicts of these, got a {type(value).__name__}, which would have to be pickled"
+            )
+        said = plain(value)
+    return said
+
+
+def _mapping_to_json(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    if all(isinstance(key, str) and key != _KIND for key in value):
+        return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    pairs = [
+        [to_json(key, f"{where}: key {key!r}"), to_json(item, f"{where}[{key!r}]")]
+        for key, item in value.items()
+    ]
+    return {_KIND: "dict", "items": pairs}
 
 
 def from_json(said: Any) -> Any:
@@ -62,16 +72,21 @@ def from_json(said: Any) -> Any:
     kind = said.get(_KIND)
     if kind is None:
         return {key: from_json(item) for key, item in said.items()}
+    makers: dict[Any, Callable[[], Any]] = {
+        "tuple": lambda: tuple(map(from_json, said["items"])),
+        "set": lambda: set(map(from_json, said["items"])),
+        "dict": lambda: {from_json(key): from_json(item) for key, item in said["items"]},
+        "tensor": lambda: _tensor_from_json(said),
+        "dtype": lambda: dtype_of(said["name"]),
+    }
+    if not isinstance(kind, str) or kind not in makers:
+        raise FileError(
+            f"expected a tuple, set, dict, dtype or tensor, got a value of kind {kind!r}"
+        )
     try:
-        if kind == "tuple":
-            return tuple(from_json(item) for item in said["items"])
-        if kind == "dict":
-            return {from_json(key): from_json(item) for key, item in said["items"]}
-        if kind == "tensor":
-            return _tensor_from_json(said)
+        return makers[kind]()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise FileError(f"a value of kind {kind!r} cannot be read ({error!r})") from error
-    raise FileError(f"expected a tuple, dict or tensor, got a value of kind {kind!r}")
 
 
 def dtype_of(name: Any) -> torch.dtype:

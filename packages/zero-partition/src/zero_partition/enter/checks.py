@@ -47,7 +47,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
         _check_param(name, param, group)
-        if param.layout is torch.strided and param.numel() and not (param.is_meta or is_wrapper(param)):
+        if (
+            param.layout is torch.strided
+            and param.numel()
+            and not (param.is_meta or is_wrapper(param))
+        ):
             owners[param.untyped_storage().data_ptr()] = name
     for name, buffer in model.named_buffers():
         _check_device(name, buffer, group)

@@ -15,6 +15,7 @@ from zero_partition.errors import StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import early_shard_of
 from zero_partition.memory.flat_buffer import FlatBuffer
+from zero_partition.nested import flat_entries, nested_entries
 from zero_partition.optimizer.shards import Entry, SplitEntry, check_optimizer, split_state
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded, require_sharded
@@ -68,9 +69,10 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
     if sharded.optimizer is None or not sharded.shards_state:
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
     else:
-        states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
+        own_states = sharded.optimizer.state
+        states = [flat_entries(own_states.get(owner_of(place), {})) for place in sharded.places]
         planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
-        del states  # shards of state are given up as they are returned
+        del states, own_states  # shards of state are given up as they are returned
         entries = dict(zip(sharded.places, planned, strict=True))
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
@@ -250,7 +252,7 @@ def _return_state(
     waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
     for place, planned in entries.items():
         shard = owner_of(place)
-        state = optimizer.state.pop(shard, {})
+        state = flat_entries(optimizer.state.pop(shard, {}))
         if id(shard) in known:
             tag = place.buffer.gather_tag
             of_param = {
@@ -261,4 +263,5 @@ def _return_state(
     for param, of_param in waits:
         if of_param:
             whole = {key: wait() for key, wait in of_param.items()}
-            optimizer.state[param] = split_state(whole, ranks) if splits else whole
+            whole = split_state(whole, ranks) if splits else whole
+            optimizer.state[param] = nested_entries(whole)

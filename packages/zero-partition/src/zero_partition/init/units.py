@@ -264,7 +264,7 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
         )
     if is_wrapper(param):
         raise PartitionError(
-            f"parameter {name!r} is a {type(param).__name__}, a tensor made of others, which has no "
+            f"parameter {name!r} is a {type(param).__name__}, a tensor made of others, and has no "
             "memory of its own to cut into shards; use a model without it, with weights in "
             "bfloat16, or in 4 bits by bitsandbytes, which are plain tensors"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from attrs import field, frozen
@@ -14,7 +14,16 @@ from zero_comm import Group, all_gather_flat
 
 from zero_partition.chained import attribute_with_params, members_of
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.nested import describe, is_wrapper, tensors_in
+from zero_partition.nested import (
+    describe,
+    flat_entries,
+    is_made_of_attributes,
+    is_plain,
+    is_wrapper,
+    nested_entries,
+    rebuild,
+    tensors_in,
+)
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ParameterPlan, Span
 from zero_partition.run.step import has_state, refuse_parameter
@@ -30,8 +39,6 @@ from zero_partition.run.unit import Unit
 # for one, which is the same but for the shape of a scalar's. Beside a parameter of one element, one
 # value looks like the element too: there the same entry of larger parameters says what it is.
 
-_PLAIN_KINDS: Final = ("int", "float", "bool", "str", "NoneType")  # sent in a message as they are
-
 
 def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
@@ -44,31 +51,25 @@ class EntryInfo:
     kind: str  # a tensor's dtype, or a class
     shape: tuple[int, ...] | None = field(default=None, converter=_as_shape)  # None: no tensor
     is_on_host: bool = False
-    number: int | float | str | None = None
-    holds_tensors: bool = False  # a list or dict of them
-    nest: Any = None  # what `describe` says of one
+    nest: Any = None  # what `describe` says of what is no tensor; None where it cannot
 
     @property
     def described(self) -> Any:
         """As `describe` says it; None where it cannot."""
         if self.shape is not None:
             return ["tensor", self.kind.removeprefix("torch."), list(self.shape)]
-        return ["plain", self.number] if self.kind in _PLAIN_KINDS else self.nest
+        return self.nest
 
     @classmethod
     def of(cls, value: Any) -> EntryInfo:
         """About this value."""
         if isinstance(value, Tensor) and not is_wrapper(value):
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
-        kind = type(value).__name__
-        number = value if kind in _PLAIN_KINDS else None
-        if not _holds_tensors(value):
-            return cls(kind, number=number)
         try:
             nest = describe(value, [])
-        except StateError:  # beside them there are objects of some class
+        except (StateError, RecursionError):  # an object of some class, or a circle of them
             nest = None
-        return cls(kind, holds_tensors=True, nest=nest)
+        return cls(type(value).__name__, nest=nest)
 
 
 @frozen
@@ -110,6 +111,7 @@ class PerRankEntry:
     """Values of which no whole is known: each rank goes on with its own."""
 
     infos: tuple[EntryInfo | None, ...]  # per rank
+    owner: int | None = None  # the rank whose value is the whole, as it keeps the whole parameter
 
 
 Entry: TypeAlias = TensorEntry | PlainEntry | PerRankEntry
@@ -141,13 +143,17 @@ def plan_entry(
         if rank not in parts or parts[rank].kind != parts[owners[0]].kind:
             raise _refusal(param, key, infos, f"rank {rank} should have what the others have")
     first = parts[owners[0]]
-    if first.shape is None:
-        if first.kind not in _PLAIN_KINDS and len(parts) < len(infos):
-            raise _refusal(param, key, infos, f"a {first.kind} cannot be sent to those without it")
-        if any(part.holds_tensors for part in parts.values()) and len(infos) > 1:
-            raise _refusal(param, key, infos, f"nobody knows how tensors in a {first.kind} are cut")
-        return PlainEntry(first.number)
     num_kept = (kept[owners[0]] or none).numel
+    if first.shape is None:
+        if first.nest is not None and is_plain(first.nest):
+            return PlainEntry(rebuild(first.nest, iter(())))
+        if len(infos) == 1 and first.nest is None:
+            return PlainEntry(None)
+        if len(parts) < len(infos) and first.nest is None:
+            raise _refusal(param, key, infos, f"a {first.kind} cannot be sent to those without it")
+        if num_kept != numel or len(owners) > 1:
+            raise _refusal(param, key, infos, f"nobody knows how tensors in a {first.kind} are cut")
+        return PerRankEntry(tuple(infos), owners[0])
     shard_shape = param.cut.shard_shape(param.shape, num_kept)
     is_as_kept = param.cut != Cut.FLAT and num_kept == numel and first.shape != shard_shape
     if is_as_kept or _is_for_whole(key, first.shape, shard_shape):
@@ -248,7 +254,7 @@ def part_in_entry(
 def _holds_tensors(value: Any) -> bool:
     if is_wrapper(value):
         return True
-    is_nest = isinstance(value, list | tuple | dict | set)
+    is_nest = isinstance(value, list | tuple | dict | set) or is_made_of_attributes(value)
     return is_nest and any(True for _ in tensors_in(value))
 
 
@@ -455,9 +461,9 @@ def join_states(optimizer: torch.optim.Optimizer | None) -> None:
     """Make all state whole that is split. Collective then."""
     for member in members_of(optimizer):
         for param, state in [*member.state.items()]:
-            entries = state.values() if isinstance(state, dict) else ()
-            if any(isinstance(value, SplitEntry) for value in entries):
-                member.state[param] = join_state(state)
+            entries = flat_entries(state) if isinstance(state, dict) else {}
+            if any(isinstance(value, SplitEntry) for value in entries.values()):
+                member.state[param] = nested_entries(join_state(entries))
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
@@ -479,7 +485,9 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
     plans = {key: buffer.plan.params[position] for key, (buffer, position) in places.items()}
     for member in members_of(optimizer):
         for_whole = keys_for_whole(
-            (plans[id(p)].shape, of) for p, of in member.state.items() if id(p) in plans
+            (plans[id(p)].shape, flat_entries(of))
+            for p, of in member.state.items()
+            if id(p) in plans
         )
         for group in member.param_groups:
             shards = []
@@ -489,10 +497,11 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
                 shards.append(buffer.shard_params[position])
                 span = Span(0, 0) if piece is None else piece.in_tensor
                 split = member.state.pop(param, None)
-                state = None if split is None else join_state(split)
+                state = None if split is None else join_state(flat_entries(split))
                 if state is not None and has_state_of(plan, span):
-                    member.state[shards[-1]] = {
+                    parts = {
                         key: part_of_entry(plan, key, value, span, for_whole)
                         for key, value in state.items()
                     }
+                    member.state[shards[-1]] = nested_entries(parts)
             group["params"][:] = shards

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final, final
 
 import torch
@@ -120,14 +121,14 @@ class StepWatch(DispatchMode):
         is_pointwise = torch.Tag.pointwise in func.tags or name in _COPIES
         is_pointwise |= is_foreach and name not in {"norm", "max"}
         outputs = tensors_among(out) or ([args[0]] if name.endswith("_") else [])
-        is_batch = name == "stack" and not kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        if is_batch and len(inputs) == len(outputs[0]):
+        is_batch = name in {"stack", "cat"} and not kwargs.get("dim", (*args, 0, 0)[1])
+        if is_batch and len(inputs) == len(outputs[0]):  # a cat of tensors of length 1, then
             rows = tuple(reach.samples for reach in reaches)
             self._reaches[outputs[0]] = Reach(samples, reach.numel, None, rows)
             return
         is_stacked = any(reach.rows is not None for reach in reaches)
         if is_stacked and self._note_stacked(
-            name, args, reaches, outputs, is_pointwise=is_pointwise
+            name, args, kwargs, reaches, outputs, is_pointwise=is_pointwise
         ):
             return
         if len(samples) > 1 and not self.mixed:
@@ -149,6 +150,7 @@ class StepWatch(DispatchMode):
         self,
         name: str,
         args: tuple,
+        kwargs: dict,
         reaches: Sequence[Reach],
         outputs: Sequence[Tensor],
         *,
@@ -164,6 +166,19 @@ class StepWatch(DispatchMode):
                 samples = frozenset().union(*rows)
                 self._reaches[output] = Reach(samples, reaches[0].numel, None, rows)
             return not alone
+        if name in _RESHAPES and (rows := _regrouped(stacked[0], outputs[0])) is not None:
+            samples = frozenset().union(*rows)
+            self._reaches[outputs[0]] = Reach(samples, reaches[0].numel, None, rows)
+            return True
+        picked = _picked(name, args, kwargs, outputs, length)
+        for output, indices in zip(outputs, picked, strict=False):
+            rows = tuple(stacked[0][index] for index in indices)
+            samples = frozenset().union(*rows)
+            self._reaches[output] = Reach(
+                samples, reaches[0].numel, None, rows if rows[1:] else None
+            )
+        if picked:
+            return True
         batched = [t for t in outputs if t.ndim and len(t) == length]
         dims = _dims_of(name, args, {}, args[0]) if isinstance(args[0], Tensor) else []
         if len(batched) == len(outputs) and 0 not in dims and not (name in _BY_DIMS and not dims):
@@ -173,13 +188,6 @@ class StepWatch(DispatchMode):
                 self._reaches[output] = Reach(samples, reaches[0].numel, None, stacked[0])
                 for sample in samples:
                     self.grains[sample] = max(self.grains.get(sample, 1), reaches[0].numel)
-            return True
-        if name == "unbind" and len(outputs) == length:
-            for output, samples in zip(outputs, stacked[0], strict=True):
-                self._reaches[output] = Reach(samples, reaches[0].numel, None)
-            return True
-        if name == "select" and args[1] == 0:
-            self._reaches[outputs[0]] = Reach(stacked[0][args[2]], reaches[0].numel, None)
             return True
         return False
 
@@ -202,6 +210,36 @@ class StepWatch(DispatchMode):
             for sample in samples:
                 self.grains[sample] = max(self.grains.get(sample, 1), needed)
         return reach.grain if is_within else None
+
+
+def _regrouped(
+    rows: tuple[frozenset[int], ...], output: Tensor
+) -> tuple[frozenset[int], ...] | None:
+    """Return the samples by index along dim 0 of a new shape; None if one index has several."""
+    length = len(output) if output.ndim else 0
+    if length and length % len(rows) == 0:
+        return tuple(samples for samples in rows for _ in range(length // len(rows)))
+    if not length or len(rows) % length:
+        return None
+    size = len(rows) // length
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return tuple(group[0] for group in groups) if all(len({*g}) == 1 for g in groups) else None
+
+
+def _picked(
+    name: str, args: tuple, kwargs: dict, outputs: Sequence[Tensor], length: int
+) -> list[Sequence[int]]:
+    """Return the indices along dim 0 that each output has; empty where others are picked."""
+    if name not in {"select", "slice", "unbind", "split", "split_with_sizes"}:
+        return []
+    if kwargs.get("dim", (*args, 0, 0)[2 if name.startswith("split") else 1]):
+        return []
+    if name == "select":
+        return [[args[2]]]
+    if name == "slice":
+        return [range(length)[slice(*args[2:5])]]
+    sizes = [1 if name == "unbind" else len(output) for output in outputs]
+    return [range(*each) for each in pairwise(accumulate(sizes, initial=0))]
 
 
 _BY_DIMS: Final = {

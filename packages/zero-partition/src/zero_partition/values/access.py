@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from zero_comm import all_gather_json, broadcast_flat, collective
 
 from zero_partition.errors import StateError
-from zero_partition.optimizer.shards import Entry, PlainEntry, TensorEntry
+from zero_partition.nested import flat_entries, keys_of_entry, set_entry
+from zero_partition.optimizer.shards import Entry, PerRankEntry, PlainEntry
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import ACCUMULATED, BufferGradients
@@ -432,9 +433,13 @@ def set_full_optimizer_state(
     if isinstance(entry, PlainEntry):
         value = _said_by(place, from_rank, value, what)
         if key in state:
-            _keep(place, state, key, value)
+            _keep(place, key, value)
         return
-    assert isinstance(entry, TensorEntry), "what has no whole was refused"
+    if isinstance(entry, PerRankEntry):
+        raise StateError(
+            f"{what}: {key!r} of parameter {place.name!r} is no tensor and no number, and only its "
+            "owner has it; set_local_optimizer_state(param, key, value) writes it there"
+        )
     if isinstance(value, int | float) and not entry.shape:
         value = torch.tensor(value, dtype=entry.dtype)
     whole = _given(place, value, (entry.shape, entry.dtype), from_rank, what)
@@ -442,7 +447,7 @@ def set_full_optimizer_state(
     span = entry.spans[place.group.rank] if is_sharded else Span(0, whole.numel())
     if span.numel:
         part = whole.reshape(-1)[span.as_slice()].view(state[key].shape)
-        _keep(place, state, key, state[key].copy_(part))
+        _keep(place, key, state[key].copy_(part))
 
 
 def local_optimizer_state(param: nn.Parameter, key: str) -> Any:
@@ -469,23 +474,27 @@ def set_local_optimizer_state(param: nn.Parameter, key: str, value: Any) -> None
     place = place_of(param, what=what)
     state = _own_state(place, key, what)
     if not isinstance(state[key], Tensor):
-        _keep(place, state, key, value)
+        _keep(place, key, value)
         return
     if isinstance(value, int | float) and not state[key].dim():
         value = torch.tensor(value)
     _copy_given(place, state[key], value, what)
-    _keep(place, state, key, state[key])
+    _keep(place, key, state[key])
 
 
 def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
+def _keep(place: ParamRef, key: str, value: Any) -> None:
     """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
-    state[key] = value
-    if place.sharded.residence.offload is not None and place.sharded.optimizer is not None:
-        place.sharded.optimizer.state[owner_of(place)] = {key: value}
+    assert place.sharded.optimizer is not None, "it has state"
+    states, owner = place.sharded.optimizer.state, owner_of(place)
+    state = states[owner]
+    set_entry(state, key, value)
+    if place.sharded.residence.offload is not None:
+        root = keys_of_entry(key)[0]
+        states[owner] = {root: state[root]}
 
 
 def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
@@ -495,7 +504,7 @@ def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {place.whole.rank})"
         )
-    return place.sharded.optimizer.state.get(owner_of(place), {})
+    return flat_entries(place.sharded.optimizer.state.get(owner_of(place), {}))
 
 
 def _own_state(place: ParamRef, key: str, what: str) -> dict[str, Any]:

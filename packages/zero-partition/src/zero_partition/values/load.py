@@ -20,7 +20,7 @@ from zero_partition.init.materialize import allocate_blank, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
-from zero_partition.nested import map_tensors, rebuild
+from zero_partition.nested import foreign_classes, map_tensors, rebuild
 from zero_partition.optimizer.needs import states_after_step
 from zero_partition.optimizer.shards import (
     has_state_of,
@@ -38,6 +38,7 @@ from .custom_loading import CustomLoading, StateDictLayout, customizes_state_dic
 from .runs import (
     EntryPart,
     LocalState,
+    gives_own,
     in_chunks,
     keeps_own_masters,
     kept_as_json,
@@ -361,15 +362,19 @@ class StateLoad:
                 f"optimizer state of {', '.join(map(repr, extra))}, which is not trained"
             )
         own_said = by_name(source.own_said)
-        own_entries = by_name(_own_entries(source, sharded.group.rank))
+        own_entries = by_name(_own_entries(source))
+        packages = {type(m).__module__.partition(".")[0] for m in members_of(sharded.optimizer)}
         expected = _expected_entries(sharded, source)
         for_whole = keys_for_whole((p.plan.shape, states.get(p.name, {})) for p in sharded.places)
         for place in sharded.places:
             if (name := place.name) not in trained:
                 continue
             state, own = dict(states.get(name, {})), own_said.get(name, {"entries": {}})
-            is_own = sharded.shards_state and kept_as_json(place) == list(own.get("keeps", ()))
-            if own["entries"] and not is_own:
+            mine, theirs_own = kept_as_json(place), list(own.get("keeps", ()))
+            # A rank that keeps none of a parameter that is on one rank has no state of it.
+            keeps_state = has_state_of(place.plan, Span(0, 0))
+            needed = [kept for kept in mine if kept is not None or keeps_state]
+            if own["entries"] and not all(kept in theirs_own for kept in needed):
                 self.begins_anew.append(
                     f"optimizer state of {name!r}: {', '.join(map(repr, own['entries']))} of "
                     "it has no whole, and was saved by ranks that keep other parts of the parameter"
@@ -383,9 +388,13 @@ class StateLoad:
             try:
                 self.states[place] = _part_of_state(place, state, for_whole)
                 if own["entries"]:  # what has no whole: nests, with readers for tensors
-                    self.states[place] |= map_tensors(
-                        own_entries[name], EntryPart.all_of, AbstractRangeReader
-                    )
+                    given = _given_to(sharded.group.rank, mine, theirs_own, own_entries[name])
+                    self.problems += [
+                        f"{name!r}: optimizer state is made of a {foreign}, of another package than"
+                        " the optimizer, so none is made"
+                        for foreign in foreign_classes(given, packages)
+                    ]
+                    self.states[place] |= map_tensors(given, EntryPart.all_of, AbstractRangeReader)
             except PartitionError as error:
                 self.problems.append(str(error))
             known = state.keys() | own["entries"].keys()
@@ -581,16 +590,29 @@ def _restore_options(sharded: ShardedModel, given: Sequence[Mapping[str, Any]]) 
                 group[key] = value
 
 
-def _own_entries(source: StateSource, rank: int) -> dict[str, dict[str, Any]]:
-    """What this rank had of entries without a whole, by the names that were saved."""
-    readers = source.own.get(rank, {})
-    in_order = (readers[str(number)] for number in range(len(readers)))
+def _given_to(rank: int, mine: Sequence[Any], theirs: Sequence[Any], own: Sequence[T]) -> T:
+    """Return what was saved by a rank that kept the same elements: this one, if it kept none."""
+    is_same = rank < len(theirs) and theirs[rank] == mine[rank] is None
+    return own[rank if is_same or mine[rank] not in theirs else theirs.index(mine[rank])]
+
+
+def _own_entries(source: StateSource) -> dict[str, list[dict[str, Any]]]:
+    """What each rank had of entries without a whole, by the names that were saved."""
+    in_order = {
+        rank: iter([readers[str(number)] for number in range(len(readers))])
+        for rank, readers in source.own.items()
+    }
     return {
-        name: {
-            key: rebuild(of_rank[rank], in_order)
-            for key, of_rank in said["entries"].items()
-            if rank < len(of_rank) and of_rank[rank] is not None
-        }
+        name: [
+            {
+                key: rebuild(of_rank[rank], in_order.get(rank, iter(())))
+                for key, of_rank in said["entries"].items()
+                if of_rank[rank] is not None
+            }
+            if gives_own(said["keeps"], rank)
+            else {}
+            for rank in range(len(said["keeps"]))
+        ]
         for name, said in source.own_said.items()
     }
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, TypeAlias
 
 import torch
 from attrs import asdict, define, field, frozen
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_flat, all_gather_json
+from zero_comm import Group, all_gather_flat, all_gather_json, broadcast_flat
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
-from zero_partition.nested import describe, is_wrapper, map_tensors
+from zero_partition.nested import (
+    describe,
+    described_tensors,
+    flat_entries,
+    is_plain,
+    is_strange,
+    keys_of_entry,
+    map_tensors,
+    nested_entries,
+    rebuild,
+)
 from zero_partition.optimizer.shards import (
     Entry,
     EntryInfo,
@@ -39,9 +50,10 @@ _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch cou
 
 StateInfo: TypeAlias = dict[str, EntryInfo]  # by entry
 
-# NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
-# back what it had. Of each parameter with some it is said which elements the ranks keep, and what
-# each rank has, as `describe` says it; the tensors in that are given in order, by their own rank.
+# NOTE(own): entries without a whole go on where each rank keeps elements that a rank kept when they
+# were saved, whose it gets. Of each parameter with some it is said which elements the ranks keep,
+# and what each rank has, as `describe` says it; the tensors in that are given in order, by their
+# own rank, or the first of those that keep the same.
 
 # NOTE(batches): what rests outside the device is read and written a whole sub-group at a time,
 # whoever asks for how little. So parts come in batches; a larger part is a batch of its own.
@@ -141,13 +153,14 @@ class LocalState:
         started = set(offload.started(besides=(MASTER,)))
         targets = [target if (target := _target_of(p)) in started else None for p in places]
         found = offload.describe(target for target in targets if target is not None)
-        # Masters of the partition's are values of parameters, and no entries.
-        return [
-            {k: v for k, v in found[t].items() if k != MASTER or not offload.hides_master(t)}
-            if t is not None
-            else {}
-            for t in targets
+        entries: list[Any] = [
+            {} if target is None else flat_entries(found[target]) for target in targets
         ]
+        # Masters of the partition's are values of parameters, and no entries.
+        for target, of_param in zip(targets, entries, strict=True):
+            if target is not None and offload.hides_master(target):
+                of_param.pop(MASTER, None)
+        return entries
 
     def read(
         self, places: Sequence[ParamRef], names: Collection[str] | None = None
@@ -159,11 +172,12 @@ class LocalState:
         offload, optimizer = self.sharded.residence.offload, self.sharded.optimizer
         if offload is None:
             state = {} if optimizer is None else optimizer.state
-            return [state.get(owner_of(place), {}) for place in places]
+            return [flat_entries(state.get(owner_of(place), {})) for place in places]
         targets = [_target_of(place) for place in places]
         stepped = [target for target in targets if target is not None]
-        found = offload.read(stepped, names) if stepped else {}
-        return [{} if target is None else found[target] for target in targets]
+        keys = None if names is None else {keys_of_entry(name)[0] for name in names}
+        found = offload.read(stepped, keys) if stepped else {}
+        return [{} if target is None else flat_entries(found[target]) for target in targets]
 
     def write(self, states: Mapping[ParamRef, Mapping[str, Any]]) -> None:
         """Make these the states of their parameters; `EntryPart`s in them are read now."""
@@ -183,13 +197,13 @@ class LocalState:
                 continue
             member, group = group_of[owner]
             counts_there = any(group.get(option) for option in _ON_DEVICE_STEP)
-            live, state = member.state.get(owner, {}), {}
+            live, state = flat_entries(member.state.get(owner, {})), {}
             for key, value in entries.items():  # where torch's optimizers place what they load
                 device = owner.device if key != "step" or counts_there else None
                 read = partial(EntryPart.read, there=live.get(key), device=device)
                 state[key] = map_tensors(value, read, EntryPart)
             if state:
-                member.state[owner] = state
+                member.state[owner] = nested_entries(state)
             else:
                 member.state.pop(owner, None)
 
@@ -207,7 +221,8 @@ class LocalState:
         begun: set[nn.Parameter] = set()
         for batch in in_batches(
             entries,
-            lambda entry: getattr(entry[2], "num_bytes", 0),  # none: small
+            # Nothing small, nor entries of one dict, which are written together.
+            lambda entry: 0 if entry[1].startswith("[") else getattr(entry[2], "num_bytes", 0),
             max_bytes=BATCH_BYTES,
         ):
             found: dict[nn.Parameter, dict[str, Any]] = {}
@@ -215,11 +230,12 @@ class LocalState:
                 state = found.setdefault(target, {})
                 if key:
                     state[key] = map_tensors(value, EntryPart.read, EntryPart)
-            first = {target: state for target, state in found.items() if target not in begun}
+            nested = {target: nested_entries(state) for target, state in found.items()}
+            first = {target: state for target, state in nested.items() if target not in begun}
             if first:
                 offload.mend()
                 offload.write(first, replaces=True)
-            if further := {t: state for t, state in found.items() if t in begun}:
+            if further := {t: state for t, state in nested.items() if t in begun}:
                 offload.write(further, replaces=False)
             begun |= first.keys()
 
@@ -238,20 +254,23 @@ def gather_state_info(
 ) -> list[tuple[StateInfo, ...]]:
     """Which entries the ranks have, by parameter and by rank, if this one has these. Collective."""
     mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
-    strange = next((repr(k) for state in states for k in state if not isinstance(k, str)), None)
-    said = all_gather_json([strange, mine], group=group, tag=tag, timeout_s=timeout_s)
-    for rank, (key, _) in enumerate(said):  # on every rank, also where there is no state
-        if key is not None:
-            raise StateError(
-                f"optimizer state has entries of keys that are no strings, {key} for one (rank "
-                f"{rank}), which have no name in a file or a message: it can be neither saved nor "
-                "sent"
-            )
-    by_rank = [of_rank for _, of_rank in said]
+    by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
+    for rank, of_rank in enumerate(by_rank):  # on every rank, also where there is no state
+        _check_keys(of_rank, f"rank {rank}")
     return [
         tuple({k: EntryInfo(**what) for k, what in state.items()} for state in of_param)
         for of_param in zip(*by_rank, strict=True)
     ]
+
+
+def _check_keys(states: Iterable[Mapping[str, Any]], where: str) -> None:
+    for name in chain.from_iterable(states):
+        if is_strange(name):
+            raise StateError(
+                "optimizer state has entries of keys that are neither strings nor ints, "
+                f"{name[2:]} for one ({where}), which have no name in a file or a message: it can "
+                "be neither saved nor sent"
+            )
 
 
 def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
@@ -263,8 +282,15 @@ def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
 
 
 def kept_as_json(place: ParamRef) -> list[list[int] | None]:
-    """The same as JSON can say it."""
+    """The elements of a parameter whose state each rank has, as JSON can say it."""
+    if not place.sharded.shards_state:
+        return [[0, place.plan.shape.numel()]] * place.group.world_size
     return [None if span is None else [span.start, span.stop] for span in kept_spans(place)]
+
+
+def gives_own(keeps: Sequence[list[int] | None], rank: int) -> bool:
+    """Return whether a rank saves what it has of an entry without a whole: the first of equals."""
+    return keeps[rank] is None or keeps.index(keeps[rank]) == rank
 
 
 def plan_state(
@@ -297,6 +323,7 @@ def plan_states(
     """How these states lie over the ranks, if this one has these. Collective where sharded."""
     group = sharded.group
     if not sharded.shards_state:
+        _check_keys(states, f"rank {group.rank}")
         return [{k: entry_on_each(v, group.world_size) for k, v in of.items()} for of in states]
     infos = gather_state_info(states, group=group, timeout_s=timeout_s)
     return [plan_state(place, of, has_own=has_own) for place, of in zip(places, infos, strict=True)]
@@ -305,12 +332,8 @@ def plan_states(
 def entry_on_each(value: Any, world_size: int) -> Entry:
     """An entry that every rank has: each gives an equal run of its elements."""
     info = EntryInfo.of(value)
-    if is_wrapper(value):
-        raise StateError(
-            f"optimizer state holds a {type(value).__name__}, a tensor made of others, which can "
-            "be neither saved nor sent: train on with it, or use an optimizer whose state is plain "
-            "tensors"
-        )
+    if info.nest is not None and not is_plain(info.nest):
+        return PerRankEntry((info,) * world_size, owner=0)
     if not isinstance(value, Tensor):
         return PlainEntry(value)
     ends = [value.numel() * rank // world_size for rank in range(world_size + 1)]
@@ -327,7 +350,8 @@ def launch_entry(
         Call it once to wait; gives the whole, memory of its own, where the optimizer has it (host
         or device).
     """
-    assert not isinstance(entry, PerRankEntry), "there is no whole"
+    if isinstance(entry, PerRankEntry):
+        return _launch_nest(entry, state.get(key), group)
     if isinstance(entry, PlainEntry):
         return lambda: entry.value_beside(state.get(key))
     whole = torch.empty(entry.shape, dtype=entry.dtype, device=group.device)
@@ -345,6 +369,36 @@ def launch_entry(
     def wait() -> Tensor:
         handle.wait()
         return whole.cpu() if entry.is_on_host else whole
+
+    return wait
+
+
+def _launch_nest(entry: PerRankEntry, own: Any, group: Group) -> Callable[[], Any]:
+    """Launch the broadcasts of the tensors in a value that one rank has whole. Collective."""
+    assert entry.owner is not None, "there is a whole"
+    info = entry.infos[entry.owner]
+    assert info is not None, "its owner has it"
+    tensors: list[Tensor] = []
+    if group.rank == entry.owner:
+        describe(own, tensors)
+    flat = [
+        tensors[index].detach().to(group.device).reshape(-1).contiguous()
+        if tensors
+        else torch.empty(math.prod(shape), dtype=dtype, device=group.device)
+        for index, (dtype, shape) in enumerate(described_tensors(info.nest))
+    ]
+    handles = [
+        broadcast_flat(each.view(torch.uint8), src=entry.owner, group=group)
+        for each in flat
+        if each.numel()
+    ]
+
+    def wait() -> Any:
+        for handle in handles:
+            handle.wait()
+        shapes = (shape for _, shape in described_tensors(info.nest))
+        whole = (each.view(shape).clone() for each, shape in zip(flat, shapes, strict=True))
+        return map_tensors(rebuild(info.nest, whole), lambda tensor: tensor)
 
     return wait
 
@@ -440,7 +494,8 @@ def plan_parts(
                 own = {"keeps": kept_as_json(place), "entries": {}}
                 of_param = parts.own_said.setdefault(name, own)
                 of_param["entries"][key] = [info and info.described for info in entry.infos]
-                describe(local.read([place])[0].get(key), parts.own)
+                if gives_own(own["keeps"], sharded.group.rank):
+                    describe(local.read([place])[0].get(key), parts.own)
             else:
                 tensor = WholeTensor(name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)

@@ -16,7 +16,15 @@ from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
-from zero_partition.nested import describe, described_tensors, is_wrapper, map_tensors, rebuild
+from zero_partition.nested import (
+    describe,
+    described_tensors,
+    flat_entries,
+    is_wrapper,
+    map_tensors,
+    nested_entries,
+    rebuild,
+)
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
@@ -392,7 +400,10 @@ def _gather(
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
     if not is_sharded and is_kept:
-        state = {numbers[id(p)]: map_tensors(dict(of), _on_host) for p, of in member.state.items()}
+        state = {
+            numbers[id(param)]: map_tensors(flat_entries(of), _on_host)
+            for param, of in member.state.items()
+        }
     places = [p for p in sharded.places if is_sharded and id(owner_of(p)) in numbers]
     for buffer in dict.fromkeys(place.buffer for place in places):
         buffer.follow_writes()
@@ -411,6 +422,7 @@ def _gather(
             all_values = launch_trained_buffer(buffer)()
             for place in mine if is_kept else ():
                 masters[numbers[id(owner_of(place))]] = _on_host(all_values[place.position])
+    state = {number: nested_entries(of_param) for number, of_param in state.items()}
     groups = [
         {
             **{k: map_tensors(v, _on_host) for k, v in group.items() if k != "params"},
@@ -517,7 +529,7 @@ def _plan(
         for number, state in part["state"].items():
             states[names.get(number, f"parameter {number}")] = {
                 key: v if isinstance(v, _Received) else map_tensors(v, _Received.receive, _Received)
-                for key, v in state.items()
+                for key, v in flat_entries(state).items()
             }
         for number, master in part.get("masters", {}).items():
             states.setdefault(names.get(number, f"parameter {number}"), {})[MASTER] = master
