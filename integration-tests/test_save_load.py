@@ -306,14 +306,14 @@ def _resume_listed(group: Group, folder: Path) -> None:
 def _begin_listed_anew(group: Group, folder: Path) -> None:
     model, optimizer = _shard_of(group, "lists", 2)
     report = zero_engine.load(folder, model, optimizer)
-    # Vectors are so small that rank 0 has all of them, before and now.
-    cut = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() > 1}
-    assert len(report.begins_anew) == len(cut)
+    # What is so small that one rank has all of it, before and now, goes on.
+    cut = {name: param for name, param in model.named_parameters() if param.numel() > 64}
     for name, param in cut.items():
         begins = f"optimizer state of {name!r}: 'momenta', 'past' of it"
         assert any(problem.startswith(begins) for problem in report.begins_anew), report
         with pytest.raises(StateError):
             zero_engine.local_optimizer_state(param, "past")
+    assert all("blocks.0.norm.weight" not in problem for problem in report.begins_anew)
     optimizer.state.clear()
     losses = parity.run_steps(model, optimizer, range(3, 5), rank=group.rank)
 
