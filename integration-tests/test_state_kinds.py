@@ -97,18 +97,32 @@ NEED_TENSORS: Final = {"object", "list"}  # a shard of what they hold is nobody'
 
 
 class _Keeps(parity.PerParameter):
-    """Has state of one of these kinds."""
+    """Has state of one of these kinds, and a count of steps that is of no parameter."""
 
     kind: str
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["num_steps"] = {"of": self.state.get("num_steps", {"of": 0})["of"] + 1}
+        return super().step(closure)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        param.sub_(KINDS[self.kind](grad, state) * group["lr"] / self.state["num_steps"]["of"])
+
+
+class _KeepsByParameter(_Keeps):
+    """Has nothing of no parameter, which cannot rest elsewhere."""
+
+    def step(self, closure: Any = None) -> Any:
+        return parity.PerParameter.step(self, closure)
 
     def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
         param.sub_(KINDS[self.kind](grad, state) * group["lr"])
 
 
-def _build(kind: str) -> tuple[nn.Module, _Keeps]:
+def _build(kind: str, place: str = "device") -> tuple[nn.Module, _Keeps]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH))
-    optimizer = _Keeps(model.parameters(), lr=0.1)
+    optimizer = {"device": _Keeps, "host": _KeepsByParameter}[place](model.parameters(), lr=0.1)
     optimizer.kind = kind
     return model, optimizer
 
@@ -122,8 +136,10 @@ def _steps(model: nn.Module, optimizer: Any, first: int) -> list[float]:
     return losses
 
 
-def _sharded(kind: str, group: Group, stage: int, **config: Any) -> tuple[nn.Module, _Keeps]:
-    model, optimizer = _build(kind)
+def _sharded(
+    kind: str, group: Group, stage: int, place: str = "device", **config: Any
+) -> tuple[nn.Module, _Keeps]:
+    model, optimizer = _build(kind, place)
     config |= {"cut": "tensor"} if kind in NEED_TENSORS else {}
     zero_engine.shard(model, optimizer, ZeroConfig(stage, **config), group=group)
     return model, optimizer
@@ -149,16 +165,16 @@ def test_state_of_any_kind_resumes_in_another_layout(
     group: Group, tmp_path: Path, kind: str, place: str
 ) -> None:
     """As in plain torch that was never interrupted."""
-    model, optimizer = _build(kind)
+    model, optimizer = _build(kind, place)
     expected = _steps(model, optimizer, 0), _steps(model, optimizer, NUM_STEPS)
     config: dict[str, Any] = {"offload": Offload(optimizer="host")} if place == "host" else {}
     stages = (1, 2, 3) if place == "host" else parity.STAGES
     for turn, stage in enumerate(stages):
         folder = tmp_path / str(stage)
-        model, optimizer = _sharded(kind, group, stage, **config)
+        model, optimizer = _sharded(kind, group, stage, place, **config)
         torch.testing.assert_close(_steps(model, optimizer, 0), expected[0])
         zero_engine.save(folder, model, optimizer, step=NUM_STEPS)
-        model, optimizer = _sharded(kind, group, parity.STAGES[turn - 2])
+        model, optimizer = _sharded(kind, group, parity.STAGES[turn - 2], place)
         report = zero_engine.load(folder, model, optimizer)
         assert report is not None
         assert not report.begins_anew
@@ -171,14 +187,16 @@ def test_state_of_any_kind_is_given_back(group: Group, kind: str) -> None:
     """By `unshard`, by another layout on the way, and whole in a state dict."""
     plain_model, plain = _build(kind)
     _steps(plain_model, plain, 0)
-    forms = copy.deepcopy([_forms(state) for state in plain.state.values()])
+    forms = copy.deepcopy([_forms(plain.state[param]) for param in plain_model.parameters()])
     expected = _steps(plain_model, plain, NUM_STEPS)
     for stage in parity.STAGES:
         model, optimizer = _sharded(kind, group, stage)
         _steps(model, optimizer, 0)
         whole = zero_engine.full_optimizer_state_dict(model)
         if group.rank == 0:
-            found = [_forms(state) for state in whole["state"].values()]
+            *of_params, shared = whole["state"].values()
+            assert shared == {"of": NUM_STEPS}
+            found = [_forms(state) for state in of_params]
             assert found == forms, f"stage {stage}: {found} != {forms}"
         other, other_optimizer = _sharded(kind, group, 3 - stage)
         weights = zero_engine.full_state_dict(model)
@@ -222,6 +240,6 @@ def test_keys_without_a_name_are_refused_on_every_rank(group: Group, tmp_path: P
     model, optimizer = _sharded("plain-values", group, 1)
     _steps(model, optimizer, 0)
     if group.rank == 0:
-        next(iter(optimizer.state.values()))[3.5] = 1
+        next(state for key, state in optimizer.state.items() if key != "num_steps")[3.5] = 1
     with pytest.raises(StateError, match=r"neither strings nor ints, 3\.5 for one"):
         zero_engine.save(tmp_path, model, optimizer, step=1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import PartitionError, StateError
+from .torch_private import call_hooks_around_step
 
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are
 
@@ -112,11 +113,62 @@ class SeparateOptimizers(ChainedOptimizer):
     _steps_all = False
 
 
+def is_inner(value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is an optimizer that another wraps: it steps the very same param groups."""
+    return (
+        isinstance(value, torch.optim.Optimizer)
+        and value is not optimizer
+        and [*map(id, value.param_groups)] == [*map(id, optimizer.param_groups)]
+    )
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that another wraps, as Lookahead and SAM do; itself if it wraps none."""
+    inner = next((v for v in vars(optimizer).values() if is_inner(v, optimizer)), None)
+    return optimizer if inner is None else inner_of(inner)
+
+
+def set_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Make a dict the state of an optimizer, and of the one that it wraps."""
+    for each in {id(o): o for o in (optimizer, inner_of(optimizer))}.values():
+        if not hasattr(type(each), "state"):  # else it is what another has
+            each.state = state
+
+
+def prepare_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Let a wrapper and the optimizer inside have one state, and the wrapper's step call hooks.
+
+    What both keep of a parameter is saved, cut and loaded as one then. A wrapper that does not call
+    torch's constructor has no hooks around its step.
+    """
+    inner = inner_of(optimizer)
+    if inner is optimizer:
+        return
+    if optimizer.state is not inner.state:
+        for key, state in optimizer.state.items():
+            both = isinstance(state, dict) and key in inner.state
+            inner.state[key] = {**inner.state[key], **state} if both else state
+        set_state(optimizer, inner.state)
+    call_hooks_around_step(optimizer)
+
+
+def with_state_dict_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose `state_dict()` calls hooks: a wrapper's may ask the one inside."""
+    has_hooks = hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+    return optimizer if has_hooks else inner_of(optimizer)
+
+
 def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
     """The optimizers that were chained, or itself."""
     if optimizer is None:
         return ()
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+
+
+def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return what an optimizer's state has of no parameter, such as a count of all steps."""
+    state = optimizer.state
+    return {key: state[key] for key in state if not isinstance(key, Tensor)}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,12 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 # What the autograd node made next on this thread will have as its number.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr
 
+
+def call_hooks_around_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's step call its hooks, also where it did not call torch's constructor."""
+    optimizer._patch_step_function()
+
+
 # Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours.
 plain_access: Final = torch._C.DisableTorchFunctionSubclass
 

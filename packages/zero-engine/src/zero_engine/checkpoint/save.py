@@ -205,7 +205,8 @@ def _layout_of(sharded: ShardedModel) -> dict[str, Any] | None:
 
 def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
     """Say what the model and its optimizer have; pieces follow when they are written."""
-    content |= {"own_said": parts.own_said, "ties": dict(parts.ties)}
+    shared = [to_json(of_member, "optimizer.state") for of_member in parts.shared]
+    content |= {"own_said": parts.own_said, "ties": dict(parts.ties), "shared_state": shared}
     for tensor in parts.tensors:
         tensor_at(content, _path_of(tensor), name_of(tensor.dtype), tensor.shape)
     for name, values in parts.values.items():

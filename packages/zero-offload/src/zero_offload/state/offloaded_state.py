@@ -169,7 +169,8 @@ class OffloadedState:
         for param, at in positions.items():
             kind = self.stepper.shape_tried(param.shape, param.dtype), param.dtype, at
             if kind not in kinds:
-                kinds[kind] = self.stepper.entries(kind[0], param.dtype, numbers_of(groups[at]))
+                numbers = numbers_of(groups[at])
+                kinds[kind] = self.stepper.entries(kind[0], param.dtype, numbers, at)
             used = self.stepper.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
             place = f"{param.device}, {used.__name__}"

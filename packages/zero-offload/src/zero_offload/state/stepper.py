@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -141,11 +142,17 @@ class Stepper:
         return _SIDES[: len(shape)] if is_known else tuple(shape)
 
     def entries(
-        self, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[str, Any]
+        self, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[str, Any], position: int
     ) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of one shows.
 
         Of its size, as an optimizer may quantize or factor state of large ones only; freed then.
+
+        Args:
+            shape: See `shape_tried`.
+            dtype: Of the parameter.
+            numbers: What its param group says.
+            position: Of the param group.
         """
         masters: tuple[Entry, ...] = ()
         of = dtype
@@ -158,10 +165,12 @@ class Stepper:
         with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
             optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
             optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
-            if callable(getattr(optimizer, "train", None)):  # schedule-free ones have two modes
-                optimizer.train()  # type: ignore[attr-defined]
+            optimizer.state[param].update(self._first_state(position))
             try:
+                if callable(getattr(optimizer, "train", None)):  # schedule-free ones have modes
+                    optimizer.train()  # type: ignore[attr-defined]
                 optimizer.step()
+                self._try_modes(optimizer, param)
             except Exception as error:
                 raise UnsupportedOptimizerError(
                     f"a trial step of a {self.asked.__name__} on a parameter of shape {shape} "
@@ -177,6 +186,21 @@ class Stepper:
             and name != "step"
         )
 
+    def _first_state(self, position: int) -> dict[str, Any]:
+        """What the constructor has put into the state of a parameter of a group, but tensors."""
+        for param in self.template.param_groups[position]["params"]:
+            state = self.template.state.get(param) or {}
+            return {key: _own(v) for key, v in state.items() if not isinstance(v, Tensor)}
+        return {}
+
+    def _try_modes(self, stepped: Optimizer, param: nn.Parameter) -> None:
+        """Change modes as the user's optimizer will, which has made no step itself."""
+        if all(callable(getattr(stepped, mode, None)) for mode in ("train", "eval")):
+            theirs: Any = _twin(self.template, [{**stepped.param_groups[0]}])
+            theirs.state[param] = dict(stepped.state[param])
+            theirs.eval()
+            theirs.train()
+
 
 def _is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
@@ -190,27 +214,43 @@ def _refuse(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Another like it, over other parameters, without its state and hooks."""
+    """Another like it, over other parameters, without their state and its hooks."""
     made = type(optimizer).__new__(type(optimizer))
     kept = optimizer.__getstate__()
 
     def is_method(name: str, value: Any) -> bool:  # replaced on the object, as schedulers do
         return callable(value) and callable(getattr(type(optimizer), name, None))
 
-    own = {
-        name: value
+    def own(value: Any) -> Any:
+        if isinstance(value, MethodType) and value.__self__ is optimizer:
+            return MethodType(value.__func__, made)
+        return _own(value)
+
+    attributes = {
+        name: own(value)
         for name, value in vars(optimizer).items()
         if name not in kept and not name.startswith("_optimizer_") and not is_method(name, value)
     }
     groups = [{**optimizer.defaults, **group} for group in groups]
-    vars(made).update(own)
-    made.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
+    # State of no parameter counts the steps of all of them.
+    state = {key: _own(v) for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
+    vars(made).update(attributes)
+    made.__setstate__({**kept, "state": defaultdict(dict, state), "param_groups": groups})
     return made
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of tensors and of the containers around them; the same of all else."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in {list, tuple, set}:
+        return type(value)(map(_own, value))
+    if type(value) in {dict, defaultdict, OrderedDict}:
+        copy = value.copy()
+        copy.update({key: _own(item) for key, item in value.items()})
+        return copy
+    return value
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

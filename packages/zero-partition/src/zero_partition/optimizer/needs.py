@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
+from types import MethodType
 from typing import Any, Final
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from zero_partition.chained import members_of, options_of
+from zero_partition.chained import is_inner, members_of, options_of, shared_state
 from zero_partition.errors import LayoutError, PartitionError
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.torch_private import version_of
@@ -360,9 +361,17 @@ def _copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
     for name, value in attributes.items():
         if callable(value) and callable(getattr(kind, name, None)):
             continue  # a method replaced on the object, as schedulers do, acts on the original
-        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-        twin.__dict__[name] = OrderedDict() if is_hooks else _copied(value)
-    twin.__dict__ |= {"state": defaultdict(dict), "param_groups": groups}
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            own: Any = OrderedDict()
+        elif isinstance(value, MethodType) and value.__self__ is optimizer:
+            own = MethodType(value.__func__, twin)
+        elif is_inner(value, optimizer):
+            own = _copy(value, groups)
+        else:
+            own = _copied(value)
+        twin.__dict__[name] = own
+    state = _copied(shared_state(optimizer))
+    twin.__dict__ |= {"state": defaultdict(dict, state), "param_groups": groups}
     return twin
 
 

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat
 
-from zero_partition.chained import attribute_with_params, members_of
+from zero_partition.chained import attribute_with_params, members_of, set_state
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.nested import (
     describe,
@@ -349,13 +349,13 @@ class ShardStates(defaultdict):
 def watch_state(optimizer: torch.optim.Optimizer) -> None:
     """Tell a question about a model's parameter in `optimizer.state` where the answer is."""
     if type(optimizer.state) is defaultdict:  # else it is of the optimizer's own kind
-        optimizer.state = ShardStates(dict, optimizer.state)
+        set_state(optimizer, ShardStates(dict, optimizer.state))
 
 
 def leave_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo it."""
     if type(optimizer.state) is ShardStates:
-        optimizer.state = defaultdict(dict, optimizer.state)
+        set_state(optimizer, defaultdict(dict, optimizer.state))
 
 
 def check_optimizer(

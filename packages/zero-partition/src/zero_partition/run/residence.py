@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import all_gather_json
 
-from zero_partition.chained import ChainedOptimizer
+from zero_partition.chained import ChainedOptimizer, inner_of
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import GradientHome, OpenState, OptimizerOffload, TensorHome
 from zero_partition.plan.layout import BufferPlan, UnitPlan
@@ -84,6 +84,12 @@ class RestPlan:
             raise PartitionError(
                 "optimizer state of a ChainedOptimizer cannot rest outside the device; use one "
                 "optimizer, or leave its state on the device"
+            )
+        if inner_of(optimizer) is not optimizer:
+            raise PartitionError(
+                f"optimizer state of a {type(optimizer).__name__} cannot rest outside the device, "
+                "as it wraps another optimizer, whose step is a part of its own; leave its state "
+                "on the device"
             )
         if precision.masters not in (torch.float32, None):
             raise PartitionError(

@@ -726,6 +726,9 @@ class ShardedModel:
         for g in self.reducer.lenders:
             g.take_back()
         self.has_stepped, self._is_stepping = True, False
+        if not self.shards_state:  # an optimizer may put other memory in the place of ours
+            for buffer in self.buffers:
+                buffer.take_over()
         self.publish_params(is_sharded=self.shards_state)
         self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
         self._watch_shards(is_watched=True)

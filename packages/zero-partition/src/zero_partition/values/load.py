@@ -253,6 +253,7 @@ class StateSource:
     may_lack: frozenset[str] | None = frozenset()  # that were left out; None: all, and buffers
     states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
+    shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
     own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
     own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
     # Keys for the model's own `load_state_dict()`; None: it is not called.
@@ -298,6 +299,9 @@ class StateLoad:
         if sharded is not None:
             if source.states is not None:
                 _restore_options(sharded, source.param_groups)
+                members = members_of(sharded.optimizer)
+                for member, shared in zip(members, source.shared, strict=False):
+                    member.state.update(shared)
                 sharded.has_stepped = sharded.has_stepped or any(self.states.values())
             if sharded.residence.home is not None:
                 sharded.residence.home.settle()

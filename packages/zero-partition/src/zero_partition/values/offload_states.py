@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from zero_comm import collective
 
-from zero_partition.chained import members_of
+from zero_partition.chained import members_of, with_state_dict_hooks
 from zero_partition.errors import StateError
 from zero_partition.nested import map_tensors
 from zero_partition.run.hooks import require_sharded
@@ -254,8 +254,9 @@ def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
         sharded.require(what, StateKind.OPTIM)
 
     for member in members_of(sharded.optimizer):
+        hooked = with_state_dict_hooks(member)
         for install, what in (
-            (member.register_state_dict_pre_hook, "optimizer.state_dict()"),
-            (member.register_load_state_dict_pre_hook, "optimizer.load_state_dict()"),
+            (hooked.register_state_dict_pre_hook, "optimizer.state_dict()"),
+            (hooked.register_load_state_dict_pre_hook, "optimizer.load_state_dict()"),
         ):
             parked.removers.append(install(partial(refuse, what), prepend=True).remove)

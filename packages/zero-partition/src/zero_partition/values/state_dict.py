@@ -12,7 +12,12 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, broadcast_flat, collective
 
-from zero_partition.chained import ChainedOptimizer, members_of
+from zero_partition.chained import (
+    ChainedOptimizer,
+    members_of,
+    shared_state,
+    with_state_dict_hooks,
+)
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
@@ -403,6 +408,7 @@ def _gather(
         state = {
             numbers[id(param)]: map_tensors(flat_entries(of), _on_host)
             for param, of in member.state.items()
+            if isinstance(param, Tensor)
         }
     places = [p for p in sharded.places if is_sharded and id(owner_of(p)) in numbers]
     for buffer in dict.fromkeys(place.buffer for place in places):
@@ -422,7 +428,8 @@ def _gather(
             all_values = launch_trained_buffer(buffer)()
             for place in mine if is_kept else ():
                 masters[numbers[id(owner_of(place))]] = _on_host(all_values[place.position])
-    state = {number: nested_entries(of_param) for number, of_param in state.items()}
+    whole: dict[Any, Any] = {n: nested_entries(of_param) for n, of_param in sorted(state.items())}
+    whole |= map_tensors(shared_state(member), _on_host) if is_kept else {}
     groups = [
         {
             **{k: map_tensors(v, _on_host) for k, v in group.items() if k != "params"},
@@ -431,7 +438,7 @@ def _gather(
         for group in member.param_groups
     ]
     beside = {"masters": dict(sorted(masters.items()))} if masters else {}
-    return {"state": dict(sorted(state.items())), "param_groups": groups, **beside}
+    return {"state": whole, "param_groups": groups, **beside}
 
 
 def _on_host(value: Tensor) -> Tensor:
@@ -498,10 +505,12 @@ def _plan(
     groups: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
     loaded: set[str] = set()
+    shared: list[dict[Any, Any]] = []
     for member in members_of(sharded.optimizer):
         own = [next(mine) for _ in member.param_groups]
         if member not in given:
             groups += own
+            shared.append({})
             continue
         part = given[member]
         if not {"state", "param_groups"} <= part.keys():
@@ -526,7 +535,11 @@ def _plan(
         }
         loaded.update(known)
         groups += [{**g, "params": [names[number] for number in g["params"]]} for g in theirs]
+        is_known = {key: isinstance(key, int) or key in names for key in part["state"]}
+        shared.append({key: v for key, v in part["state"].items() if not is_known[key]})
         for number, state in part["state"].items():
+            if not is_known[number]:
+                continue
             states[names.get(number, f"parameter {number}")] = {
                 key: v if isinstance(v, _Received) else map_tensors(v, _Received.receive, _Received)
                 for key, v in flat_entries(state).items()
@@ -535,7 +548,13 @@ def _plan(
             states.setdefault(names.get(number, f"parameter {number}"), {})[MASTER] = master
     masters = {name: state.pop(MASTER) for name, state in states.items() if MASTER in state}
     source = StateSource(
-        params=masters, buffers={}, may_lack=None, states=states, param_groups=groups, where=what
+        params=masters,
+        buffers={},
+        may_lack=None,
+        states=states,
+        param_groups=groups,
+        shared=[map_tensors(of, _Received.receive, _Received) for of in shared],
+        where=what,
     )
     planned = plan_load(sharded, source, is_strict=True)
     planned.states = {p: state for p, state in planned.states.items() if p.name in loaded}
@@ -546,12 +565,12 @@ def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: Shard
     """Let `state_dict()` and `load_state_dict()` mean the whole, or say what to call instead."""
     for member in members_of(optimizer):
         watch_state(member)
-        hooks = _StateDictHooks(sharded)
+        hooks, hooked = _StateDictHooks(sharded), with_state_dict_hooks(member)
         handles = (
-            member.register_state_dict_pre_hook(hooks.before_export),
-            member.register_state_dict_post_hook(hooks.after_export),
-            member.register_load_state_dict_pre_hook(hooks.before_load),
-            member.register_load_state_dict_post_hook(hooks.after_load),
+            hooked.register_state_dict_pre_hook(hooks.before_export),
+            hooked.register_state_dict_post_hook(hooks.after_export),
+            hooked.register_load_state_dict_pre_hook(hooks.before_load),
+            hooked.register_load_state_dict_post_hook(hooks.after_load),
         )
         sharded.removers += [handle.remove for handle in handles]
         sharded.removers.append(lambda member=member: leave_state(member))
