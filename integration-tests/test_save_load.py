@@ -228,8 +228,7 @@ def _build_of(name: str) -> tuple[nn.Module, Any]:
 
 
 def _shard_of(group: Group, name: str, stage: int, place: str = "device") -> tuple[nn.Module, Any]:
-    stays = name == "rows and whole tensors"  # as state of several optimizers does
-    config = ZeroConfig(stage, offload=None if stays else Offload(optimizer=place))
+    config = ZeroConfig(stage, offload=Offload(optimizer=place))
     return zero_engine.shard(*_build_of(name), config, group=group)
 
 

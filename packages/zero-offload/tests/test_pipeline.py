@@ -35,7 +35,7 @@ class _Swapped:
         optimizer = Noting([torch.zeros(1)], lr=1e-3, momentum=0.9)
         self.groups: list[dict[str, Any]] = [{**optimizer.param_groups[0], "params": self.params}]
         self.state = OffloadedState.like(
-            optimizer,
+            [optimizer],
             state="disk",
             store=self.store,
             own_masters={},

@@ -22,7 +22,7 @@ from zero_offload import (
     OffloadedState,
 )
 from zero_offload.residence import DelayedState, HostGradients, OffloadedShards, with_delay
-from zero_partition.seams import Homes
+from zero_partition.seams import Homes, members_of
 
 from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError
@@ -209,7 +209,7 @@ def homes_of(
             budget = max(0, budget - taken)
         state: OffloadedState | DelayedState
         state = inner = OffloadedState.like(
-            optimizer,
+            members_of(optimizer),
             store=store() if offload.optimizer == "disk" else None,
             own_masters=own_masters,
             budget_bytes=budget,

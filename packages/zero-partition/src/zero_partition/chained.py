@@ -135,21 +135,22 @@ def set_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
             each.state = state
 
 
-def prepare_wrapper(optimizer: torch.optim.Optimizer) -> None:
+def prepare_wrappers(optimizer: torch.optim.Optimizer | None) -> None:
     """Let a wrapper and the optimizer inside have one state, and the wrapper's step call hooks.
 
     What both keep of a parameter is saved, cut and loaded as one then. A wrapper that does not call
     torch's constructor has no hooks around its step.
     """
-    inner = inner_of(optimizer)
-    if inner is optimizer:
-        return
-    if optimizer.state is not inner.state:
-        for key, state in optimizer.state.items():
-            both = isinstance(state, dict) and key in inner.state
-            inner.state[key] = {**inner.state[key], **state} if both else state
-        set_state(optimizer, inner.state)
-    call_hooks_around_step(optimizer)
+    for member in members_of(optimizer):
+        inner = inner_of(member)
+        if inner is member:
+            continue
+        if member.state is not inner.state:
+            for key, state in member.state.items():
+                both = isinstance(state, dict) and key in inner.state
+                inner.state[key] = {**inner.state[key], **state} if both else state
+            set_state(member, inner.state)
+        call_hooks_around_step(member)
 
 
 def with_state_dict_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

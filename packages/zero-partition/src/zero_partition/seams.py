@@ -3,7 +3,7 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
-from zero_partition.chained import SeparateOptimizers
+from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -70,6 +70,7 @@ __all__ = [
     "load_ranges",
     "loco_facts",
     "loco_state",
+    "members_of",
     "offload_states",
     "param_groups_of",
     "plan_load",

@@ -25,7 +25,7 @@ from zero_partition.planning import (
     plan_step,
     plan_traffic,
 )
-from zero_partition.seams import RoomPlan, plan_room
+from zero_partition.seams import RoomPlan, members_of, plan_room
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
@@ -71,7 +71,7 @@ def _plan_state(
     if optimizer is None or not planned.rests.state:
         return None
     footprint = OffloadedState.footprint_like(
-        optimizer,
+        members_of(optimizer),
         room.positions,
         optimizer.param_groups,
         own_masters=room.masters,

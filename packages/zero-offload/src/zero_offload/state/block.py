@@ -201,8 +201,10 @@ class SubGroupState:
                 present.append(piece)
         if passing is not None:
             passing.wait()
+        before = []
         for group, position in zip(inner.param_groups, self._positions, strict=True):
             group.update({key: _copied(value) for key, value in numbers[position].items()})
+            before.append({k: _copied(value) for k, value in group.items() if k != "params"})
         is_native = isinstance(inner, AbstractCPUOptimizer)
         if is_native:
             inner.grad_scale = None if factor == 1 else 1 / factor
@@ -220,8 +222,8 @@ class SubGroupState:
             passing.end(waits=self.plan.residence is Residence.DISK)
         if is_native:
             return {}
-        pairs = zip(inner.param_groups, self._positions, strict=True)
-        return {at: _changed(group, numbers[at]) for group, at in pairs}
+        each = zip(inner.param_groups, self._positions, before, strict=True)
+        return {position: _changed(group, had) for group, position, had in each}
 
     def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""

@@ -41,7 +41,7 @@ class OffloadedState:
     of their own; `like` makes one. Local, not thread-safe.
 
     Args:
-        stepper: Steps each.
+        steppers: Step each: one for all param groups, or of several optimizers in their order.
         shares: Of the state, by where it rests.
         store: Needed if `shares.rest` is the disk; the caller's to close.
         grads_leave: Whether gradients go to the host during backward.
@@ -49,7 +49,7 @@ class OffloadedState:
         is_pinned: Page-lock host memory where there is CUDA.
     """
 
-    stepper: Stepper
+    steppers: Sequence[Stepper]
     shares: Shares
     store: AbstractStore | None
     grads_leave: bool = field(default=False, kw_only=True)
@@ -75,7 +75,7 @@ class OffloadedState:
     @classmethod
     def like(
         cls,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         *,
         own_masters: Mapping[torch.dtype, torch.dtype],
         store: AbstractStore | None = None,
@@ -83,10 +83,11 @@ class OffloadedState:
         is_pinned: bool = True,
         **resting: Unpack[Resting],
     ) -> OffloadedState:
-        """State such as this optimizer keeps, of no parameters yet.
+        """State such as these optimizers keep, of no parameters yet.
 
         Args:
-            optimizer: Its class and settings count, its parameters and state do not.
+            optimizers: Their classes and settings count, their parameters and state do not. Groups
+                are counted through all of them.
             own_masters: By dtype of parameters that are written only: the dtype of what is stepped,
                 a master in the state, as "master". fp32 at least where the optimizer keeps masters.
             store: Needed with state="disk".
@@ -104,25 +105,25 @@ class OffloadedState:
             raise ValueError(
                 f"state={resting['state']!r}, store={store!r}: a store goes with state='disk'"
             )
-        stepper = Stepper(optimizer, own_masters)
-        return cls(stepper, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
+        steppers = [Stepper(optimizer, own_masters) for optimizer in optimizers]
+        return cls(steppers, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
 
     # ---- Planning ----
 
     @classmethod
     def footprint_like(
         cls,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         positions: Mapping[Param, int],
         groups: Sequence[Mapping[str, Any]],
         *,
         own_masters: Mapping[torch.dtype, torch.dtype],
         **resting: Unpack[Resting],
     ) -> Footprint:
-        """What one that is `like` this optimizer would hold after `add`. Takes nothing. Local.
+        """What one that is `like` these optimizers would hold after `add`. Takes nothing. Local.
 
         Args:
-            optimizer: As for `like`, as are `own_masters` and `resting`.
+            optimizers: As for `like`, as are `own_masters` and `resting`.
             positions: As for `add`; parameters need have no memory. On meta they count as on a
                 device other than the CPU.
             groups: As for `add`.
@@ -133,8 +134,8 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        state = cls(Stepper(optimizer, own_masters), Shares.of(**resting), None)
-        return state._plan(positions, groups)[2]
+        steppers = [Stepper(optimizer, own_masters) for optimizer in optimizers]
+        return cls(steppers, Shares.of(**resting), None)._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
@@ -149,7 +150,8 @@ class OffloadedState:
         params, first, states = list(positions), len(self._states), []
         for plan in subgroups:
             owners = [params[piece.item] for piece in plan.pieces]
-            states.append(SubGroupState(plan, owners, [positions[p] for p in owners], self.stepper))
+            at = [positions[param] for param in owners]
+            states.append(SubGroupState(plan, owners, at, self._stepper_of(at[0])[1]))
         footprint.check(self.budget_bytes)
         self._staging.reserve(footprint.staging_bytes // 2)
         self._take_memory(dict(enumerate(states, first)))
@@ -167,13 +169,14 @@ class OffloadedState:
         """Sub-groups of further parameters, whose gradients leave, and what all takes then."""
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
-            kind = self.stepper.shape_tried(param.shape, param.dtype), param.dtype, at
+            number, stepper, own_at = self._stepper_of(at)
+            kind = stepper.shape_tried(param.shape, param.dtype), param.dtype, at
             if kind not in kinds:
                 numbers = numbers_of(groups[at])
-                kinds[kind] = self.stepper.entries(kind[0], param.dtype, numbers, at)
-            used = self.stepper.used_for(param.dtype)
+                kinds[kind] = stepper.entries(kind[0], param.dtype, numbers, own_at)
+            used = stepper.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
-            place = f"{param.device}, {used.__name__}"
+            place = f"{param.device}, {used.__name__} of optimizer {number}"
             items.append(Item(param.numel(), kinds[kind], is_divisible, place))
         subgroups = plan_subgroups(items, self.shares)
         beside, passing = set(), []  # parameters; pieces that pass through the host in a step
@@ -195,6 +198,17 @@ class OffloadedState:
             staging_bytes=max(self.footprint.staging_bytes, 2 * max(rooms, default=0)),
         )
         return subgroups, list(leaving), footprint
+
+    def _stepper_of(self, position: int) -> tuple[int, Stepper, int]:
+        """The number of a param group's stepper, itself, and the group's position in it."""
+        if len(self.steppers) == 1:  # which may have got further groups
+            return 0, self.steppers[0], position
+        for number, stepper in enumerate(self.steppers):
+            num_groups = len(stepper.template.param_groups)
+            if position < num_groups:
+                return number, stepper, position
+            position -= num_groups
+        raise IndexError("a param group of none of the optimizers")
 
     def _take_memory(self, states: Mapping[int, SubGroupState]) -> None:
         """All of it or none. Slots and the store come last: they are what a full disk refuses."""
@@ -362,7 +376,8 @@ class OffloadedState:
 
     def hides_master(self, param: Tensor) -> bool:
         """Whether its master is no entry that the optimizer would have by itself."""
-        return self.stepper.hides_master(param.dtype)
+        stepper = self._states[self._where[param][0]].stepper
+        return stepper.hides_master(param.dtype)
 
     def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:
         """As `read`, but large tensors are blank: of their shape and dtype, and without memory."""

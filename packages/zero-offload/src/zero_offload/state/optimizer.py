@@ -135,7 +135,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_supports_amp_scaling = True
         self._own_store = DiskStore(Path(path)) if path is not None else None
         self._offloaded = OffloadedState(
-            stepper,
+            [stepper],
             shares,
             self._own_store or store,
             grads_leave=grads == "host",

@@ -188,7 +188,8 @@ class Stepper:
 
     def _first_state(self, position: int) -> dict[str, Any]:
         """What the constructor has put into the state of a parameter of a group, but tensors."""
-        for param in self.template.param_groups[position]["params"]:
+        groups = self.template.param_groups[position : position + 1]
+        for param in groups[0]["params"] if groups else ():
             state = self.template.state.get(param) or {}
             return {key: _own(v) for key, v in state.items() if not isinstance(v, Tensor)}
         return {}

@@ -28,7 +28,7 @@ from zero_comm import (
     expose,
 )
 
-from zero_partition.chained import members_of, prepare_wrapper
+from zero_partition.chained import prepare_wrappers
 from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
@@ -375,8 +375,7 @@ def _partition(
 ) -> ShardedModel:
     check_model(model, optimizer, group)
     let_step(optimizer)
-    for member in members_of(optimizer):
-        prepare_wrapper(member)
+    prepare_wrappers(optimizer)
     has_home = homes.params is not None
     config.wire.check(config.placements, has_home=has_home)
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group

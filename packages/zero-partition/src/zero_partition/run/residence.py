@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import all_gather_json
 
-from zero_partition.chained import ChainedOptimizer, inner_of
+from zero_partition.chained import SeparateOptimizers, inner_of, members_of
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import GradientHome, OpenState, OptimizerOffload, TensorHome
 from zero_partition.plan.layout import BufferPlan, UnitPlan
@@ -80,17 +80,19 @@ class RestPlan:
                 "optimizer state was to rest outside the device, but there is no optimizer; pass "
                 "one, or leave that out"
             )
-        if isinstance(optimizer, ChainedOptimizer):
+        if isinstance(optimizer, SeparateOptimizers):
             raise PartitionError(
-                "optimizer state of a ChainedOptimizer cannot rest outside the device; use one "
-                "optimizer, or leave its state on the device"
+                "optimizer state of several optimizers that are stepped by themselves cannot rest "
+                "outside the device; chain them, ChainedOptimizer(first, second), or leave their "
+                "state on the device"
             )
-        if inner_of(optimizer) is not optimizer:
-            raise PartitionError(
-                f"optimizer state of a {type(optimizer).__name__} cannot rest outside the device, "
-                "as it wraps another optimizer, whose step is a part of its own; leave its state "
-                "on the device"
-            )
+        for member in members_of(optimizer):
+            if inner_of(member) is not member:
+                raise PartitionError(
+                    f"optimizer state of a {type(member).__name__} cannot rest outside the device, "
+                    "as it wraps another optimizer, whose step is a part of its own; leave its "
+                    "state on the device"
+                )
         if precision.masters not in (torch.float32, None):
             raise PartitionError(
                 f"masters that rest with the optimizer's state outside the device are float32, got "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from zero_partition.chained import members_of
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload, TensorHome
@@ -82,30 +84,33 @@ def hand_over_state(
     optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has there, and leave a view of that in its place."""
-    pairs = [
-        pair
-        for unit in units
-        for buffer in unit.buffers
-        for pair in zip(buffer.shard_params, buffer.targets, strict=False)
-    ]
-    strange = [key for key in optimizer.state if not isinstance(key, Tensor)]
-    if strange:
-        raise PartitionError(
-            f"optimizer state of a {type(optimizer).__name__} cannot rest outside the device: it "
-            f"has entries of no parameter, {', '.join(map(repr, strange))}; leave it on the device"
-        )
-    view = UpdatedState(offload, dict(pairs))
-    states = view.take({param: state for param, state in optimizer.state.items() if state})
-    if states:
-        offload.write(states, replaces=False)
-    optimizer.state = view  # type: ignore[assignment]
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    target_of = {
+        shard: target
+        for buffer in buffers
+        for shard, target in zip(buffer.shard_params, buffer.targets, strict=False)
+    }
+    for member in members_of(optimizer):
+        strange = [key for key in member.state if not isinstance(key, Tensor)]
+        if strange:
+            raise PartitionError(
+                f"optimizer state of a {type(member).__name__} cannot rest outside the device: it "
+                f"has entries of no parameter, {', '.join(map(repr, strange))}; leave it on the "
+                "device"
+            )
+        own = chain.from_iterable(group["params"] for group in member.param_groups)
+        view = UpdatedState(offload, {p: target_of[p] for p in own if p in target_of})
+        states = view.take({param: state for param, state in member.state.items() if state})
+        if states:
+            offload.write(states, replaces=False)
+        member.state = view  # type: ignore[assignment]
 
 
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
     """The opposite: `optimizer.state` holds it again, on the host."""
-    view = optimizer.state
-    if isinstance(view, UpdatedState):  # else somebody has put another in its place
-        optimizer.state = defaultdict(dict, dict(view.items()))
+    for member in members_of(optimizer):
+        if isinstance(member.state, UpdatedState):  # else somebody has put another in its place
+            member.state = defaultdict(dict, dict(member.state.items()))
 
 
 @define(eq=False)
