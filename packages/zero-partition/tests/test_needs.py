@@ -124,6 +124,28 @@ def _clips_from_the_fifth_step(optimizer: Any, param: Tensor, grads: list[Tensor
     return param.grad / norm if optimizer.calls[0] >= 5 else param.grad
 
 
+def _clips_later(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    norm = torch.stack([grad.norm() for grad in grads]).norm() if optimizer.calls[0] > 500 else 1
+    return param.grad / norm
+
+
+def _trusts_later(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    state = optimizer.state[param]
+    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+    return param.grad / param.grad.norm() if state["step"] > 2000 else param.grad
+
+
+def _centres_rows_later(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    group = optimizer.param_groups[0]
+    group["num"] = group.get("num", 0) + (param is group["params"][0])
+    means = param.grad.mean(dim=-1, keepdim=True) if group["num"] > 50_000 else 0.0
+    return param.grad - means
+
+
+def _waits(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    return param.grad * (optimizer.calls[0] > 10)
+
+
 def _sums_blocks(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
     blocks = param.grad.view(-1, 16)
     return (blocks - blocks.mean(dim=-1, keepdim=True)).view_as(param)
@@ -139,6 +161,10 @@ ALONE = {  # the cut that each gets by itself; None: there is none
     _kind("ANormThatDidNotMatter", _zero_times): "tensor",
     _kind("StackedNorms", _stacked_norms): "tensor",
     _kind("OnlyMatricesAlone", _only_matrices): "tensor",
+    _kind("TrustsFromStep2000", _trusts_later): "tensor",
+    _kind("CentresRowsFromStep50000", _centres_rows_later): "row",
+    _kind("WaitsTenSteps", _waits): "flat",
+    _kind("ClipsFromStep500", _clips_later): None,
     _kind("ClipsFromTheFifthStep", _clips_from_the_fifth_step): None,
     _kind("CountsInItsGroup", _counts_in_group): None,
     _GlobalNorm: None,

@@ -34,7 +34,8 @@ from .watch import StepWatch, cut_grain
 # touched.
 
 _LOG: Final = logging.getLogger(__name__)
-_NUM_STEPS: Final = 6  # some begin to look at the whole in their fourth
+_NUM_STEPS: Final = (6, 24)  # some look at the whole from their fourth on; some wait for longer
+_LATER: Final = (100, 10_000, 1_000_000)  # steps that are watched, as if so many had been made
 _NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
 _LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
 _LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
@@ -84,14 +85,17 @@ def find_cuts(
     """
     chosen = _choose(samples)
     values = [_values(sample, index, step=-1) for index, sample in enumerate(chosen)]
-    grads = [
-        [_values(sample, index, step=step) for index, sample in enumerate(chosen)]
-        for step in range(_NUM_STEPS)
-    ]
     with _undisturbed(optimizer), _named_if_long(optimizer):
         try:
-            watch = StepWatch()
-            whole = _updates(optimizer, chosen, values, grads, watch)
+            for num_steps in _NUM_STEPS:
+                watch = StepWatch()
+                grads = [
+                    [_values(sample, index, step=step) for index, sample in enumerate(chosen)]
+                    for step in range(num_steps)
+                ]
+                whole = _updates(optimizer, chosen, values, grads, watch)
+                if any(update.any() for update in whole[0]):
+                    break
         except Exception as error:
             if not must_be_tried:
                 return {}
@@ -289,13 +293,54 @@ def _updates(
     torch.manual_seed(0)
     twin = _stepped(optimizer, by_group, grads, watch=watch)
     pairs = zip(chain(*by_group), values, strict=True)
+    updates = [param.detach() - value for param, value in pairs]
     numbers = {
         f"param_groups[{index}][{key!r}]": float(value)
         for index, group in enumerate(twin.param_groups)
         for key, value in group.items()
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     }
-    return [param.detach() - value for param, value in pairs], numbers
+    if watch is not None:
+        _watch_later(twin, [*chain(*by_group)], grads, watch)
+    return updates, numbers
+
+
+def _watch_later(
+    twin: torch.optim.Optimizer,
+    params: Sequence[nn.Parameter],
+    grads: Grads,
+    watch: StepWatch,
+) -> None:
+    """Watch steps whose counters are far on, as after a warm-up; what they do is not compared."""
+    before = _counters(twin)
+    _step(twin, params, grads[-1], None)
+    counting = {
+        where: holder
+        for where, (holder, count) in _counters(twin).items()
+        if where in before and count - before[where][1] == 1
+    }
+    for later in _LATER:
+        for (_, key), holder in counting.items():
+            count = holder[key]
+            holder[key] = torch.full_like(count, later) if isinstance(count, Tensor) else later
+        try:
+            _step(twin, params, grads[-1], watch)
+        except Exception:  # it counts something else with it
+            return
+
+
+def _counters(twin: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
+    """Numbers in state, param groups and attributes, with what holds them."""
+    inside = [*twin.state.values(), *vars(twin).values()]
+    holders = [twin.state, *twin.param_groups, vars(twin)]
+    holders += [each for each in inside if type(each) in {dict, defaultdict, list}]
+    found: dict[tuple[int, Any], tuple[Any, float]] = {}
+    for holder in holders:
+        for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
+            is_number = type(value) in {int, float}
+            if is_number or (isinstance(value, Tensor) and value.numel() == 1):
+                found[id(holder), key] = holder, float(value)
+    return found
 
 
 def _stepped(
@@ -314,13 +359,7 @@ def _stepped(
             if callable(getattr(twin, "train", None)):  # as schedule-free ones have
                 twin.train()  # type: ignore[attr-defined]
             for step in grads:
-                for number, (param, grad) in enumerate(zip(chain(*params), step, strict=True)):
-                    param.grad = None if grad is None else grad.clone()
-                    if watch is not None and param.grad is not None:
-                        watch.follow(number, param)
-                        watch.follow(number, param.grad)
-                with nullcontext() if watch is None else watch:
-                    twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+                _step(twin, [*chain(*params)], step, watch)
             return twin
         except Exception as error:  # it may keep state from its constructor on, which a copy of
             problem = problem or error  # its attributes lacks
@@ -328,6 +367,21 @@ def _stepped(
                 param.data.copy_(value)
     assert problem is not None, "neither way was one"
     raise problem
+
+
+def _step(
+    twin: torch.optim.Optimizer,
+    params: Sequence[nn.Parameter],
+    grads: Sequence[Tensor | None],
+    watch: StepWatch | None,
+) -> None:
+    for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        param.grad = None if grad is None else grad.clone()
+        if watch is not None and param.grad is not None:
+            watch.follow(number, param)
+            watch.follow(number, param.grad)
+    with nullcontext() if watch is None else watch:
+        twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
 
 
 def _groups(
