@@ -126,6 +126,18 @@ def _lbfgs(group: Group) -> None:
     zero_engine.shard(model, torch.optim.LBFGS(model.parameters()), ZeroConfig(3), group=group)
 
 
+class _Fused(torch.optim.SGD):
+    """As LOMO: parameters change while backward runs."""
+
+    def fused_backward(self, loss: Any, lr: float) -> None:
+        loss.backward()
+
+
+def _within_backward(group: Group) -> None:
+    model = nn.Linear(2, 2)
+    zero_engine.shard(model, _Fused(model.parameters(), lr=0.1), ZeroConfig(0), group=group)
+
+
 def _unit_is_no_module(group: Group) -> None:
     zero_engine.shard(parity.build(), None, ZeroConfig(3, units=["layers.0"]), group=group)
 
@@ -149,6 +161,7 @@ REFUSED: dict[Callable[[Group], None], str] = {
     _meta: r"parameter 'weight' is on the meta device.*to_empty",
     _one_storage: r"'blocks\.0\.up\.weight' and 'blocks\.1\.up\.weight' are different Param",
     _lbfgs: r"a LBFGS keeps parameters in its attribute '_params'.*use an elementwise",
+    _within_backward: r"a _Fused updates parameters within backward.*Offload\(optimizer='host'",
     _unit_is_no_module: r"unit 'layers\.0': the model has no module of this name; see model\.named",
     _unit_has_no_forward: r"unit 'blocks': a ModuleList has no forward.*name the modules inside it",
     _matrix_state: r"'weight': optimizer state 'preconditioner' has shape \(3, 3\), expected",

@@ -302,6 +302,7 @@ GUIDES: Final = [
     *sorted(ROOT / page for name in FOLDERS for page in ROOT.glob(f"docs/{name}/*.md")),
 ]
 GOES_ON: Final = ("accelerate", "ddp", "deepspeed", "fsdp2", "megatron", "trainer")  # started again
+NEEDS: Final = {"fine-tuning": ("bitsandbytes", "trl")}  # else the page is not run
 PRINTED: Final = {  # by scripts that say how well they learned, and what can be read again
     "accelerate": r"epoch 1: accuracy (0\.9[1-9]|1\.00)",
     "trainer": r"'checkpoint-10', 'model'\]\nloss of what was saved: (3\.[0-7]|[0-2])",
@@ -316,6 +317,8 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom_on_two_ranks(
     """A reader pastes one after the other; what they write is in the folder they are run in."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     assert blocks, "a guide without code"
+    for package in NEEDS.get(page.stem, ()):
+        pytest.importorskip(package)
     script = tmp_path / f"{page.stem}.py"
     enter = f"import os\nhere = os.getcwd()\nos.chdir({str(tmp_path)!r})"
     script.write_text("\n".join([enter, *blocks, "os.chdir(here)"]))

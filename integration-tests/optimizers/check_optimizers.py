@@ -27,28 +27,27 @@ REFUSED: Final = {
     ),
     r"combines values of several parameters": (
         *(f"pytorch_optimizer.{name}" for name in ("Prodigy", "DAdaptAdam", "DAdaptLion")),
-        *(f"heavyball.{name}" for name in ("SOAP", "PSGDKron")),
+        *(f"pytorch_optimizer.{name}" for name in ("Adai", "DAdaptSGD")),
+        *("heavyball.PSGDKron", "timm.Lamb"),
     ),
-    r"looks at elements that a rank would not have": ("dadaptation.DAdaptSGD",),
+    r"looks at elements that a rank would not have": ("dadaptation.DAdaptSGD", "timm.Kron"),
     r"a trial step on shards failed": ("muon",),
+    r"with gradients alone, failed": (
+        *("pytorch_optimizer.AliG", "pytorch_optimizer.SophiaH", "timm.Adahessian"),
+    ),
     r"evaluates the loss by a closure": ("SAM",),
     r"keeps parameters in its attribute '_params'": ("LBFGS",),
 }
 NOT_ON_HOST: Final = {
-    r"a trial step of a \w+ on a parameter .* leave that on the device": (
-        *("apollo_torch.APOLLOAdamW", "pytorch_optimizer.SPAM"),
+    r"keeps state of no parameter": (
+        *(f"pytorch_optimizer.{name}" for name in ("SPAM", "EmoLynx", "EmoFact")),
     ),
-    r"ChainedOptimizer cannot rest outside the device": ("ChainedOptimizer(Muon, AdamW)",),
+    r"a Lookahead cannot rest outside the device": ("timm.Lookahead",),
 }
-FAILS_ON_HOST: Final = {  # in eval(), which looks for views of parameters that a step would make
-    r"KeyError: Parameter containing": ("heavyball.SFAdamW",),
-}
-NOT_SAVED: Final = {
-    r"keys that are no strings": tuple(f"heavyball.{n}" for n in ("AdamW", "SFAdamW", "ADOPT")),
-    r"a GaLoreProjector cannot be sent": ("galore_torch.GaLoreAdamW",),
-    r"a GradientProjector cannot be sent": ("apollo_torch.APOLLOAdamW",),
-    r"a PreConditioner cannot be sent": ("pytorch_optimizer.ScalableShampoo",),
-}
+# What they need is each rank's own, under DDP too: the loss, or the graph behind its gradients.
+NOWHERE: Final = ("pytorch_optimizer.AliG", "pytorch_optimizer.SophiaH", "timm.Adahessian")
+# zero-offload's AdamW rounds otherwise than torch's, and Muon's iteration in bfloat16 enlarges it.
+TOLERANCE: Final = {"ChainedOptimizer(Muon, AdamW)": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +74,16 @@ def test_it_trains_as_plain_torch_or_says_why_not(
         assert outcome.kind == "refused"
         assert re.search(refused, outcome.words), outcome.words
         return
-    assert off < 1e-5, outcome
-    if cell[1] == "host" and (words := _words(FAILS_ON_HOST, name)) is not None:
-        assert outcome.kind == "fails"
-        assert re.search(words, outcome.words), outcome.words
-        return
-    unsaved = _words(NOT_SAVED, name)
-    assert outcome.kind == ("trains" if unsaved is None else "not saved"), outcome.words
-    assert unsaved is None or re.search(unsaved, outcome.words), outcome.words
+    assert outcome.kind == "trains", outcome.words
+    assert off < TOLERANCE.get(name, 1e-5), outcome
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for names in REFUSED.values() for name in names])
+@pytest.mark.parametrize(
+    "name", [name for names in REFUSED.values() for name in names if name not in NOWHERE]
+)
 def test_what_is_refused_trains_at_stage_0(pool: RankPool, name: str) -> None:
     """The remedy that the errors name."""
     outcome, off = survey.look(pool, name, 0, "device")
+    assert outcome.kind == "trains", outcome.words
     assert off < 1e-5, outcome
-    assert outcome.kind in {"trains", "not saved"}, outcome.words

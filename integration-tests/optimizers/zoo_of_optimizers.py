@@ -18,6 +18,7 @@ _ROOT: Final = importlib.util.find_spec("timm")
 for _name in ("timm", "timm.optim", "timm.utils") if _ROOT is not None else ():
     # Without its `__init__`, which loads image libraries that optimizers do not need.
     _package = ModuleType(_name)
+    _package.__spec__ = _ROOT
     _places = _ROOT.submodule_search_locations or ()
     _package.__path__ = [str(Path(place, *_name.split(".")[1:])) for place in _places]
     sys.modules.setdefault(_name, _package)

@@ -177,6 +177,12 @@ class Stepper:
                     f"failed with {type(error).__name__}: {error}, so nothing is known of its "
                     "state; leave that on the device"
                 ) from error
+        if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            raise UnsupportedOptimizerError(
+                f"a {self.asked.__name__} keeps state of no parameter, "
+                f"{', '.join(map(repr, strange))}, which every sub-group would change; leave its "
+                "state on the device"
+            )
         return masters + tuple(
             Entry(name, value.dtype)
             for name, value in optimizer.state[param].items()

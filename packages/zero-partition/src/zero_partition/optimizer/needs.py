@@ -99,7 +99,10 @@ def find_cuts(
         except Exception as error:
             if not must_be_tried:
                 return {}
-            reason = f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+            reason = (
+                f"a trial step on small tensors, with gradients alone, failed with "
+                f"{type(error).__name__}: {error}"
+            )
             if (
                 isinstance(error, TypeError)
                 and "NoneType" in str(error)
@@ -566,9 +569,9 @@ def _choose_for(
     found = find_cuts(optimizer, [sample for _, sample in samples]) if samples else {}
     if isinstance(found, str):
         raise PartitionError(
-            f"a {kind} cannot work on shards: {found}. Stage 0 takes any optimizer; if you know "
-            f"better, say so by its attribute: {kind}.needs_cut = 'flat', 'row', 'block(k)' or "
-            "'tensor'"
+            f"a {kind} cannot work on shards: {found}. Stage 0 takes any optimizer that steps by "
+            "averaged gradients, or by a closure; if you know better, say so by its attribute: "
+            f"{kind}.needs_cut = 'flat', 'row', 'block(k)' or 'tensor'"
         )
     for key, sample in samples:
         cuts[key] = found[sample.kind]

@@ -378,6 +378,14 @@ def check_optimizer(
             f"{len(given)} parameters, none of which requires a gradient; unfreeze something, or "
             "shard(model) without an optimizer for inference"
         )
+    for member in members_of(optimizer):
+        if callable(getattr(member, "fused_backward", None)):  # as LOMO has (arXiv 2306.09782)
+            raise PartitionError(
+                f"a {type(member).__name__} updates parameters within backward, by each rank's own "
+                "gradients; to train with little memory use stage 3, or let state and parameters "
+                "rest on the host: ZeroConfig(stage=3, offload=Offload(optimizer='host', "
+                "params='host'))"
+            )
     for member in members_of(optimizer) if shards_state else ():
         attribute = attribute_with_params(member, known)
         if attribute is not None:

@@ -381,8 +381,8 @@ class OutsideUses:
             "a module in it, and what autograd records, gathers it by itself, because every rank "
             "has to take part. On every rank: full_param(param), or `with "
             "GatheredParameters(param): ...`; of this rank's part alone: local_param(param); of "
-            "all at once: `with unsharded(model): ...`. To convert or move a model, do it before "
-            "shard()"
+            "all at once: `with unsharded(model): ...`. An average of the weights is "
+            "ShardedAverage(model, decay=...). To convert or move a model, do it before shard()"
         )
 
 

@@ -230,7 +230,8 @@ class _ModuleHooks(Bound):
             "the weights; save_pretrained() and the like take them as state_dict=...), or let what "
             "takes none save inside `with zero_engine.unsharded(model):`; of "
             "torch.distributed.checkpoint, ask for StateDictOptions(full_state_dict=True); or set "
-            "ZeroConfig(state_dict='gather') if every rank calls state_dict()"
+            "ZeroConfig(state_dict='gather') if every rank calls state_dict(). An average of the "
+            "weights is zero_engine.ShardedAverage(model, decay=...)"
         )
 
     def _gather(self) -> None:
