@@ -128,6 +128,44 @@ def test_any_optimizers_state_is_planned(group: Group, name: str) -> None:
         assert_planned(group, ZeroConfig(stage), name=name)
 
 
+class _QuantizesLarge(parity.PerParameter):
+    """As 8-bit optimizers: codes and scales in a dict, of 4,096 elements or more only."""
+
+    needs_cut = "block(256)"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        if param.numel() < 4096:
+            state.setdefault("momentum", torch.zeros_like(param))
+        elif not state:
+            codes = torch.zeros(param.numel(), dtype=torch.uint8)
+            state["large"] = {"codes": codes, "scales": torch.zeros(-(-param.numel() // 256))}
+        self.state["num_steps"] = self.state.get("num_steps", 0) + 1
+        param.sub_(grad * group["lr"])
+
+
+class _Wide(nn.Module):
+    """One matrix of 32,768 elements, which ranks cut between blocks, and small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(parity.WIDTH, 128), nn.Linear(128, 256)])
+        self.head = nn.Linear(256, parity.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def test_state_that_depends_on_the_size_is_planned(group: Group) -> None:
+    """A toy would keep it in fp32, and a plan would be four times as large."""
+    OPTIMIZERS["quantizes large"] = lambda params: _QuantizesLarge(params, lr=0.1)
+    for stage in (1, 3):
+        assert_planned(group, ZeroConfig(stage), name="quantizes large", make=_Wide)
+
+
 BF16: Final = Precision(params=torch.bfloat16)
 OUTER: Final = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside.0")]
 INNER: Final = [f"{outer}.inside.0" for outer in OUTER[1::2]]
@@ -269,7 +307,9 @@ def _assert_equal(report: Any, planned: Any, what: str) -> None:
 def _stepped_bytes(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> int:
     """Values, state and gradients read, values and state written, and masters rounded."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    of_params = [s for p, s in optimizer.state.items() if isinstance(p, Tensor)]
+    entries = [v for s in of_params for v in (*s.values(), *s.get("large", {}).values())]
+    states = (value for value in entries if isinstance(value, Tensor))
     has_masters = config.precision is not None
     rounded = [param.numel() for param in params if has_masters and param.dtype == torch.float32]
     values = sum(param.nbytes for param in params)

@@ -537,13 +537,13 @@ def _sizes_of(
         mine = pieces.get(position, 0)
         shape = tuple(param.shape) if is_whole else param.cut.shard_shape(param.shape, mine)
         group = plan.group_of.get(param.name, -1) if buffer.trainable else -1
-        entries = {
-            each.name: each for each in plan.state.of_kind.get((group, len(shape), dtype), ())
-        }
-        master = entries.pop(MASTER, None)  # is written as the parameter
-        yield mine * (dtype if master is None else master.dtype).itemsize
+        entries = plan.state.tensors_of((group, len(shape), dtype), shape)
+        masters = [entry for entry in entries if entry.name == MASTER]  # written as the parameter
+        yield mine * (masters[0].dtype if masters else dtype).itemsize
         owner = _first_with(buffer, position)
-        for entry in entries.values():
+        for entry in entries:
+            if entry.name == MASTER:
+                continue
             numel = math.prod(entry.shape_for(shape))
             if is_whole:  # every rank has it: each gives an equal run
                 given = numel * (rank + 1) // plan.world_size - numel * rank // plan.world_size

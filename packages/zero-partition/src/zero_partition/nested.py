@@ -304,6 +304,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in(value, set(), _MAX_NESTED_OBJECTS)
 
 
+def plain_tensors_in(value: Any) -> Iterator[Tensor]:
+    """As `tensors_in`, and of those that are made of others, the tensors inside."""
+    for tensor in tensors_in(value):
+        if is_wrapper(tensor):
+            yield from plain_tensors_in(list(Parts.of(tensor).inner.values()))
+        else:
+            yield tensor
+
+
 def converted(value: Any, dtype: torch.dtype) -> Any:
     """The same with every floating-point tensor that torch's pytrees find in another dtype.
 

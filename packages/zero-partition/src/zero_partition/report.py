@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero_comm import AbstractCodec, LocoErrors, Traffic
 
 from zero_partition.enter.model_plan import trained_bytes_per_rank
+from zero_partition.nested import plain_tensors_in
 from zero_partition.plan.layout import BufferPlan
 from zero_partition.plan.slots import Gather, Use
 from zero_partition.run.hooks import require_sharded
@@ -164,10 +165,11 @@ def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -
     if sharded.optimizer is None:
         return 0, 0
     for param, values in sharded.optimizer.state.items():
-        for value in values.values():
-            if not isinstance(value, Tensor) or is_gone(value):
+        shape = param.shape if isinstance(param, Tensor) else None
+        for value in plain_tensors_in(values):
+            if is_gone(value):
                 continue
-            if value.shape == param.shape or value.numel() > 1:
+            if value.shape == shape or value.numel() > 1:
                 state += value.nbytes
             else:
                 scalars += value.nbytes

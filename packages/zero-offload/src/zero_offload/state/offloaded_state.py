@@ -376,7 +376,8 @@ class OffloadedState:
 
     def hides_master(self, param: Tensor) -> bool:
         """Whether its master is no entry that the optimizer would have by itself."""
-        stepper = self._states[self._where[param][0]].stepper
+        numbers = self._where.get(param)  # None: nothing steps it
+        stepper = self.steppers[0] if numbers is None else self._states[numbers[0]].stepper
         return stepper.hides_master(param.dtype)
 
     def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:

@@ -130,7 +130,7 @@ def plan_model(
         else limits,
         rests=rests,
         group_of=group_of_names(model, optimizer),
-        state=StatePlan({}),
+        state=StatePlan(),
         user_bytes={name: param.nbytes for name, param in model.named_parameters()},
     )
     if optimizer is None:

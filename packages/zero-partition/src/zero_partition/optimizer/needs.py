@@ -15,11 +15,12 @@ from types import MethodType
 from typing import Any, Final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor, nn
 
 from zero_partition.chained import is_inner, members_of, options_of, shared_state
 from zero_partition.errors import LayoutError, PartitionError
+from zero_partition.nested import flat_entries, plain_tensors_in
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.torch_private import version_of
 
@@ -629,24 +630,30 @@ def _parse(value: Any, where: str) -> Cut:
         raise PartitionError(f"{where}: {error}") from error
 
 
-_SIDES: Final = (11, 13, 7, 5, 3, 2, 2, 2)  # of the parameters that are tried; told apart up to 2
+# Sides of the parameters that are tried, told apart up to 2: of small ones, and of those that are
+# large enough for optimizers to quantize and factor state.
+_SIDES: Final = ((11, 13, 7, 5, 3, 2, 2, 2), (136, 128, 7, 5, 3, 2, 2, 2))
+_LARGE_NUMEL: Final = 4096
 
 
 @frozen
 class StateTensor:
     """One tensor of a parameter's state, of any size of the parameter."""
 
-    name: str
+    name: str  # of the entry that it is, or is in
     dtype: torch.dtype
     shape: tuple[int, ...]  # that it had
     of: tuple[int, ...]  # when this was the shape of the parameter
 
     def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Its shape for a parameter of this one, which has as many dims."""
+        numel, of_numel = math.prod(self.shape), math.prod(self.of)
         if self.shape == self.of:
             return tuple(shape)
-        if self.shape and math.prod(self.shape) == math.prod(self.of):
+        if self.shape and numel == of_numel:
             return (math.prod(shape),)
+        if len(self.shape) == 1 and not {*self.shape} & {*self.of, 1} and of_numel % numel == 0:
+            return (-(-math.prod(shape) * numel // of_numel),)  # one for each block
         return tuple(shape[self.of.index(side)] if side in self.of else side for side in self.shape)
 
 
@@ -657,12 +664,18 @@ Kind = tuple[int, int, torch.dtype]  # param group, dims, dtype
 class StatePlan:
     """State by kind of parameter. Empty without an optimizer."""
 
-    of_kind: Mapping[Kind, tuple[StateTensor, ...]]
+    of_small: Mapping[Kind, tuple[StateTensor, ...]] = field(factory=dict)
+    of_large: Mapping[Kind, tuple[StateTensor, ...]] = field(factory=dict)
+
+    def tensors_of(self, kind: Kind, shape: Sequence[int]) -> tuple[StateTensor, ...]:
+        """Return what a parameter of this kind and shape has."""
+        known = self.of_large if math.prod(shape) >= _LARGE_NUMEL else self.of_small
+        return known.get(kind, ())
 
     def bytes_of(self, kind: Kind, shape: Sequence[int]) -> tuple[int, int]:
         """Of a parameter: one value per element or row, and single numbers."""
         state = scalars = 0
-        for tensor in self.of_kind.get(kind, ()):
+        for tensor in self.tensors_of(kind, shape):
             found = tensor.shape_for(shape)
             num_bytes = math.prod(found) * tensor.dtype.itemsize
             if found == tuple(shape) or math.prod(found) > 1:
@@ -673,7 +686,7 @@ class StatePlan:
 
 
 def plan_state(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> StatePlan:
-    """Step a copy of the optimizer on a tiny parameter of each kind. Local.
+    """Step a copy of the optimizer on a small and a large parameter of each kind. Local.
 
     Args:
         optimizer: Is not changed.
@@ -683,29 +696,38 @@ def plan_state(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> State
     Raises:
         PartitionError: It cannot step so.
     """
+    return StatePlan(*(_state_by_kind(optimizer, kinds, sides) for sides in _SIDES))
+
+
+def _state_by_kind(
+    optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], sides: Sequence[int]
+) -> dict[Kind, tuple[StateTensor, ...]]:
     found: dict[Kind, tuple[StateTensor, ...]] = {}
     first = 0
     for member in members_of(optimizer):
         groups = range(first, first + len(member.param_groups))
         mine = [sorted({k for k in kinds if k[0] == at}, key=str) for at in groups]
-        params = [[_tiny(kind) for kind in of_group] for of_group in mine]
+        params = [
+            [nn.Parameter(torch.ones(_shape(sides, kind[1]), dtype=kind[2])) for kind in of_group]
+            for of_group in mine
+        ]
         states = states_after_step(member, params)
         if states is None:
             raise PartitionError(
-                f"a trial step of a {type(member).__name__} on tiny tensors failed, so nothing is "
+                f"a trial step of a {type(member).__name__} on small tensors failed, so nothing is "
                 "known of the state that it keeps; give an optimizer that steps any tensors"
             )
         for of_group, tried in zip(mine, params, strict=True):
             for kind, param in zip(of_group, tried, strict=True):
                 found[kind] = tuple(
-                    StateTensor(name, value.dtype, tuple(value.shape), tuple(param.shape))
-                    for name, value in states.get(param, {}).items()
-                    if isinstance(value, Tensor)
+                    StateTensor(name, tensor.dtype, tuple(tensor.shape), tuple(param.shape))
+                    for name, value in flat_entries(states.get(param, {})).items()
+                    for tensor in plain_tensors_in(value)
                 )
         first = groups.stop
-    return StatePlan(found)
+    return found
 
 
-def _tiny(kind: Kind) -> nn.Parameter:
-    _, num_dims, dtype = kind
-    return nn.Parameter(torch.ones(_SIDES[:num_dims], dtype=dtype))
+def _shape(sides: Sequence[int], num_dims: int) -> tuple[int, ...]:
+    is_flat = num_dims == 1 and sides is _SIDES[1]
+    return (_NUMEL,) if is_flat else tuple(sides[:num_dims])
