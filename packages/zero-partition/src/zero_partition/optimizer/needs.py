@@ -19,8 +19,8 @@ from attrs import evolve, field, frozen
 from torch import Tensor, nn
 
 from zero_partition.chained import is_inner, members_of, options_of, shared_state
-from zero_partition.errors import LayoutError, PartitionError
-from zero_partition.nested import flat_entries, plain_tensors_in
+from zero_partition.errors import LayoutError, PartitionError, StateError
+from zero_partition.nested import describe, flat_entries, is_strange, plain_tensors_in
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.torch_private import version_of
 
@@ -47,7 +47,6 @@ _SILENT_S: Final = 2.0  # a trial that takes longer is named
 _LADDER: Final = (Cut.FLAT, Cut.block(256), Cut.block(2048), Cut.ROW, Cut.TENSOR)
 
 Grads = Sequence[Sequence[Tensor | None]]  # by step and parameter
-Updates = tuple[list[Tensor], dict[str, float]]  # of parameters; numbers in param groups
 
 
 @frozen
@@ -67,6 +66,15 @@ class Sample:
         return self.param_group, str(self.cut) if self.is_said else "", len(self.shape)
 
 
+@frozen
+class Outcome:
+    """What the steps of a trial left."""
+
+    updates: list[Tensor]  # what they added to each parameter
+    numbers: dict[str, float]  # in param groups, by where they are
+    unsaved: str  # what in the state could not be saved; "" if all could
+
+
 class _DependenceError(Exception):
     """Why an optimizer would train differently on shards."""
 
@@ -84,47 +92,63 @@ def find_cuts(
     Returns:
         Kind of sample -> its cut; or why there are none.
     """
-    chosen = _choose(samples)
-    values = [_values(sample, index, step=-1) for index, sample in enumerate(chosen)]
     with _undisturbed(optimizer), _named_if_long(optimizer):
         try:
-            for num_steps in _NUM_STEPS:
-                watch = StepWatch()
-                grads = [
-                    [_values(sample, index, step=step) for index, sample in enumerate(chosen)]
-                    for step in range(num_steps)
-                ]
-                whole = _updates(optimizer, chosen, values, grads, watch)
-                if any(update.any() for update in whole[0]):
-                    break
-        except Exception as error:
-            if not must_be_tried:
-                return {}
-            reason = (
-                f"a trial step on small tensors, with gradients alone, failed with "
-                f"{type(error).__name__}: {error}"
-            )
-            if (
-                isinstance(error, TypeError)
-                and "NoneType" in str(error)
-                and _takes_closure(optimizer)
-            ):
-                reason = (
-                    "its step evaluates the loss by a closure, at points that depend on all "
-                    "parameters at once"
-                )
-            return reason
-        if must_be_tried and not any(update.any() for update in whole[0]):
-            return "a trial step on small tensors changed nothing, so nothing can be said of it"
-        if watch.mixed:
-            return f"{watch.mixed}, and a rank would have only some of them"
-        try:
-            chosen = _with_needed_cuts(chosen, watch.grains)
-            while (larger := _try_shards(optimizer, chosen, values, grads, whole)) is not None:
-                chosen = larger
+            chosen = _found_cuts(optimizer, _choose(samples), must_be_tried=must_be_tried)
         except _DependenceError as error:
             return str(error)
     return {sample.kind: sample.cut for sample in chosen}
+
+
+def _found_cuts(
+    optimizer: torch.optim.Optimizer, samples: list[Sample], *, must_be_tried: bool
+) -> list[Sample]:
+    """Return these samples with the smallest cuts that will do; none if it cannot be tried.
+
+    Raises:
+        _DependenceError: There are none.
+    """
+    values = [_values(sample, index, step=-1) for index, sample in enumerate(samples)]
+    try:
+        for num_steps in _NUM_STEPS:
+            watch = StepWatch()
+            grads = [
+                [_values(sample, index, step=step) for index, sample in enumerate(samples)]
+                for step in range(num_steps)
+            ]
+            whole = _outcome(optimizer, samples, values, grads, watch)
+            if any(update.any() for update in whole.updates):
+                break
+    except Exception as error:
+        if not must_be_tried:
+            return []
+        raise _DependenceError(_why_failed(optimizer, error)) from error
+    problems = {
+        "a trial step on small tensors changed nothing, so nothing can be said of it": must_be_tried
+        and not any(update.any() for update in whole.updates),
+        f"{watch.mixed}, and a rank would have only some of them": watch.mixed,
+        f"its state could be neither saved nor sent: {whole.unsaved}": must_be_tried
+        and whole.unsaved,
+    }
+    for problem, is_one in problems.items():
+        if is_one:
+            raise _DependenceError(problem)
+    samples = _with_needed_cuts(samples, watch.grains)
+    while (larger := _try_shards(optimizer, samples, values, grads, whole)) is not None:
+        samples = larger
+    return samples
+
+
+def _why_failed(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    if isinstance(error, TypeError) and "NoneType" in str(error) and _takes_closure(optimizer):
+        return (
+            "its step evaluates the loss by a closure, at points that depend on all parameters at "
+            "once"
+        )
+    return (
+        "a trial step on small tensors, with gradients alone, failed with "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def _with_needed_cuts(samples: Sequence[Sample], grains: Mapping[int, int]) -> list[Sample]:
@@ -149,7 +173,7 @@ def _try_shards(
     samples: list[Sample],
     values: Sequence[Tensor],
     grads: Grads,
-    whole: Updates,
+    whole: Outcome,
 ) -> list[Sample] | None:
     """Step shards as two ranks would; returns samples with larger cuts, None if these will do.
 
@@ -161,26 +185,28 @@ def _try_shards(
         mine_grads = [_grads(samples, [g for g in of if g is not None], rank) for of in grads]
         differing, reason = range(len(samples)), ""
         try:
-            updates, groups = _updates(optimizer, samples, mine, mine_grads)
+            outcome = _outcome(optimizer, samples, mine, mine_grads)
         except Exception as error:
             reason = (
                 f"a trial step on shards failed with {type(error).__name__}: {error}, while one on "
-                "whole tensors went well"
+                "whole tensors went well; a rank that keeps nothing of a parameter has no gradient "
+                "of it"
             )
         else:
-            parts = _parts(samples, whole[0], rank)
-            found = [_difference(*each) for each in zip(samples, updates, parts, strict=True)]
+            parts = _parts(samples, whole.updates, rank)
+            pairs = zip(samples, outcome.updates, parts, strict=True)
+            found = [_difference(*each) for each in pairs]
             differing = [index for index, difference in enumerate(found) if difference]
             reason = next((difference for difference in found if difference), "")
-            if not reason and _difference_of_groups(groups, whole[1]):
+            if not reason and _difference_of_groups(outcome.numbers, whole.numbers):
                 # Some count parameters: what other gradients leave as it is says nothing of them.
                 other = [
                     [grad if grad is None else grad * (1 + step) for grad in of_step]
                     for step, of_step in enumerate(grads[::-1])
                 ]
-                _, others = _updates(optimizer, samples, values, other)
-                by_grads = {k: v for k, v in whole[1].items() if v != others[k]}
-                reason = _difference_of_groups(groups, by_grads)
+                others = _outcome(optimizer, samples, values, other).numbers
+                by_grads = {k: v for k, v in whole.numbers.items() if v != others[k]}
+                reason = _difference_of_groups(outcome.numbers, by_grads)
                 differing = range(len(samples))
         if reason:
             kinds = {samples[index].kind for index in differing}
@@ -283,14 +309,14 @@ def _grads(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> lis
     ]
 
 
-def _updates(
+def _outcome(
     optimizer: torch.optim.Optimizer,
     samples: Sequence[Sample],
     values: Sequence[Tensor],
     grads: Grads,
     watch: StepWatch | None = None,
-) -> Updates:
-    """Return what a copy adds to these parameters in all steps, and its groups' numbers."""
+) -> Outcome:
+    """Let a copy make all steps on these parameters."""
     by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for sample, value in zip(samples, values, strict=True):
         by_group[sample.param_group].append(nn.Parameter(value.clone()))
@@ -304,9 +330,21 @@ def _updates(
         for key, value in group.items()
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     }
+    unsaved = next(filter(None, map(_why_unsaved, twin.state.values())), "")
     if watch is not None:
         _watch_later(twin, [*chain(*by_group)], grads, watch)
-    return updates, numbers
+    return Outcome(updates, numbers, unsaved)
+
+
+def _why_unsaved(state: Any) -> str:
+    for name, value in flat_entries(state).items() if isinstance(state, dict) else ():
+        if is_strange(name):
+            return f"it has the key {name.removeprefix('[?')}, which is no string and no int"
+        try:
+            describe(value, [])
+        except (StateError, RecursionError) as error:
+            return f"{name!r}: {error}"
+    return ""
 
 
 def _watch_later(
