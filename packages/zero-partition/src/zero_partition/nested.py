@@ -32,13 +32,17 @@ _NOT_OURS_TO_MAKE: Final = frozenset(
 
 def is_made_of_attributes(value: Any) -> bool:
     """Return whether an object is its attributes alone, so that another can be made of them."""
-    kind = type(value)
+    return hasattr(value, "__dict__") and _has_attributes_alone(type(value))
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Return whether objects of a class are, and nothing is done when they end."""
     plain = ("__reduce__", "__reduce_ex__", "__getstate__", "__new__")
     return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (Tensor, *_OPAQUE))
+        not issubclass(kind, (Tensor, *_OPAQUE))
         and kind.__module__.partition(".")[0] not in _NOT_OURS_TO_MAKE
         and not kind.__module__.startswith("zero_")
+        and not hasattr(kind, "__del__")
         and not any("__slots__" in vars(each) for each in kind.__mro__[:-1])
         and all(getattr(kind, name) is getattr(object, name) for name in plain)
     )
@@ -79,20 +83,17 @@ class Parts:
         if not all(map(_is_there, self.inner.values())):
             return self
         kind = getattr(sys.modules.get(self.module), self.name, None)
-        is_tensor = self.shape is not None
-        if not (
-            isinstance(kind, type)
-            and issubclass(kind, Tensor) is is_tensor
-            and hasattr(kind, "__tensor_unflatten__") is is_tensor
-        ):
-            raise StateError(
-                f"state is made of {self.module}.{self.name}, which is no class here; import the "
-                "optimizer's package first"
-            )
-        if self.shape is None:
+        kind = kind if isinstance(kind, type) else object
+        if self.shape is None and _has_attributes_alone(kind):
             made: Any = object.__new__(kind)
             vars(made).update(self.inner)
             return made
+        is_wrapper_class = issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")
+        if self.shape is None or not is_wrapper_class:
+            raise StateError(
+                f"state is made of {self.module}.{self.name}, which is no class here that can be "
+                "made of its parts; import the optimizer's package first"
+            )
         shape = torch.Size(self.shape)
         strides = torch.empty(shape, device="meta").stride()
         return kind.__tensor_unflatten__(self.inner, self.context, shape, strides)  # type: ignore[attr-defined]
@@ -111,7 +112,7 @@ def _is_there(value: Any) -> bool:
 def foreign_classes(value: Any, packages: Collection[str]) -> list[str]:
     """Return the classes outside these packages of which objects would be made in a value.
 
-    A file may name any class that the process has, and some do harm by their last breath.
+    A file may name any class that the process has, and some delete files when objects end.
     """
     if isinstance(value, Parts):
         is_own = value.shape is not None or value.module.partition(".")[0] in packages
