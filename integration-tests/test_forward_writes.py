@@ -33,12 +33,13 @@ WRITES: Final[dict[str, Callable[[nn.Parameter], object]]] = {
 }
 
 
-def _assign_same(weight: nn.Parameter) -> None:
-    weight.data = weight.data.clone()  # as bitsandbytes does with 8-bit weights
+def _assign_same_if_frozen(weight: nn.Parameter) -> None:
+    if not weight.requires_grad:
+        weight.data = weight.data.clone()  # as bitsandbytes does with 8-bit weights
 
 
 HARMLESS: Final[dict[str, Callable[[nn.Parameter], object]]] = {
-    "= the same": _assign_same,
+    "= the same": _assign_same_if_frozen,
     "set_": lambda w: torch.no_grad()(w.set_)(w),
     "mul_(1)": lambda w: torch.no_grad()(w.mul_)(1),
     "data.clamp_": lambda w: w.data.clamp_(min=-100),
@@ -51,7 +52,8 @@ class Writes(nn.Module):
     def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
         super().__init__()
         self.write = write
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        is_frozen = write is _assign_same_if_frozen
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=not is_frozen)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -86,12 +86,19 @@ def _by_plain_values(grad: Tensor, state: dict) -> Tensor:
     return grad / len(state["seen"])
 
 
+def _by_skipping(grad: Tensor, state: dict) -> Tensor:
+    if not grad.numel():  # as heavyball does
+        return grad
+    return state.setdefault("momentum", torch.zeros_like(grad)).mul_(0.5).add_(grad)
+
+
 KINDS: Final[dict[str, Callable[[Tensor, dict], Tensor]]] = {
     "object": _by_object,
     "list": _by_list,
     "nested-dicts": _by_nested_dicts,
     "int-keys": _by_int_keys,
     "plain-values": _by_plain_values,
+    "none-of-empty": _by_skipping,
 }
 NEED_TENSORS: Final = {"object", "list"}  # a shard of what they hold is nobody's
 

@@ -51,9 +51,9 @@ TOLERANCE: Final = {"ChainedOptimizer(Muon, AdamW)": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(1) as one, RankPool(2) as two, RankPool(3) as three:
+        yield {1: one, 2: two, 3: three}
 
 
 def _words(table: dict[str, tuple[str, ...]], name: str) -> str | None:
@@ -64,9 +64,9 @@ def _words(table: dict[str, tuple[str, ...]], name: str) -> str | None:
 @pytest.mark.parametrize("cell", survey.CELLS, ids=str)
 @pytest.mark.parametrize("name", zoo.OPTIMIZERS)
 def test_it_trains_as_plain_torch_or_says_why_not(
-    pool: RankPool, name: str, cell: tuple[int, str]
+    pools: dict[int, RankPool], name: str, cell: tuple[int, str]
 ) -> None:
-    outcome, off = survey.look(pool, name, *cell)
+    outcome, off = survey.look(pools, name, *cell)
     refused = _words(REFUSED, name)
     if refused is None and cell[1] == "host":
         refused = _words(NOT_ON_HOST, name)
@@ -82,8 +82,8 @@ def test_it_trains_as_plain_torch_or_says_why_not(
 @pytest.mark.parametrize(
     "name", [name for names in REFUSED.values() for name in names if name not in NOWHERE]
 )
-def test_what_is_refused_trains_at_stage_0(pool: RankPool, name: str) -> None:
+def test_what_is_refused_trains_at_stage_0(pools: dict[int, RankPool], name: str) -> None:
     """The remedy that the errors name."""
-    outcome, off = survey.look(pool, name, 0, "device")
+    outcome, off = survey.look(pools, name, 0, "device")
     assert outcome.kind == "trains", outcome.words
     assert off < 1e-5, outcome

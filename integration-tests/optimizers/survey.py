@@ -5,7 +5,6 @@ python integration-tests/optimizers/survey.py docs/guides/optimizers.md   # writ
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import tempfile
@@ -87,11 +86,12 @@ def _train(model: nn.Module, optimizer: Any, steps: range, ranks: tuple[int, ...
     return losses
 
 
-def train_plainly(name: str) -> list[float]:
-    """In one process, which sees the batches of both ranks."""
+def train_plainly(name: str, num_ranks: int) -> list[float]:
+    """In one process, which sees the batches of two ranks, and of so many from the middle on."""
     model, optimizer = build(name)
     first = _train(model, optimizer, range(SAVED_AT), (0, 1))
-    return first + _train(model, optimizer, range(SAVED_AT, NUM_STEPS), (0, 1))
+    later = _train(model, optimizer, range(SAVED_AT, NUM_STEPS), tuple(range(num_ranks)))
+    return first + later
 
 
 @frozen
@@ -104,42 +104,36 @@ class Outcome:
     cuts: str = ""
 
 
-def train_sharded(group: Group, name: str, stage: int, place: str, folder: str) -> tuple[Any, ...]:
-    """On two ranks; saved on the way, and gone on with in a model of another stage.
+def train_sharded(
+    group: Group, name: str, stage: int, place: str, folder: str, *, is_first: bool
+) -> tuple[Any, ...]:
+    """Until it is saved; or from there on, by other ranks in a model of another stage.
 
     Returns:
         The fields of an `Outcome`, whose class another process may have by another name.
     """
     losses: list[float] = []
-    cuts = ""
     offload = Offload(optimizer="host") if place == "host" else None
-    for part, at in enumerate((stage, 4 - stage if stage else 0)):
-        model, optimizer = build(name)
-        config = ZeroConfig(at, min_unit_bytes=0, offload=offload)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                zero_engine.shard(model, optimizer, config, group=group)
-            except Exception as error:
-                return "refused", losses, _said(error)
+    model, optimizer = build(name)
+    config = ZeroConfig(stage, min_unit_bytes=0, offload=offload)
+    doing = "refused"
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            zero_engine.shard(model, optimizer, config, group=group)
             sharded: Any = find_sharded(model)
             cuts = ", ".join(sorted({str(place.plan.cut) for place in sharded.places}))
-            steps = range(SAVED_AT, NUM_STEPS) if part else range(SAVED_AT)
-            try:
-                if part:
-                    zero_engine.load(folder, model, optimizer)
-            except Exception as error:
-                return "not loaded", losses, _said(error), cuts
-            try:
-                losses += _train(model, optimizer, steps, (group.rank,))
-            except Exception as error:
-                return "fails", losses, _said(error), cuts
-            try:
-                if not part:
-                    zero_engine.save(folder, model, optimizer, step=SAVED_AT)
-            except Exception as error:
-                with contextlib.suppress(Exception):
-                    losses += _train(model, optimizer, range(SAVED_AT, NUM_STEPS), (group.rank,))
-                return "not saved", losses, _said(error), cuts
+            if not is_first:
+                doing = "not loaded"
+                report: Any = zero_engine.load(folder, model, optimizer)
+                assert not report.begins_anew, report.begins_anew[0]
+            doing = "fails"
+            steps = range(SAVED_AT) if is_first else range(SAVED_AT, NUM_STEPS)
+            losses += _train(model, optimizer, steps, (group.rank,))
+            if is_first:
+                doing = "not saved"
+                zero_engine.save(folder, model, optimizer, step=SAVED_AT)
+        except Exception as error:
+            return doing, losses, _said(error)
     return "trains", losses, "", cuts
 
 
@@ -147,23 +141,33 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def difference(found: list[Outcome], expected: list[float]) -> float:
-    """The largest difference of the ranks' mean from plain torch, of losses above 1 relative."""
-    means = [
-        sum(of_step) / len(of_step) for of_step in zip(*(o.losses for o in found), strict=True)
-    ]
-    pairs = zip(means, expected, strict=False)
-    return max((abs(a - b) / max(1.0, abs(b)) for a, b in pairs), default=0.0)
+def _means(found: list[Outcome]) -> list[float]:
+    """Of the ranks' losses, by step."""
+    return [sum(of) / len(of) for of in zip(*(o.losses for o in found), strict=True)]
 
 
-def look(pool: RankPool, name: str, stage: int, place: str) -> tuple[Outcome, float]:
-    """An optimizer in one cell: what became of it, and how far it is from plain torch."""
+def look(pools: dict[int, RankPool], name: str, stage: int, place: str) -> tuple[Outcome, float]:
+    """What became of an optimizer in one cell, and how far it is from plain torch.
+
+    Two ranks save; one or three go on, at another stage. Differences are of losses, relative where
+    these are above 1.
+    """
+    num_ranks, means, first = 1 if stage == 1 else 3, list[float](), Outcome("fails", [])
     with tempfile.TemporaryDirectory() as folder:
-        options = {"name": name, "stage": stage, "place": place, "folder": folder}
-        replies = pool.run(train_sharded, **options, timeout_s=TIMEOUT_S)
-    found = [Outcome(*reply) for reply in replies]
-    trained = any(outcome.losses for outcome in found)
-    return found[0], difference(found, train_plainly(name)) if trained else 0.0
+        options: dict[str, Any] = {"name": name, "place": place, "folder": folder}
+        for is_first in (True, False):
+            pool = pools[2 if is_first else num_ranks]
+            options |= {"stage": stage if is_first or not stage else 4 - stage}
+            replies = pool.run(train_sharded, **options, is_first=is_first, timeout_s=TIMEOUT_S)
+            found = [Outcome(*reply) for reply in replies]
+            first = found[0] if is_first else first
+            means += _means(found)
+            if found[0].kind != "trains":
+                first = found[0]
+                break
+    expected = train_plainly(name, num_ranks) if means else []
+    pairs = zip(means, expected, strict=False)
+    return first, max((abs(a - b) / max(1.0, abs(b)) for a, b in pairs), default=0.0)
 
 
 def _row(name: str, seen: dict[tuple[int, str], tuple[Outcome, float]]) -> str:
@@ -179,9 +183,10 @@ def _row(name: str, seen: dict[tuple[int, str], tuple[Outcome, float]]) -> str:
 def main(page: Path) -> None:
     """Write the table between the lines that mark it."""
     rows = []
-    with RankPool(2) as pool:
+    with RankPool(1) as one, RankPool(2) as two, RankPool(3) as three:
+        pools = {1: one, 2: two, 3: three}
         for name in zoo.OPTIMIZERS:
-            seen = {cell: look(pool, name, *cell) for cell in CELLS}
+            seen = {cell: look(pools, name, *cell) for cell in CELLS}
             worst = max(off for _, off in seen.values())
             assert worst < 1e-4, (name, worst)
             rows.append(_row(name, seen))

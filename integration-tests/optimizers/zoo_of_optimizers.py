@@ -196,4 +196,5 @@ OPTIMIZERS: Final[dict[str, Make]] = {
         for path in _OF_TIMM.split()
     },
     "timm.Lookahead": _lookahead,
+    "pytorch_optimizer.Ranger21": _of("pytorch_optimizer.Ranger21", num_iterations=100),
 }

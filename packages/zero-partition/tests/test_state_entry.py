@@ -95,7 +95,7 @@ UNEXPLAINED: list[tuple[Cut, list[Span | None], list[EntryInfo | None], str]] = 
     (Cut.ROW, HALVES, _infos((4, 2), (4, 5)), "neither one value"),
     (Cut.FLAT, HALVES, _infos((4, 3), (4, 3)), "neither one value"),
     (Cut.block(16), [Span(0, 16), Span(16, 24)], _infos((1,), (2,)), "neither one value"),
-    (Cut.FLAT, [Span(0, 24), None], _infos((24,), None), "rank 1 should have"),
+    (Cut.FLAT, HALVES, _infos((12,), None), "rank 1 should have"),
     (Cut.TENSOR, [None, Span(0, 24)], [None, EntryInfo("list")], "a list cannot be sent"),
     (Cut.FLAT, HALVES, [LIST, LIST], "nobody knows how tensors in a list are cut"),
     (
@@ -114,6 +114,16 @@ def test_what_no_cut_explains_is_refused_with_what_each_rank_has() -> None:
         says = rf"'weight'.*'mean' has no whole.*rank 0 has.*{reason}"
         with pytest.raises(StateError, match=says):
             plan_entry(plan, "mean", kept, infos)
+
+
+def test_a_rank_without_elements_may_have_no_state() -> None:
+    """Some optimizers pass over empty parameters, and others give them empty state."""
+    plan = ParameterPlan(("weight",), torch.Size((8, 3)), torch.float32, True, Cut.FLAT)
+    for second in (None, EntryInfo("torch.float32", (0,))):
+        infos = [EntryInfo("torch.float32", (24,)), second]
+        entry = plan_entry(plan, "mean", [Span(0, 24), None], infos)
+        assert isinstance(entry, TensorEntry)
+        assert (entry.shape, entry.splits) == ((8, 3), (24, 0))
 
 
 def test_blocks_that_look_like_elements_are_told_apart_by_the_others() -> None:

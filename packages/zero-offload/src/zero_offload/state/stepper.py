@@ -193,11 +193,11 @@ class Stepper:
         )
 
     def _first_state(self, position: int) -> dict[str, Any]:
-        """What the constructor has put into the state of a parameter of a group, but tensors."""
+        """Numbers and words that the constructor has put into the state of a parameter."""
         groups = self.template.param_groups[position : position + 1]
         for param in groups[0]["params"] if groups else ():
             state = self.template.state.get(param) or {}
-            return {key: _own(v) for key, v in state.items() if not isinstance(v, Tensor)}
+            return {key: v for key, v in state.items() if type(v) in {int, float, str, bool}}
         return {}
 
     def _try_modes(self, stepped: Optimizer, param: nn.Parameter) -> None:

@@ -369,11 +369,13 @@ class FlatBuffer:
         """Return the first parameter that is whole in `full`, and not what rests; else None.
 
         This rank's part is compared, where it rests on the device as it is. A write that changed
-        nothing is forgotten, and so is other memory with the same values, which bitsandbytes puts
-        there.
+        nothing is forgotten, and so is other memory of a frozen parameter with the same values,
+        which bitsandbytes puts there.
         """
         versions, resting = tuple(map(version_of, self.params)), self.resting.memory
-        is_comparable = resting is not None and self.gather_codec is None
+        is_comparable = (
+            resting is not None and self.gather_codec is None and not self.plan.trainable
+        )
         others: set[int] = set()
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             is_other = param.data_ptr() != view.data_ptr() and position not in self.held
@@ -383,7 +385,7 @@ class FlatBuffer:
                 return position
             if is_other:
                 others.add(position)
-        if self.held or resting is None or not is_comparable:
+        if self.held or resting is None or self.gather_codec is not None:
             return None
         own = self.own_of(full)
         for piece in self.pieces:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,7 +43,8 @@ _LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: 
 _LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
 _TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
 _OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
-_SILENT_S: Final = 2.0  # a trial that takes longer is named
+_SILENT_S: Final = 2.0  # a trial that takes longer is named,
+_AGAIN_S: Final = 5.0  # and again after so long
 # From small to large: what is tried where the one before is not enough. 8-bit state has blocks.
 _LADDER: Final = (Cut.FLAT, Cut.block(256), Cut.block(2048), Cut.ROW, Cut.TENSOR)
 
@@ -230,15 +232,21 @@ def _enlarged(sample: Sample) -> Sample:
 @contextmanager
 def _named_if_long(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Say what takes so long, where it does."""
-    what = "shard() is trying a %s on small tensors, to see how parameters may be cut for it"
-    timer = threading.Timer(_SILENT_S, _LOG.warning, (what, type(optimizer).__name__))
-    timer.daemon = True
-    timer.start()
+    what = "shard() is trying a %s on small tensors, to see how parameters may be cut for it (%d s)"
+    is_over, began = threading.Event(), time.monotonic()
+
+    def name() -> None:
+        wait_s = _SILENT_S
+        while not is_over.wait(wait_s):
+            _LOG.warning(what, type(optimizer).__name__, round(time.monotonic() - began))
+            wait_s = _AGAIN_S
+
+    threading.Thread(target=name, daemon=True).start()
     try:
         with torch.compiler.set_stance("force_eager"):  # compiling would take minutes
             yield
     finally:
-        timer.cancel()
+        is_over.set()
 
 
 def states_after_step(

@@ -138,6 +138,8 @@ def plan_entry(
     """
     numel, none = param.shape.numel(), Span(0, 0)
     owners = [rank for rank, span in enumerate(kept) if has_state_of(param, span or none)]
+    # Some optimizers have no state of a shard without elements, where others have an empty one.
+    owners = [rank for rank in owners if infos[rank] is not None or kept[rank]] or owners
     parts = {rank: what for rank in owners if (what := infos[rank]) is not None}
     for rank in owners:
         if rank not in parts or parts[rank].kind != parts[owners[0]].kind:
