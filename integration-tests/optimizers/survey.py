@@ -152,7 +152,7 @@ def look(pools: dict[int, RankPool], name: str, stage: int, place: str) -> tuple
     Two ranks save; one or three go on, at another stage. Differences are of losses, relative where
     these are above 1.
     """
-    num_ranks, means, first = 1 if stage == 1 else 3, list[float](), Outcome("fails", [])
+    num_ranks, means, first = 3 if stage == 3 else 1, list[float](), Outcome("fails", [])
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"name": name, "place": place, "folder": folder}
         for is_first in (True, False):
