@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -130,6 +135,81 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=message):
             _load(tmp_path)
         (path / MANIFEST).write_bytes(was)
+
+
+@contextmanager
+def _within(seconds: int) -> Iterator[None]:
+    """Stop what waits for ever."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+STRANGE: Final[dict[str, Callable[[Path], object]]] = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a socket": _socket,
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_is_no_regular_file_is_named(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe waits for ever for a writer, and a device has no end."""
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    path = zero_engine.save(tmp_path / "run", *_shard(), step=7).path
+    for file in sorted(path.iterdir()):
+        aside = file.rename(tmp_path / "aside")
+        STRANGE[kind](Path(os.path.relpath(file)))
+        with _within(20), pytest.raises(FileError, match=f"{file.name}|no checkpoint"):
+            _load(tmp_path / "run")
+        with _within(20), pytest.raises(FileError, match=f"{file.name}|no checkpoint"):
+            zero_engine.export(tmp_path / "run", tmp_path / "out.safetensors")
+        file.rmdir() if kind == "a folder" else file.unlink()
+        aside.rename(file)
+    assert _load(tmp_path / "run") == ("step-7", 7)
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_lies_in_another_tag_stops_no_save(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One damaged folder among many must not end a run that goes on."""
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = _shard()
+    for step in (1, 2, 3):
+        zero_engine.save(tmp_path, model, optimizer, step=step)
+    for file in [*(tmp_path / "step-1").iterdir(), tmp_path / "step-2" / MANIFEST]:
+        file.unlink()
+        STRANGE[kind](Path(os.path.relpath(file)))
+    with _within(60):
+        for step in (4, 5):
+            zero_engine.save(tmp_path, model, optimizer, step=step, keep=2)
+        assert _load(tmp_path) == ("step-5", 5)
+
+
+@pytest.mark.parametrize("said", ["../other/step-9", "/etc", "..", "", "step-9\0"])
+def test_latest_names_a_tag_of_its_own_folder(tmp_path: Path, said: str) -> None:
+    """A path in it would lead out of the folder that was asked for."""
+    zero_engine.save(tmp_path / "other", *_shard(), step=9)
+    zero_engine.save(tmp_path / "run", *_shard(), step=1)
+    (tmp_path / "run" / "latest").write_text(said)
+    assert _load(tmp_path / "run") == ("step-1", 1)
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         if sharded is not None:
             report[f"schedule{of}"] = _known(_schedule_of, sharded)
             report[f"memory{of}"] = _known(lambda of: attrs.asdict(memory_report(of)), model)
-    with (partial := path.with_suffix(".partial")).open("w") as file:
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # a link of this name leads to somebody's file
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(partial, flags, 0o666), "w") as file:
         report.write(file)
         file.write("[stacks]\n")
         file.flush()
@@ -157,6 +160,6 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         return f"look at rank {', '.join(missing)} first, of which there is no report"
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():
-        if (peer := re.match(r"rank (\d+)", what)) and waits[int(peer[1])] == "nobody":
+        if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "nobody":
             return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for nobody"
     return "no rank stands out: compare the lines above, and [stacks] in the reports"

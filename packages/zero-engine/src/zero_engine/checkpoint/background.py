@@ -26,7 +26,7 @@ from zero_partition.plan import Placement
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.torch_private import version_of
 
-from .file_system import FILE_SYSTEM, FileSystem, naming
+from .file_system import FILE_SYSTEM, FileSystem, naming, read_regular
 from .folder import together
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
@@ -370,7 +370,7 @@ class _Background:
                     )
                 if self.is_over.wait(_POLL_S):
                     raise FileError(f"{writer.path}: another rank failed to write its files")
-            said = json.loads(at.read_bytes())
+            said = json.loads(read_regular(at))
             if said["problem"]:
                 raise FileError(f"a save in the background: rank {rank} failed: {said['problem']}")
             found.append(said["written"])

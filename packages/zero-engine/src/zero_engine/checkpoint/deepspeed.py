@@ -14,6 +14,7 @@ from zero_partition.seams import StateSource
 
 from zero_engine.errors import FileError
 
+from .file_system import read_regular
 from .ranges import MemoryRun, Range, read_torch_file
 
 _LATEST: Final = "latest"
@@ -99,7 +100,7 @@ def _folder_of(folder: Path, tag: str | None) -> Path:
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder")
     if tag is None and (folder / _LATEST).is_file():
-        tag = (folder / _LATEST).read_text("utf-8", errors="replace").strip()
+        tag = read_regular(folder / _LATEST).decode("utf-8", errors="replace").strip()
     if tag is None:
         return folder
     if Path(tag).name != tag or not (folder / tag).is_dir():

@@ -6,13 +6,14 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from attrs import define, field, frozen
 
@@ -91,6 +92,39 @@ class FileSystem:
 
 
 FILE_SYSTEM: Final = FileSystem()
+
+
+_KINDS: Final = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read, unbuffered. Local.
+
+    A pipe would wait for ever for somebody who writes, and a device may have no end.
+
+    Raises:
+        FileError: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(file).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(file)
+        what = _KINDS.get(kind, "something else")
+        raise FileError(f"{path}: expected a regular file, got {what}; remove it")
+    return os.fdopen(file, "rb", buffering=0)
+
+
+def read_regular(path: Path) -> bytes:
+    """Read all of a file; as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager

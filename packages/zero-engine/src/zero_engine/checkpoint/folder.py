@@ -19,6 +19,7 @@ from zero_partition.seams import StateDictLayout, StateSource
 
 from zero_engine.errors import ConfigError, FileError
 
+from .file_system import open_regular, read_regular
 from .ranges import FileRun, Range, TensorFile
 
 _KIND: Final = "$"  # the key of what JSON has no word for
@@ -144,7 +145,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path) -> dict[str, Any]:
     """What a manifest says. Local; raises if it is damaged, or of another format or version."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         said = json.loads(content)
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from error
@@ -212,9 +213,10 @@ def find_complete(folder: Path) -> dict[str, Path]:
 def read_latest(folder: Path) -> str | None:
     """The tag that was complete last, as far as `latest` tells."""
     try:
-        return (folder / LATEST).read_text("utf-8", errors="replace").strip() or None
-    except OSError:
+        tag = read_regular(folder / LATEST).decode("utf-8", errors="replace").strip()
+    except (OSError, FileError):
         return None
+    return tag if tag and Path(tag).name == tag else None
 
 
 def holds_parts(path: Path) -> bool:
@@ -409,9 +411,11 @@ def _entry(name: str, said: Mapping[str, Any], files: Mapping[str, TensorFile]) 
 def _find_damage(path: Path, facts: FileFacts) -> str | None:
     try:
         num_bytes, crc32 = 0, 0
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             while chunk := file.read(_VERIFIED_BYTES):
                 num_bytes, crc32 = num_bytes + len(chunk), zlib.crc32(chunk, crc32)
+    except FileError as error:
+        return str(error)
     except OSError as error:
         return f"{path}: expected {facts.num_bytes} bytes, and it cannot be read: {error.strerror}"
     if (num_bytes, crc32) == (facts.num_bytes, facts.crc32):

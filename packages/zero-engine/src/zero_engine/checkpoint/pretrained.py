@@ -15,6 +15,7 @@ from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import FileError
 
+from .file_system import read_regular
 from .ranges import Range, open_safetensors, open_torch_file
 
 INDEX: Final = "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     if not path.is_file():
         raise FileError(f"{path}: no such file")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except ValueError as error:
         raise FileError(f"{path}: expected JSON ({error}); download it again") from error
     files = content.get("weight_map") if isinstance(content, dict) else None

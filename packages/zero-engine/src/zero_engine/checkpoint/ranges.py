@@ -19,6 +19,8 @@ from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 
+from .file_system import open_regular
+
 # ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
 
 # Of each dtype that checkpoints are written in; all others are written as their bytes, "U8".
@@ -116,7 +118,7 @@ class TensorFile:
 
 
 def _read_header(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if length > _LARGEST_HEADER_BYTES:
             raise ValueError(f"a header of {length} bytes")
@@ -167,7 +169,7 @@ class FileRun:
             )
         first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path) as file:
                 while view and (count := os.preadv(file.fileno(), [view], first)):
                     first, view = first + count, view[count:]
         except OSError as error:

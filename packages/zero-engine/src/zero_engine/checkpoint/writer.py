@@ -19,7 +19,7 @@ from zero_partition import ShardedAverage
 
 from zero_engine.errors import FileError
 
-from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
+from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular
 from .folder import (
     LATEST,
     MANIFEST,
@@ -260,8 +260,8 @@ class CheckpointWriter:
 
     def _link(self, path: Path, batches: Sequence[GivenBatch], before: Path) -> bool:
         """Give a file of the checkpoint before a second name, if it is what would be written."""
-        with suppress(OSError):  # it is gone, or cannot have two names
-            with (before / path.name).open("rb", buffering=0) as file:
+        with suppress(OSError, FileError):  # it is gone, or cannot have two names
+            with open_regular(before / path.name) as file:
                 is_same = all(file.read(len(view)) == view for view in _bytes_of(batches))
                 is_same = is_same and not file.read(1)
             if is_same:
