@@ -16,6 +16,7 @@ from typing import Final
 
 import pytest
 import torch.distributed as dist
+from zero_engine import failure
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,26 @@ def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
     damaged, absent = capsys.readouterr().err.splitlines()
     assert "not a whole one" in damaged
     assert "expected zero-report-rank0.txt" in absent
+
+
+def test_a_report_is_written_through_no_link(tmp_path: Path) -> None:
+    """Its name can be guessed, and what a link of that name leads to is somebody's."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    (tmp_path / "zero-report-rank0.partial").symlink_to(theirs)
+    failure.write(tmp_path / "zero-report-rank0.txt", "CommError: here", {})
+    assert theirs.read_text() == "kept"
+    assert "CommError: here" in (tmp_path / "zero-report-rank0.txt").read_text()
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_reports_of_some_ranks_are_read(tmp_path: Path) -> None:
+    """A rank may wait for one beyond those that the others know of."""
+    path = tmp_path / "zero-report-rank0.txt"
+    failure.write(path, failure.ASKED, {})
+    text = path.read_text().replace("[stacks]", "[launched]\nwaits for = rank 5 for 3 s\n[stacks]")
+    path.write_text(re.sub("\nranks = .*", "\nranks = 1", text))
+    assert "waits for rank 5" in failure.summary(tmp_path)
 
 
 def test_who_hangs_is_found_while_the_others_wait_in_c(
