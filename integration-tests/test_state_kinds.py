@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -104,16 +105,26 @@ NEED_TENSORS: Final = {"object", "list"}  # a shard of what they hold is nobody'
 
 
 class _Keeps(parity.PerParameter):
-    """Has state of one of these kinds, and a count of steps that is of no parameter."""
+    """Has state of one of these kinds, a count that is of no parameter, and one in an attribute."""
 
     kind: str
+    num_calls = 0
 
     def step(self, closure: Any = None) -> Any:
         self.state["num_steps"] = {"of": self.state.get("num_steps", {"of": 0})["of"] + 1}
+        self.num_calls += 1
         return super().step(closure)
 
     def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        param.sub_(KINDS[self.kind](grad, state) * group["lr"] / self.state["num_steps"]["of"])
+        slower = self.state["num_steps"]["of"] * (1 + 0.1 * self.num_calls)
+        param.sub_(KINDS[self.kind](grad, state) * group["lr"] / slower)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": {"num_calls": self.num_calls}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.num_calls = state_dict["own"]["num_calls"]
 
 
 class _KeepsByParameter(_Keeps):
@@ -201,6 +212,7 @@ def test_state_of_any_kind_is_given_back(group: Group, kind: str) -> None:
         _steps(model, optimizer, 0)
         whole = zero_engine.full_optimizer_state_dict(model)
         if group.rank == 0:
+            assert whole["own"] == {"num_calls": NUM_STEPS}
             *of_params, shared = whole["state"].values()
             assert shared == {"of": NUM_STEPS}
             found = [_forms(state) for state in of_params]
@@ -240,6 +252,58 @@ def test_a_file_makes_objects_of_the_optimizers_own_package_only(
         LoadError, match=r"made of a tempfile\._TemporaryFileCloser, of another pack"
     ):
         zero_engine.load(tmp_path, model, optimizer)
+
+
+class _Hooked(_Keeps):
+    """Saves by hooks, and something that is pickled, as heavyball does."""
+
+    secret = "here"
+
+    def state_dict(self) -> dict[str, Any]:
+        return parity.PerParameter.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parity.PerParameter.load_state_dict(self, state_dict)
+
+
+def _store(optimizer: _Hooked, said: dict[str, Any]) -> None:
+    own = {"num_calls": optimizer.num_calls, "secret": pickle.dumps(optimizer.secret)}
+    said["own"] = own
+
+
+def _restore(optimizer: _Hooked, said: dict[str, Any]) -> None:
+    optimizer.num_calls = said["own"]["num_calls"]
+    optimizer.secret = pickle.loads(said["own"]["secret"])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_what_hooks_of_a_state_dict_save_comes_back(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
+    """But for bytes, which the optimizer would unpickle: these are what it has by itself."""
+
+    def build() -> tuple[nn.Module, _Hooked]:
+        model, _ = _build("int-keys")
+        optimizer = _Hooked(model.parameters(), lr=0.1)
+        optimizer.kind = "int-keys"
+        optimizer.register_state_dict_post_hook(_store)
+        optimizer.register_load_state_dict_pre_hook(_restore)
+        return model, optimizer
+
+    plain = build()
+    expected = _steps(*plain, 0) and _steps(*plain, NUM_STEPS)
+    model, optimizer = build()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    _steps(model, optimizer, 0)
+    optimizer.secret = "only in bytes"
+    with pytest.warns(UserWarning, match=r"without optimizer.state_dict\(\)\['own'\]\['secret'\]"):
+        zero_engine.save(tmp_path, model, optimizer, step=1)
+    model, optimizer = build()
+    zero_engine.shard(model, optimizer, ZeroConfig(3 - stage), group=group)
+    zero_engine.load(tmp_path, model, optimizer)
+    assert optimizer.secret == "here"
+    torch.testing.assert_close(_steps(model, optimizer, NUM_STEPS), expected)
 
 
 def test_keys_without_a_name_are_refused_on_every_rank(group: Group, tmp_path: Path) -> None:

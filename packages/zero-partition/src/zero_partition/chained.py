@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import PartitionError, StateError
-from .torch_private import call_hooks_around_step
+from .torch_private import call_hooks_around_step, state_dict_post_hooks
 
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are
 
@@ -170,6 +171,70 @@ def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return what an optimizer's state has of no parameter, such as a count of all steps."""
     state = optimizer.state
     return {key: state[key] for key in state if not isinstance(key, Tensor)}
+
+
+_IN_STATE_DICT: Final = {"state", "param_groups"}  # of every optimizer; what else one has is extra
+
+
+def extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer's `state_dict()` has beside state and param groups. Local.
+
+    Some count steps, or keep learning rates, in attributes that their own `state_dict()` or a hook
+    of it saves.
+    """
+    saves, hooks = with_state_dict_hooks(optimizer), state_dict_post_hooks
+    is_own = type(saves).state_dict is torch.optim.Optimizer.state_dict
+    if is_own and all(map(_is_ours, hooks(saves).values())):
+        return {}
+    twin = _without_params(saves)
+    said = {} if twin is None else twin.state_dict()
+    return {key: value for key, value in said.items() if key not in _IN_STATE_DICT}
+
+
+def load_extra_entries(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+    """Let an optimizer's own `load_state_dict()` take them. Local.
+
+    What was not saved, since no file should say it, is what the optimizer has now.
+    """
+    saves = with_state_dict_hooks(optimizer)
+    if not extra or (twin := _without_params(saves)) is None:
+        return
+    before = dict(vars(twin))
+    whole = _merged(extra_entries(optimizer), extra)
+    twin.load_state_dict({"state": {}, "param_groups": _empty_groups(saves), **whole})
+    for name, value in vars(twin).items():
+        is_hooks = name.startswith("_optimizer_")
+        if name not in _IN_STATE_DICT and not is_hooks and before.get(name) is not value:
+            setattr(saves, name, value)
+
+
+def _without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return a copy without parameters and our hooks; None where it computes its param groups."""
+    kind = type(optimizer)
+    if any(hasattr(kind, name) for name in _IN_STATE_DICT):
+        return None
+    twin = object.__new__(kind)
+    vars(twin).update(vars(optimizer))
+    vars(twin).update(state=defaultdict(dict), param_groups=_empty_groups(optimizer))
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            others = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+            vars(twin)[name] = OrderedDict(others)
+    return twin
+
+
+def _empty_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{**group, "params": []} for group in optimizer.param_groups]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("zero_")
+
+
+def _merged(own: Any, given: Any) -> Any:
+    if isinstance(own, Mapping) and isinstance(given, Mapping):
+        return {**own, **{key: _merged(own.get(key), value) for key, value in given.items()}}
+    return given
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

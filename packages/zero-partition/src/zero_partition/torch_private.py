@@ -37,6 +37,7 @@ state_dict_hooks: Final = attrgetter("_state_dict_hooks")  # likewise, of those 
 before_load_hooks: Final = attrgetter("_load_state_dict_pre_hooks")  # likewise
 after_load_hooks: Final = attrgetter("_load_state_dict_post_hooks")  # likewise
 step_pre_hooks: Final = attrgetter("_optimizer_step_pre_hooks")  # of an optimizer: id -> hook
+state_dict_post_hooks: Final = attrgetter("_optimizer_state_dict_post_hooks")  # likewise
 hooked_call: Final = attrgetter("_call_impl")  # of a module: its hooks and forward
 conversion: Final = attrgetter("_apply")  # of a module: what `to`, `half`, `cuda` go through
 

@@ -267,6 +267,7 @@ _VALUES: Final = ("scheduler", "engine", "extra")
 _OF_RANKS: Final = ("rank_buffers", "rngs", "loco")
 _SINCE: Final[dict[str, Any]] = {  # what the first ones do not say
     "shared_state": [],
+    "state_dict_extra": [],
     **{name: {} for name in ("own_said", "own_state", "loco", "loco_facts", "average")},
     "num_updates": None,
     "state_dict": {"keys": {}, "values": {}, "metadata": {}},
@@ -346,6 +347,7 @@ class Checkpoint:
                 states={name: tensors(of) for name, of in said["optimizer"].items()},
                 param_groups=tuple(from_json(group) for group in said["param_groups"]),
                 where=str(path),
+                extra=tuple(from_json(extra) for extra in said["state_dict_extra"]),
                 shared=tuple(from_json(shared) for shared in said["shared_state"]),
                 own_said=said["own_said"],
                 own=by_rank(said["own_state"]),

@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, check_agreement, collective
 
-from zero_partition.chained import members_of, options_of
+from zero_partition.chained import load_extra_entries, members_of, options_of
 from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early
@@ -254,6 +254,7 @@ class StateSource:
     states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
+    extra: Sequence[Mapping[str, Any]] = ()  # likewise: see `extra_entries`
     own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
     own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
     # Keys for the model's own `load_state_dict()`; None: it is not called.
@@ -302,6 +303,8 @@ class StateLoad:
                 members = members_of(sharded.optimizer)
                 for member, shared in zip(members, source.shared, strict=False):
                     member.state.update(shared)
+                for member, extra in zip(members, source.extra, strict=False):
+                    load_extra_entries(member, extra)
                 sharded.has_stepped = sharded.has_stepped or any(self.states.values())
             if sharded.residence.home is not None:
                 sharded.residence.home.settle()

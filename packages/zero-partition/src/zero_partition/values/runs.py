@@ -13,7 +13,7 @@ from attrs import asdict, define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat, all_gather_json, broadcast_flat
 
-from zero_partition.chained import members_of, shared_state
+from zero_partition.chained import extra_entries, members_of, shared_state
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
@@ -449,6 +449,7 @@ class StateParts:
     own: list[Tensor] = field(factory=list)  # this rank's of those, to look at as those of batches
     computes_in: dict[str, torch.dtype] = field(factory=dict)  # where values are of another
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
+    extra: Sequence[Mapping[str, Any]] = ()  # by optimizer: see `extra_entries`
 
 
 def plan_parts(
@@ -479,6 +480,7 @@ def plan_parts(
         frozen=frozenset(place.name for place in places if not place.is_trainable),
         ties={alias: place.name for place in places for alias in place.plan.names[1:]},
         shared=[shared_state(o) for o in members_of(sharded.optimizer)] if has_state else (),
+        extra=[extra_entries(o) for o in members_of(sharded.optimizer)] if has_state else (),
     )
     places_of: dict[Part, ParamRef] = {}
     for place, state, planned in zip(places, states, entries, strict=True):

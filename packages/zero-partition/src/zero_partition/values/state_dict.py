@@ -14,6 +14,7 @@ from zero_comm import Group, all_gather_json, broadcast_flat, collective
 
 from zero_partition.chained import (
     ChainedOptimizer,
+    extra_entries,
     members_of,
     shared_state,
     with_state_dict_hooks,
@@ -439,7 +440,8 @@ def _gather(
         for group in member.param_groups
     ]
     beside = {"masters": dict(sorted(masters.items()))} if masters else {}
-    return {"state": whole, "param_groups": groups, **beside}
+    extra = map_tensors(extra_entries(member), _on_host) if is_kept else {}
+    return {"state": whole, "param_groups": groups, **beside, **extra}
 
 
 def _on_host(value: Tensor) -> Tensor:
@@ -507,11 +509,13 @@ def _plan(
     states: dict[str, dict[str, Any]] = {}
     loaded: set[str] = set()
     shared: list[dict[Any, Any]] = []
+    extra: list[dict[str, Any]] = []
     for member in members_of(sharded.optimizer):
         own = [next(mine) for _ in member.param_groups]
         if member not in given:
             groups += own
             shared.append({})
+            extra.append({})
             continue
         part = given[member]
         if not {"state", "param_groups"} <= part.keys():
@@ -538,6 +542,8 @@ def _plan(
         groups += [{**g, "params": [names[number] for number in g["params"]]} for g in theirs]
         is_known = {key: isinstance(key, int) or key in names for key in part["state"]}
         shared.append({key: v for key, v in part["state"].items() if not is_known[key]})
+        known_keys = {"state", "param_groups", "masters"}
+        extra.append({key: value for key, value in part.items() if key not in known_keys})
         for number, state in part["state"].items():
             if not is_known[number]:
                 continue
@@ -555,6 +561,7 @@ def _plan(
         states=states,
         param_groups=groups,
         shared=[map_tensors(of, _Received.receive, _Received) for of in shared],
+        extra=[map_tensors(of, _Received.receive, _Received) for of in extra],
         where=what,
     )
     planned = plan_load(sharded, source, is_strict=True)
