@@ -128,13 +128,14 @@ class _Keeps(parity.PerParameter):
 
 
 class _KeepsByParameter(_Keeps):
-    """Has nothing of no parameter, which cannot rest elsewhere."""
+    """Has no state of no parameter, which cannot rest elsewhere."""
 
     def step(self, closure: Any = None) -> Any:
+        self.num_calls += 1
         return parity.PerParameter.step(self, closure)
 
     def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        param.sub_(KINDS[self.kind](grad, state) * group["lr"])
+        param.sub_(KINDS[self.kind](grad, state) * group["lr"] / (1 + 0.1 * self.num_calls))
 
 
 def _build(kind: str, place: str = "device") -> tuple[nn.Module, _Keeps]:

@@ -41,6 +41,26 @@ class _CountsInATensor(_Optimizer):
         return torch.tensor(0, dtype=torch.int32)
 
 
+class _CountsInAttributes(_Optimizer):
+    """As heavyball: counts of steps, and methods bound by the constructor, in attributes."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.num_steps, self.counts = 0, {"all": [0]}
+        self.call = self.update_slowly
+
+    def step(self) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        self.counts["all"][0] += 1
+        super().step()
+
+    def update(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return self.call(grad)
+
+    def update_slowly(self, grad: Tensor) -> Tensor:
+        return grad / (self.num_steps + self.counts["all"][0])
+
+
 class _HasAFunction(_Optimizer):
     """As lion-pytorch: what it does is in an attribute."""
 
@@ -79,7 +99,14 @@ class _KeepsRows(_Optimizer):
         return state["rows"].view(grad.shape)
 
 
-KINDS = (_Optimizer, _CountsInATensor, _HasAFunction, _QuantizesLarge, _KeepsRows)
+KINDS = (
+    _Optimizer,
+    _CountsInATensor,
+    _CountsInAttributes,
+    _HasAFunction,
+    _QuantizesLarge,
+    _KeepsRows,
+)
 
 
 def _model() -> nn.Module:

@@ -17,6 +17,7 @@ from zero_offload.errors import TornStepError
 from zero_offload.memory.arena import HostArena
 from zero_offload.state.footprint import Footprint
 from zero_offload.state.offloaded_state import OffloadedState
+from zero_offload.state.stepper import Attributes
 
 # NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
 # is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in
@@ -86,7 +87,7 @@ class DelayedState:
         taken = {self._stepped[param]: self._grads[param] for param in grads}
         self._behind = set(grads)
         self._groups = groups
-        self._job = partial(self._step, numbers, taken, factor)
+        self._job = partial(self._step, numbers, taken, factor, self.inner.attributes())
         self._begin()
 
     def write_numbers(self, groups: Groups) -> None:
@@ -120,11 +121,17 @@ class DelayedState:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._update = self._thread.submit(self._job)
 
-    def _step(self, groups: Groups, grads: Mapping[Param, Tensor], factor: float) -> None:
+    def _step(
+        self,
+        groups: Groups,
+        grads: Mapping[Param, Tensor],
+        factor: float,
+        attributes: Sequence[Attributes],
+    ) -> None:
         """In the thread."""
         with torch.cuda.stream(self._stream):  # None changes nothing
             try:
-                self.inner.step(groups, grads, factor=factor)
+                self.inner.step(groups, grads, factor=factor, attributes=attributes)
                 self.inner.read_ahead()
             finally:
                 if self._stream is not None:

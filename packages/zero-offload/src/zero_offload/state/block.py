@@ -15,7 +15,7 @@ from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
 from .staging import Staging, is_here
-from .stepper import Stepper
+from .stepper import Attributes, Stepper, plain_attributes
 from .subgroups import Piece, Residence, SubGroup
 
 T = TypeVar("T")
@@ -178,6 +178,7 @@ class SubGroupState:
         grads: Mapping[Any, Tensor],
         factor: float,
         staging: Staging,
+        attributes: Attributes,
     ) -> dict[int, dict[str, Any]]:
         """Step all pieces that have a gradient. Local, blocking.
 
@@ -186,6 +187,7 @@ class SubGroupState:
             grads: By whole parameter.
             factor: What gradients are multiplied by.
             staging: Through which tensors pass that are on a device, if the step is on the host.
+            attributes: What the user's optimizer keeps beside state.
 
         Returns:
             The numbers that the step has written, by position of the param group.
@@ -208,8 +210,9 @@ class SubGroupState:
         is_native = isinstance(inner, AbstractCPUOptimizer)
         if is_native:
             inner.grad_scale = None if factor == 1 else 1 / factor
-        elif factor != 1:  # the user's gradient stays as it is
-            for piece in present:
+        else:
+            vars(inner).update(copy.deepcopy(attributes))
+            for piece in present if factor != 1 else ():  # the user's gradient stays as it is
                 piece.stepped.grad = piece.stepped.grad * factor
         inner.step()
         for piece in present:
@@ -224,6 +227,11 @@ class SubGroupState:
             return {}
         each = zip(inner.param_groups, self._positions, before, strict=True)
         return {position: _changed(group, had) for group, position, had in each}
+
+    def attributes(self) -> Attributes:
+        """What the optimizer of this sub-group keeps beside state; none of a native one."""
+        is_native = isinstance(self._inner, AbstractCPUOptimizer)
+        return {} if is_native else plain_attributes(self._inner)
 
     def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""

@@ -23,7 +23,7 @@ from .block import SubGroupState
 from .footprint import Footprint
 from .gradients import GradientStream, bytes_of
 from .staging import Staging, is_here, room_of
-from .stepper import Stepper
+from .stepper import Attributes, Stepper
 from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroups
 from .swap_window import SwapWindow
 
@@ -64,6 +64,7 @@ class OffloadedState:
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
     _written: Written = field(factory=dict, init=False)  # numbers, by the last step
+    _stepped: dict[int, SubGroupState] = field(factory=dict, init=False)  # last, by stepper's id
     _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
@@ -293,6 +294,7 @@ class OffloadedState:
         *,
         factor: float = 1.0,
         opening: Callable[[Sequence[Any]], None] | None = None,
+        attributes: Sequence[Attributes] | None = None,
     ) -> None:
         """Step every parameter that has a gradient. Blocking, but for the last writes of state.
 
@@ -302,6 +304,7 @@ class OffloadedState:
             factor: What they are multiplied by.
             opening: Called with the parameters of each sub-group before they are stepped, so that
                 they have memory then; and with none at the end. What it raises is as for a write.
+            attributes: As `attributes` gave them; of now when None.
 
         Raises:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
@@ -310,20 +313,24 @@ class OffloadedState:
             UnsupportedOptimizerError: As by `numbers`; nothing was stepped.
         """
         numbers = self.numbers(groups)
+        given = self.attributes() if attributes is None else attributes
+        of_stepper = dict(zip(map(id, self.steppers), given, strict=True))
         self._written = written = {}
 
         def step(state: SubGroupState) -> None:
             if opening is not None:
                 opening([param for param in state.params if param in grads])
             # Each sub-group begins with the numbers of before the step, as the optimizer would.
-            for at, changed in state.step(numbers, grads, factor, self._staging).items():
+            own = of_stepper[id(state.stepper)]
+            for at, changed in state.step(numbers, grads, factor, self._staging, own).items():
                 written.setdefault(at, {}).update(changed)
+            self._stepped[id(state.stepper)] = state
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
 
     def write_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put what the last step has counted into param groups, into tensors that they hold. Local.
+        """Put what the last step has counted into param groups and optimizers. Local.
 
         An optimizer whose own step runs besides, and finds no gradients, may or may not count then.
         """
@@ -334,7 +341,13 @@ class OffloadedState:
                     held.copy_(value)
                 else:
                     groups[at][key] = value
-        self._written = {}
+        for state in self._stepped.values():
+            state.stepper.write_attributes(state.attributes())
+        self._written, self._stepped = {}, {}
+
+    def attributes(self) -> list[Attributes]:
+        """What each optimizer keeps beside state, by the steppers."""
+        return [stepper.attributes() for stepper in self.steppers]
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What all param groups say now.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from attrs import frozen
@@ -20,6 +21,7 @@ from zero_offload.errors import UnsupportedOptimizerError
 
 from .subgroups import Entry
 
+Attributes: TypeAlias = dict[str, Any]  # of an optimizer, by name
 NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.Adam: CPUAdam,
     torch.optim.AdamW: CPUAdam,
@@ -192,6 +194,17 @@ class Stepper:
             and name != "step"
         )
 
+    def attributes(self) -> Attributes:
+        """Numbers, words and containers of these that the user's optimizer keeps beside state."""
+        return plain_attributes(self.template)
+
+    def write_attributes(self, changed: Attributes) -> None:
+        """Let the user's optimizer have counted what one that stepped in its place has."""
+        own = vars(self.template)
+        for name, value in changed.items():
+            if name not in own or own[name] != value:
+                setattr(self.template, name, value)
+
     def _first_state(self, position: int) -> dict[str, Any]:
         """Numbers and words that the constructor has put into the state of a parameter."""
         groups = self.template.param_groups[position : position + 1]
@@ -207,6 +220,26 @@ class Stepper:
             theirs.state[param] = dict(stepped.state[param])
             theirs.eval()
             theirs.train()
+
+
+_NO_ATTRIBUTES: Final = {"state", "param_groups", "defaults"}
+
+
+def plain_attributes(optimizer: Optimizer) -> Attributes:
+    """Copies of an optimizer's attributes that are numbers, words and containers of these."""
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(optimizer).items()
+        if name not in _NO_ATTRIBUTES and not name.startswith("_optimizer_") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in {dict, defaultdict, OrderedDict}:
+        value = [*value.keys(), *value.values()]
+    if type(value) in {list, tuple, set}:
+        return all(map(_is_plain, value))
+    return type(value) in {int, float, bool, str, type(None)}
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
@@ -254,9 +287,9 @@ def _own(value: Any) -> Any:
     if type(value) in {list, tuple, set}:
         return type(value)(map(_own, value))
     if type(value) in {dict, defaultdict, OrderedDict}:
-        copy = value.copy()
-        copy.update({key: _own(item) for key, item in value.items()})
-        return copy
+        copied = value.copy()
+        copied.update({key: _own(item) for key, item in value.items()})
+        return copied
     return value
 
 
