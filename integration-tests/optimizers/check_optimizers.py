@@ -32,9 +32,8 @@ REFUSED: Final = {
     ),
     r"looks at elements that a rank would not have": ("dadaptation.DAdaptSGD", "timm.Kron"),
     r"a trial step on shards failed": ("muon",),
-    r"with gradients alone, failed": (
-        *("pytorch_optimizer.AliG", "pytorch_optimizer.SophiaH", "timm.Adahessian"),
-    ),
+    r"differentiates gradients again": ("pytorch_optimizer.SophiaH", "timm.Adahessian"),
+    r"wants the loss, and each rank knows that of its own": ("pytorch_optimizer.AliG",),
     r"evaluates the loss by a closure|as it wraps another optimizer": ("SAM",),
     r"keeps parameters in its attribute '_params'": ("LBFGS",),
 }

@@ -150,6 +150,11 @@ def _keeps_a_function(optimizer: Any, param: Tensor, grads: list[Tensor]) -> Ten
     return optimizer.state[param].setdefault("last", lambda grad: grad)(param.grad)
 
 
+def _differentiates(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad(param.grad.sum(), param)[0]
+
+
 def _sums_blocks(_: Any, param: Tensor, grads: list[Tensor]) -> Tensor:
     blocks = param.grad.view(-1, 16)
     return (blocks - blocks.mean(dim=-1, keepdim=True)).view_as(param)
@@ -170,6 +175,7 @@ ALONE = {  # the cut that each gets by itself; None: there is none
     _kind("WaitsTenSteps", _waits): "flat",
     _kind("ClipsFromStep500", _clips_later): None,
     _kind("KeepsAFunction", _keeps_a_function): None,
+    _kind("Differentiates", _differentiates): None,
     _kind("ClipsFromTheFifthStep", _clips_from_the_fifth_step): None,
     _kind("CountsInItsGroup", _counts_in_group): None,
     _GlobalNorm: None,
@@ -188,7 +194,7 @@ def test_without_a_word_the_cut_is_the_smallest_that_will_do(kind: type[_Optimiz
         return
     model = nn.Sequential(nn.Linear(200, 160), nn.Linear(160, 30))
     reasons = "combines values of several|writes param_groups.*'seen'|looks at elements|is random"
-    reasons += "|neither saved nor sent: 'last': .*a function"
+    reasons += "|neither saved nor sent: 'last': .*a function|differentiates gradients again"
     with pytest.raises(PartitionError, match=f"cannot work on shards: .*({reasons})"):
         choose_cuts(model, kind(model.parameters()), None)
 

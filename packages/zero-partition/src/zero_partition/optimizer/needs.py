@@ -142,6 +142,17 @@ def _found_cuts(
 
 
 def _why_failed(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    said = str(error)
+    if getattr(optimizer, "is_second_order", False) or "does not require grad" in said:
+        return (
+            "its step differentiates gradients again, and there is no graph behind the averages "
+            f"that ranks step with ({type(error).__name__}: {said})"
+        )
+    if _takes_closure(optimizer) and "closure" in said.lower():
+        return (
+            "its step wants the loss, and each rank knows that of its own batch alone "
+            f"({type(error).__name__}: {said})"
+        )
     if isinstance(error, TypeError) and "NoneType" in str(error) and _takes_closure(optimizer):
         return (
             "its step evaluates the loss by a closure, at points that depend on all parameters at "
