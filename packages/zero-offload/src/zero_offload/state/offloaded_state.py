@@ -64,7 +64,8 @@ class OffloadedState:
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
     _written: Written = field(factory=dict, init=False)  # numbers, by the last step
-    _stepped: dict[int, SubGroupState] = field(factory=dict, init=False)  # last, by stepper's id
+    # By the stepper's id: the last sub-group that it stepped, and attributes of before the step.
+    _stepped: dict[int, tuple[SubGroupState, Attributes]] = field(factory=dict, init=False)
     _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
@@ -324,7 +325,7 @@ class OffloadedState:
             own = of_stepper[id(state.stepper)]
             for at, changed in state.step(numbers, grads, factor, self._staging, own).items():
                 written.setdefault(at, {}).update(changed)
-            self._stepped[id(state.stepper)] = state
+            self._stepped[id(state.stepper)] = state, own
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
@@ -341,8 +342,10 @@ class OffloadedState:
                     held.copy_(value)
                 else:
                     groups[at][key] = value
-        for state in self._stepped.values():
-            state.stepper.write_attributes(state.attributes())
+        for state, before in self._stepped.values():
+            found = state.attributes().items()
+            changed = {k: v for k, v in found if k not in before or before[k] != v}
+            state.stepper.write_attributes(changed)
         self._written, self._stepped = {}, {}
 
     def attributes(self) -> list[Attributes]:
