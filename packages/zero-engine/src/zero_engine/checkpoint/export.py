@@ -227,6 +227,7 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
                 tensors = [_chosen(name, Range.of(state[name]), None) for name in first.values()]
                 _write(aside, tensors, None)
                 return
-            torch.save(state, aside)
-            with aside.open("rb") as file:
+            with aside.open("xb") as file:
+                torch.save(state, file)
+                file.flush()
                 os.fsync(file.fileno())
