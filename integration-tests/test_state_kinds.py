@@ -120,11 +120,11 @@ class _Keeps(parity.PerParameter):
         param.sub_(KINDS[self.kind](grad, state) * group["lr"] / slower)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "own": {"num_calls": self.num_calls}}
+        return {**super().state_dict(), "own": {"num_calls": {0: self.num_calls}}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.num_calls = state_dict["own"]["num_calls"]
+        self.num_calls = state_dict["own"]["num_calls"][0]
 
 
 class _KeepsByParameter(_Keeps):
@@ -213,7 +213,7 @@ def test_state_of_any_kind_is_given_back(group: Group, kind: str) -> None:
         _steps(model, optimizer, 0)
         whole = zero_engine.full_optimizer_state_dict(model)
         if group.rank == 0:
-            assert whole["own"] == {"num_calls": NUM_STEPS}
+            assert whole["own"] == {"num_calls": {0: NUM_STEPS}}
             *of_params, shared = whole["state"].values()
             assert shared == {"of": NUM_STEPS}
             found = [_forms(state) for state in of_params]

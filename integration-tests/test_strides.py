@@ -51,6 +51,16 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class ByKeyword(ConvNet):
+    """Calls a convolution by keyword."""
+
+    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+        x = self.stem(input=images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
 class Volumes(nn.Module):
     """Convolutions in three dimensions, and a kernel that one input channel makes ambiguous."""
 
@@ -69,6 +79,10 @@ class Volumes(nn.Module):
 
 def _channels_last() -> nn.Module:
     return ConvNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _by_keyword() -> nn.Module:
+    return ByKeyword().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _channels_last_3d() -> nn.Module:
@@ -95,10 +109,22 @@ def _loss_of(model: nn.Module, data: parity.Batch) -> Tensor:
     return nn.functional.cross_entropy(model(images), targets)
 
 
+def test_an_image_without_a_batch_gives_what_it_gave(group: Group) -> None:
+    """But for rounding: torch computes it in the weight's format, and here in its own."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    image = torch.randn(3, _SIDE, _SIDE)
+    expected = conv(image)
+    zero_engine.shard(conv, None, ZeroConfig(3), group=group)
+    torch.testing.assert_close(conv(image), expected)
+    torch.testing.assert_close(conv(input=image), expected)
+
+
 Case = tuple[Callable[[], nn.Module], Callable[[int, int, int], Any]]
 CONVOLUTIONS: Final[dict[str, Case]] = {
     "inputs-too": (_channels_last, partial(_images, given=torch.channels_last)),
     "model-alone": (_channels_last, _images),
+    "by-keyword": (_by_keyword, _images),
     "one-block": (_part_channels_last, _images),
     "inputs-alone": (ConvNet, partial(_images, given=torch.channels_last)),
     "3d-inputs-too": (_channels_last_3d, partial(_images, dims=3, given=torch.channels_last_3d)),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError
+from zero_partition.optimizer.watch import StepWatch
 from zero_partition.planning import choose_cuts
 
 
@@ -328,3 +329,14 @@ def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group() -> N
     ):
         with pytest.raises(PartitionError, match=says):
             cuts_of(choice, *of_groups)
+
+
+def test_the_watch_follows_slices_whose_defaults_torch_leaves_out() -> None:
+    """The second of two stacked parameters is looked at whole, and the first is not."""
+    watch, tensors = StepWatch(), [torch.ones(8), torch.ones(8)]
+    for number, tensor in enumerate(tensors):
+        watch.follow(number, tensor)
+    with watch:
+        torch.ops.aten.slice(torch.stack(tensors), 0, 1).square().sum()
+    assert watch.grains.get(1, 1) == 8
+    assert watch.grains.get(0, 1) == 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from zero_partition import StateError
-from zero_partition.nested import describe, map_tensors, rebuild
+from zero_partition.nested import describe, is_plain, map_tensors, rebuild
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
 NESTS = {
@@ -44,6 +44,17 @@ def _flat(value: Any) -> Any:
     if isinstance(value, set):
         return sorted(value)
     return 16 if value is torch.bfloat16 else value
+
+
+@pytest.mark.parametrize("key", [A, _Number(1)], ids=["tensor", "object"])
+def test_what_cannot_be_a_key_in_a_file_is_refused(key: Any) -> None:
+    with pytest.raises(StateError, match=f"keys that are numbers.*got a {type(key).__name__}"):
+        describe([{key: 1.0}, A], [])
+
+
+def test_a_dict_with_keys_of_an_enumeration_is_not_plain() -> None:
+    assert not is_plain(describe({pytest.ExitCode.OK: 1.0}, []))
+    assert is_plain(describe({(1, "a"): [1.0, torch.float16]}, []))
 
 
 def test_a_class_that_nobody_has_imported_is_not_looked_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -92,9 +92,11 @@ def shard(
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        with suppress(Exception):  # partition() says what is wrong with a model
+        try:
             line = line_of(model, chosen, config, group)
-            _LOG.info("sharding a %s: %s", type(model).__name__, line)
+        except Exception as error:  # partition() refuses what is wrong with a model
+            line = f"what it will take is not known ({error!r})"
+        _LOG.info("sharding a %s: %s", type(model).__name__, line)
     failure.install(model, group, _write_report)
     offload = config.offload
     if config.sanitize and offload is not None and offload.path is not None:

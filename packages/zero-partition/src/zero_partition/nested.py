@@ -201,11 +201,21 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
         items = sorted(value, key=repr) if isinstance(value, set) else value
         said = [kinds[type(value)], [describe(item, tensors) for item in items]]
     elif isinstance(value, dict):
-        said = ["dict", [[describe(k, []), describe(v, tensors)] for k, v in value.items()]]
+        said = ["dict", [[_describe_key(k), describe(v, tensors)] for k, v in value.items()]]
     else:
         raise StateError(
             "expected tensors, numbers, strings, None, and lists, tuples and dicts of these, got a "
             f"{type(value).__name__}, which would have to be pickled to travel"
+        )
+    return said
+
+
+def _describe_key(key: Any) -> Any:
+    said = describe(key, inside := [])
+    if inside or said[0] == "wrapper":
+        raise StateError(
+            f"expected keys that are numbers, strings or tuples of these, got a "
+            f"{type(key).__name__}, which would have to be pickled to travel"
         )
     return said
 
@@ -244,7 +254,7 @@ def is_plain(description: Any) -> bool:
     """Return whether a described value holds no tensors, objects or members of enumerations."""
     kind, what, *_ = description
     if kind == "dict":
-        return all(is_plain(item) for _, item in what)
+        return all(is_plain(key) and is_plain(item) for key, item in what)
     return kind in {"plain", "dtype"} or (
         kind in {"list", "tuple", "size", "set"} and all(map(is_plain, what))
     )

@@ -206,7 +206,8 @@ def _layout_of(sharded: ShardedModel) -> dict[str, Any] | None:
 def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
     """Say what the model and its optimizer have; pieces follow when they are written."""
     shared = [to_json(of_member, "optimizer.state") for of_member in parts.shared]
-    extra = [_plain_part(of_member, "optimizer.state_dict()") for of_member in parts.extra]
+    said = "optimizer.state_dict()"
+    extra = [to_json(_saveable(of_member, said), said) for of_member in parts.extra]
     content |= {"own_said": parts.own_said, "ties": dict(parts.ties)}
     content |= {"shared_state": shared, "state_dict_extra": extra}
     for tensor in parts.tensors:
@@ -221,17 +222,19 @@ def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
         content["params"][name]["computes_in"] = name_of(dtype)
 
 
-def _plain_part(value: Any, where: str) -> Any:
-    """What JSON can say of what an optimizer saves of its own; the rest is named in a warning."""
+def _saveable(value: Any, where: str) -> Any:
+    """Return an optimizer's own entries without those that JSON cannot say, each with a warning."""
     if not isinstance(value, Mapping):
-        return to_json(value, where)
-    said = {}
+        to_json(value, where)
+        return value
+    kept = {}
     for key, item in value.items():
         try:
-            said[str(key)] = _plain_part(item, f"{where}[{key!r}]")
+            to_json(key, f"{where}: key {key!r}")
+            kept[key] = _saveable(item, f"{where}[{key!r}]")
         except ConfigError as error:
             warnings.warn(f"save(): it goes on without {error}", stacklevel=2)
-    return said
+    return kept
 
 
 def _batches(

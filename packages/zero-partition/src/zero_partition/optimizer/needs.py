@@ -153,14 +153,14 @@ def _why_failed(optimizer: torch.optim.Optimizer, error: Exception) -> str:
             "its step wants the loss, and each rank knows that of its own batch alone "
             f"({type(error).__name__}: {said})"
         )
-    if isinstance(error, TypeError) and "NoneType" in str(error) and _takes_closure(optimizer):
+    if isinstance(error, TypeError) and "NoneType" in said and _takes_closure(optimizer):
         return (
             "its step evaluates the loss by a closure, at points that depend on all parameters at "
             "once"
         )
     return (
         "a trial step on small tensors, with gradients alone, failed with "
-        f"{type(error).__name__}: {error}"
+        f"{type(error).__name__}: {said}"
     )
 
 

@@ -237,7 +237,8 @@ def _picked(
     if name == "select":
         return [[args[2]]]
     if name == "slice":
-        return [range(length)[slice(*args[2:5])]]
+        start, stop, step = (*args[2:5], None, None, None)[:3]  # torch leaves defaults out
+        return [range(length)[start:stop:step]]
     sizes = [1 if name == "unbind" else len(output) for output in outputs]
     return [range(*each) for each in pairwise(accumulate(sizes, initial=0))]
 

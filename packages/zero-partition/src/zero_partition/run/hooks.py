@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -491,15 +491,22 @@ def install_format_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     formats = {id(place.param): place.plan.memory_format for place in sharded.places}
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
-            memory_format = formats.get(id(module.weight))
+            own = dict(module.named_parameters(recurse=False))  # a weight may be computed
+            memory_format = formats.get(id(own.get("weight")))
             if memory_format is not None:
-                handle = module.register_forward_pre_hook(partial(_to_format, memory_format))
+                hook = partial(_to_format, memory_format)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 sharded.removers.append(handle.remove)
 
 
-def _to_format(memory_format: torch.memory_format, _: nn.Module, args: Any) -> Any:
-    inputs, *others = args
-    return inputs.contiguous(memory_format=memory_format), *others
+def _to_format(memory_format: torch.memory_format, conv: nn.Module, args: Any, kwargs: Any) -> Any:
+    def in_format(inputs: Tensor) -> Tensor:
+        is_batch = inputs.dim() == cast("Tensor", conv.weight).dim()  # one alone has no format
+        return inputs.contiguous(memory_format=memory_format) if is_batch else inputs
+
+    if args:
+        return (in_format(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "input": in_format(kwargs["input"])}
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
