@@ -70,7 +70,7 @@ class Parts:
         return cls(*names, inner, context, tuple(value.shape))
 
     def describe(self, tensors: list[Tensor]) -> Any:
-        """What JSON can say of it, as `describe`."""
+        """Return what JSON can say of it, as `describe`."""
         parts = (self.inner, self.context, self.shape)
         return ["wrapper", [self.module, self.name], *(describe(part, tensors) for part in parts)]
 

@@ -229,7 +229,7 @@ class SubGroupState:
         return {position: _changed(group, had) for group, position, had in each}
 
     def attributes(self) -> Attributes:
-        """What the optimizer of this sub-group keeps beside state; none of a native one."""
+        """Return plain attributes of the optimizer of this sub-group; none of a native one."""
         is_native = isinstance(self._inner, AbstractCPUOptimizer)
         return {} if is_native else plain_attributes(self._inner)
 

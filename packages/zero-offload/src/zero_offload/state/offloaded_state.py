@@ -349,7 +349,7 @@ class OffloadedState:
         self._written, self._stepped = {}, {}
 
     def attributes(self) -> list[Attributes]:
-        """What each optimizer keeps beside state, by the steppers."""
+        """Return plain attributes of each optimizer, in the order of the steppers."""
         return [stepper.attributes() for stepper in self.steppers]
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
