@@ -236,6 +236,36 @@ def test_the_optimizers_own_word_counts(word: Any, expected: Cut) -> None:
     assert choose_cuts(model, optimizer, None) == {id(model.weight): expected}
 
 
+class _ByNorm(torch.optim.SGD):
+    """Steps by gradients over their norm."""
+
+    def step(self, closure: Any = None) -> None:  # noqa: D102
+        for param in self.param_groups[0]["params"]:
+            param.grad = None if param.grad is None else param.grad / (param.grad.norm() + 1)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "is_doubted"),
+    [(_ByNorm, "flat", True), (_ByNorm, "tensor", False), (torch.optim.SGD, "flat", False)],
+)
+def test_a_word_that_a_trial_contradicts_is_followed_and_said(
+    kind: type[torch.optim.Optimizer],
+    word: str,
+    is_doubted: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Trusted, as before, and not in silence."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = type("_Worded", (kind,), {"needs_cut": word})(model.parameters(), lr=0.1)
+
+    cuts = choose_cuts(model, optimizer, None)
+
+    assert str(cuts[id(model.weight)]) == word
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("taken at its word" in line and "combines" in line for line in said) == is_doubted
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
 def test_torchs_own_are_known(kind: type[torch.optim.Optimizer]) -> None:
     """A list of exact classes: what a subclass overrides nobody knows."""

@@ -172,7 +172,7 @@ class OffloadedState:
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
             number, stepper, own_at = self._stepper_of(at)
-            kind = stepper.shape_tried(param.shape, param.dtype), param.dtype, at
+            kind = tuple(param.shape), param.dtype, at
             if kind not in kinds:
                 numbers = numbers_of(groups[at])
                 kinds[kind] = stepper.entries(kind[0], param.dtype, numbers, own_at)

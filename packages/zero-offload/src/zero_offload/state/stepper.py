@@ -27,19 +27,12 @@ NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.AdamW: CPUAdam,
     torch.optim.Adagrad: CPUAdagrad,
 }
-_ELEMENTWISE: Final = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
-    *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
-)
 _REFUSED: Final = {
     ("capturable", True): "a graph of the device cannot hold a step on the host",
     ("differentiable", True): "autograd does not see a step on the host",
     ("keeps_last_step", True): "it would keep all of the state in memory",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
-# Of the parameters that are tried where every element has the same state, whatever their size.
-_SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
 
 
 @frozen
@@ -77,7 +70,7 @@ class Stepper:
             ValueError: The class refuses an argument.
         """
         _refuse(asked, arguments)
-        return cls(asked([_blank((1, 1), torch.float32)], **arguments))
+        return cls(asked([nn.Parameter(torch.zeros(1, 1))], **arguments))
 
     @property
     def asked(self) -> type[Optimizer]:
@@ -137,21 +130,16 @@ class Stepper:
             _is_narrow(asked) and self.is_native and getattr(self.template, "keeps_masters", False)
         )
 
-    def shape_tried(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape that `entries` has to know: all of it where state may depend on it."""
-        used = self.used_for(dtype)
-        is_known = issubclass(used, AbstractCPUOptimizer) or used in _ELEMENTWISE
-        return _SIDES[: len(shape)] if is_known else tuple(shape)
-
     def entries(
         self, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[str, Any], position: int
     ) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of one shows.
 
-        Of its size, as an optimizer may quantize or factor state of large ones only; freed then.
+        Of its size, as an optimizer may quantize or factor state of large ones only. Torch's own
+        step it without memory, on meta; of others it has memory until this returns.
 
         Args:
-            shape: See `shape_tried`.
+            shape: Of the parameter.
             dtype: Of the parameter.
             numbers: What its param group says.
             position: Of the param group.
@@ -162,18 +150,26 @@ class Stepper:
             masters, dtype = (Entry(MASTER, own),), own
         if not math.prod(shape):
             return masters  # nothing of it is ever here
-        param = _blank(shape, dtype)
-        param.grad = torch.zeros_like(param)
-        with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
+        used = self.used_for(of)
+        if issubclass(used, AbstractCPUOptimizer):
+            shape = (2,)  # each element has the same state
+        is_torchs = used.__module__.startswith("torch.optim.")
+        for device in ("meta", "cpu") if is_torchs else ("cpu",):
+            param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+            param.grad = torch.zeros_like(param)
             optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
             optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
             optimizer.state[param].update(self._first_state(position))
             try:
-                if callable(getattr(optimizer, "train", None)):  # schedule-free ones have modes
-                    optimizer.train()  # type: ignore[attr-defined]
-                optimizer.step()
-                self._try_modes(optimizer, param)
+                with torch.random.fork_rng(devices=[]):  # the user's numbers must not change
+                    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have modes
+                        optimizer.train()  # type: ignore[attr-defined]
+                    optimizer.step()
+                    self._try_modes(optimizer, param)
+                break
             except Exception as error:
+                if param.is_meta:
+                    continue  # its step reads a value
                 raise UnsupportedOptimizerError(
                     f"a trial step of a {self.asked.__name__} on a parameter of shape {shape} "
                     f"failed with {type(error).__name__}: {error}, so nothing is known of its "
@@ -291,7 +287,3 @@ def _own(value: Any) -> Any:
         copied.update({key: _own(item) for key, item in value.items()})
         return copied
     return value
-
-
-def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=dtype))
