@@ -239,7 +239,7 @@ def test_the_optimizers_own_word_counts(word: Any, expected: Cut) -> None:
 class _ByNorm(torch.optim.SGD):
     """Steps by gradients over their norm."""
 
-    def step(self, closure: Any = None) -> None:  # noqa: D102
+    def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
             param.grad = None if param.grad is None else param.grad / (param.grad.norm() + 1)
         super().step(closure)
