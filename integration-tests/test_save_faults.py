@@ -28,6 +28,7 @@ from attrs import define, field
 from torch import nn
 from zero_comm import CommError, Group
 from zero_engine import FileError
+from zero_engine.checkpoint import StopSignals
 from zero_engine.testing import FileSystem, save
 
 REAL = FileSystem()
@@ -210,6 +211,63 @@ def _kill_rank(folder: Path) -> None:
     os._exit(0)
 
 
+def _kill_rank_behind(folder: Path, then: str) -> None:
+    """As `_kill_rank`, while training goes on; the other prints what it learns, and how soon."""
+    rank = int(os.fork() == 0)
+    meeting = f"file://{folder}.meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    group = Group.from_process_group(patience_s=0.2)
+    model, optimizer = _make(group)
+    _save_step(folder, model, optimizer, 1)
+
+    def die(*args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    system = FileSystem(write=die) if rank else REAL
+    began = time.monotonic()
+    try:
+        with (
+            StopSignals(model),
+            zero_engine.Saver(folder, model, optimizer, system=system) as saver,
+        ):
+            saver.save(step=2)
+            began = time.monotonic()
+            while then == "train":
+                model(torch.ones(2, 9)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if then == "save":
+                saver.save(step=3)
+    except CommError as error:
+        print(f"{time.monotonic() - began:.1f} s: {error}", flush=True)
+    sys.exit()  # waits for threads, as the end of a program does
+
+
+@pytest.mark.parametrize("then", ["train", "save", "leave"])
+def test_the_death_of_a_rank_that_saves_in_the_background_is_named_soon(
+    tmp_path: Path, then: str
+) -> None:
+    """Rank 0 waited half an hour for the files of the other."""
+    began = time.monotonic()
+
+    done = subprocess.run(
+        [sys.executable, __file__, then, tmp_path / "run"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert time.monotonic() - began < 60
+    said = re.search(r"([\d.]+) s: (.*)", done.stdout)
+    assert said is not None, done.stdout + done.stderr
+    assert float(said[1]) < 10, done.stdout
+    assert "rank 1" in said[2]
+    assert re.search(r"given up: .*rank 1 has not written its files", done.stderr), done.stderr
+    assert _check_newest(tmp_path / "run") == 1
+
+
 def test_what_is_killed_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """A loop at any instant, and one of two ranks: SIGKILL runs no handler."""
     loop, of_two = tmp_path / "loop", tmp_path / "two"
@@ -274,5 +332,7 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] in {"train", "save", "leave"}:
+        _kill_rank_behind(Path(sys.argv[2]), sys.argv[1])
     _kill_loops(Path(sys.argv[1]))
     _kill_rank(Path(sys.argv[2]))

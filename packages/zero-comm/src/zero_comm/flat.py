@@ -346,10 +346,13 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
+    watch = group.watch
+    launch = None if watch is None else watch.launch("broadcast", _BUILT_IN, sends=True)
     wire = buffer.view(torch.uint8)  # gloo knows few dtypes
     send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
     work = send(wire, group.global_rank(src), group=group.process_group, async_op=True)
+    if watch is not None:
+        watch.sent()
     # gloo's tree: all comes from `src`, which sends to the rank after it first.
     peer = src if group.rank != src else (src + 1) % group.world_size
     return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))

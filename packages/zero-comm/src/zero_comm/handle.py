@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from attrs import define, field
 
@@ -17,6 +17,10 @@ from .watch import Launch, Wait, causes
 # NOTE(dropped): when a message arrives for a receive whose Work is gone, gloo stops reading from
 # that peer for good, and every later collective of the group hangs. A handle that nobody waits on,
 # because its model was deleted, say, is therefore waited on by a thread of its own.
+
+# NOTE(interrupted): an exception that comes from outside, such as Ctrl-C, may end a wait anywhere.
+# What had not come by then comes later, and may be written to memory that has another use by then.
+# So a handle forgets nothing before its wait has ended, and `drain` waits for what is left.
 
 # NOTE(hops): a collective may be several exchanges of which each sends what the one before has
 # brought: a reduction inside nodes and one across, a reduction and a gather of its result. Somebody
@@ -39,9 +43,13 @@ class Message:
     what: str  # "receiving from rank 1"
     launch: Launch | None = None  # the collective of ours that it belongs to, if that is watched
     peer: int = -1  # the rank that must launch it too before this ends
+    _has_begun: bool = field(default=False, init=False)  # a wait, which may have been interrupted
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Block until it has come; an error says which it was, and what for."""
+        if self._has_begun and self.work.is_completed():
+            return  # waiting once more for what a wait has had would never end
+        self._has_begun = True
         if self.launch is None:
             self._wait(timeout_s)
             return
@@ -73,6 +81,12 @@ def _is_last(_: float | None) -> bool:
     return False
 
 
+class _Draining(Protocol):
+    """A handle, or what it hands on to."""
+
+    def drain(self) -> None: ...
+
+
 @define(eq=False)
 class Handle(Generic[T]):
     """What a collective returns. Wait once; the borrowed tensors live until then.
@@ -86,11 +100,12 @@ class Handle(Generic[T]):
     _borrowed: Sequence[Any] = ()
     _late_messages: Sequence[Message] = ()  # those that `_finish` waits on
     _advance: Callable[[float | None], bool] = field(default=_is_last, kw_only=True)
+    _inside: _Draining | None = field(default=None, kw_only=True)  # that it was made of
     _spent: bool = field(default=False, init=False)
 
     @property
     def is_spent(self) -> bool:
-        """Whether `wait` was called."""
+        """Whether `wait` has ended."""
         return self._spent
 
     def wait(self, *, timeout_s: float | None = None) -> T:
@@ -107,13 +122,24 @@ class Handle(Generic[T]):
         """
         if self._spent:
             raise CommError("Handle.wait() was already called; keep its result instead")
-        self._spent = True
         for message in self._messages:
             message.wait(timeout_s=timeout_s)
-        finish, self._finish = self._finish, _is_over
-        result = finish(timeout_s)
+        result = self._finish(timeout_s)
+        self._spent, self._finish = True, _is_over
         self._messages, self._borrowed, self._late_messages = (), (), ()
         return result
+
+    def drain(self) -> None:
+        """Wait for what is in flight, and drop it; see NOTE(interrupted). Launches nothing.
+
+        Raises:
+            CommError: A peer did not take part in time.
+            DivergenceError: As `wait` does.
+        """
+        if self._inside is not None:
+            self._inside.drain()
+        elif not self._spent:
+            self.wait()
 
     def advance(self, *, timeout_s: float | None = None) -> bool:
         """Go one hop further: wait for the one in flight, and launch the next. Collective.
@@ -145,18 +171,19 @@ class Handle(Generic[T]):
             Handle of what `launch` returns a handle of.
         """
         hops = _Hops(self, launch)
-        return Handle(hops.finish, advance=hops.advance)
+        return Handle(hops.finish, advance=hops.advance, inside=hops)
 
     def map(self, make: Callable[[T], U]) -> Handle[U]:
         """A handle of what `make` makes of the result, locally. This one is the other's then."""
         return Handle(
             lambda timeout_s: make(self.wait(timeout_s=timeout_s)),
             advance=lambda timeout_s: self.advance(timeout_s=timeout_s),
+            inside=self,
         )
 
     def __del__(self) -> None:
         messages = (*self._messages, *self._late_messages)
-        if messages and not self._spent and not sys.is_finalizing():
+        if messages and not sys.is_finalizing():
             threading.Thread(target=_outlive, args=(messages, self._borrowed), daemon=True).start()
 
 
@@ -180,6 +207,9 @@ class _Hops:
         while self.advance(timeout_s):
             pass
         return self.current.wait(timeout_s=timeout_s)
+
+    def drain(self) -> None:
+        self.current.drain()
 
 
 def _is_over(_: float | None) -> NoReturn:

@@ -77,6 +77,8 @@ def exchange(
         messages = [_message(receives[peer], peer, group, launch) for peer in received]
         sent = [peer for peer in others if sends[peer].numel()]
         messages += [_message(sends[peer], peer, group, launch, is_sent=True) for peer in sent]
+        if launch is not None:
+            launch.watch.sent()
         return Handle(lambda _: result, messages, (buffer, result))
 
     def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
@@ -84,6 +86,7 @@ def exchange(
             buffers[peer].read_into(receives[peer], offset=offsets[peer])
 
     transfer = peers.launch(launch.key, buffer, carry_out, launch=launch, num_bytes=num_bytes)
+    launch.watch.sent()
     return _when_read(transfer, result, peers, launch)
 
 
@@ -117,6 +120,7 @@ def reduce_scatter_by_messages(
             piece = chunks[peer][start : start + step]
             if piece.numel():
                 sends.append(_message(piece, peer, group, launch, is_sent=True))
+    launch.watch.sent()
 
     def finish(timeout_s: float | None) -> Tensor:
         for piece, messages in arrivals:
@@ -188,6 +192,7 @@ def reduce_scatter_by_reading(
             finish_mean(total, op=op, world_size=world_size)
 
     transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
+    launch.watch.sent()
     return _when_read(transfer, out, peers, launch)
 
 
@@ -392,7 +397,7 @@ def begin(
     assert group.watch is not None, "where a backend composes, the group has a watch"
     part = 0 if version is None else 1 + version % _NUM_VERSIONS
     key = _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
-    return group.watch.launch(name, key, tag=tag, version=version)
+    return group.watch.launch(name, key, tag=tag, version=version, sends=True)
 
 
 def torch_op(op: Reduction) -> Any:

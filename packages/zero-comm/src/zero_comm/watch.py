@@ -229,6 +229,7 @@ class Watch:
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
+    _sending: dict[int, tuple[str, int | None]] = field(factory=dict, init=False)  # by thread
     _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
     _num_long_waits: int = field(default=0, init=False)  # when last asked for
     _beat: int = field(default=0, init=False)
@@ -254,14 +255,57 @@ class Watch:
             self._scope, self._ranks = other._scope, tuple(ranks)
 
     def launch(
-        self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
+        self,
+        operation: str,
+        key: int,
+        *,
+        tag: int | None = None,
+        version: int | None = None,
+        sends: bool = False,
     ) -> Launch:
-        """Count a collective that begins."""
+        """Count a collective that begins.
+
+        Args:
+            operation: What it does.
+            key: See `Launch`.
+            tag: Of its purpose.
+            version: Of the values.
+            sends: Messages follow from this thread, until `sent` is called.
+
+        Raises:
+            DivergenceError: An exception came before all messages of an earlier one were sent.
+        """
+        if sends:
+            thread = threading.get_ident()
+            if thread in self._sending:
+                raise self._break(self._sending[thread])
+            self._sending[thread] = operation, tag
         scope, name = self._scope, self._name_of(key)
         number = scope.launched[name] = scope.launched.get(name, 0) + 1
         scope.num_launched = at = scope.num_launched + 1
         scope.recent[at % NUM_RECENT] = at, self.name, key, number, operation, tag, self.purposes
         return Launch(self, operation, key, number, tag, version)
+
+    def sent(self) -> None:
+        """All messages of what this thread launched last are on their way."""
+        self._sending.pop(threading.get_ident(), None)
+
+    def _break(self, torn: tuple[str, int | None]) -> DivergenceError:
+        """Tell every rank that peers wait for what this one will never send."""
+        operation, tag = torn
+        purpose = (None if tag is None else self.purposes.get(tag)) or Purpose(operation)
+        text = (
+            f"rank {self._scope.rank} was interrupted (Ctrl-C, an error in a signal handler) as it "
+            f"began {purpose.what}, and its peers wait for what it did not send; start the job "
+            "again from its last checkpoint"
+        )
+        with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
+            default_store().set(self._key(_DIVERGENCE), text)
+            default_store().add(self._key(_LONG_WAITS), 1)
+        self._diverge(text)
+        error = self.error()
+        assert error is not None, "it has just been said"
+        return error
 
     def begin(self, wait: Wait) -> None:
         """This thread blocks now, until `end` is called."""

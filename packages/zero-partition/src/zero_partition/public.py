@@ -44,10 +44,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         StateError: Not sharded.
     """
     reducer = require_sharded(model).reducer
-    before, reducer.sync = reducer.sync, False
+    before = reducer.sync
     try:
-        yield
-    finally:
+        try:
+            reducer.sync = False
+            yield
+        finally:
+            reducer.sync = before
+    finally:  # once more: Ctrl-C may have come just before
         reducer.sync = before
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import os
 import signal
 import time
 import traceback
@@ -18,7 +21,7 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import all_gather_json, collective
+from zero_comm import CommError, all_gather_json, collective
 from zero_offload import HostArena
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
@@ -134,7 +137,9 @@ def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None)
 
 
 _POLL_S: Final = 0.02
-_AT_EXIT_S: Final = 20.0
+_AT_EXIT_S: Final = 20.0  # without a change in the folder: where training has ended,
+_APART_S: Final = 3.0  # and where it has because ranks parted
+_LOG: Final = logging.getLogger(__name__)
 
 # NOTE(background): no thread but the main one takes part in collectives. Ranks tell rank 0 by small
 # files beside what they have written; rank 0's thread waits for those of all, and publishes. That
@@ -279,7 +284,7 @@ class Saver:
         if kind is None:
             self.close()
         elif self._under_way is not None:
-            self._under_way.thread.join()
+            self._under_way.leave(kind)
 
 
 @define(eq=False)
@@ -291,6 +296,8 @@ class _Background:
     timeout_s: float
     thread: Thread = field(init=False)
     is_over: Event = field(factory=Event, init=False)  # rank 0 need not wait for others' files
+    # How long the folder may stay as it is before rank 0 takes others for dead.
+    idle_s: float = field(default=math.inf, init=False)
     error: Exception | None = field(default=None, init=False)
     written: dict[str, Any] | None = field(default=None, init=False)
 
@@ -303,7 +310,11 @@ class _Background:
         writer = self.writer
         if writer.group.rank:
             self.thread.join()
-        problems = all_gather_json("" if self.error is None else "failed", group=writer.group)
+        try:
+            problems = all_gather_json("" if self.error is None else "failed", group=writer.group)
+        except CommError as error:
+            self.leave(type(error))
+            raise
         if any(problems):  # which a rank whose disk is full could not say otherwise
             self.is_over.set()
         self.thread.join()
@@ -317,6 +328,17 @@ class _Background:
 
         said = together(look, what="a save in the background", group=writer.group)
         return writer.report(said)
+
+    def leave(self, kind: type[BaseException]) -> None:
+        """Wait for this rank's part, and on rank 0 for others' while they write. Local.
+
+        Args:
+            kind: Of the exception that ends training here.
+        """
+        self.idle_s = _APART_S if issubclass(kind, CommError) else _AT_EXIT_S
+        self.thread.join()
+        if self.error is not None:
+            _LOG.warning("a save in the background was given up: %s", self.error)
 
     def _run(self) -> None:
         writer = self.writer
@@ -349,24 +371,37 @@ class _Background:
             ):
                 system.write_file(path, content)
 
+    def _sizes(self) -> dict[str, int]:
+        """Of all files there are by now."""
+        with suppress(OSError):
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.writer.path)}
+        return {}
+
     def _said_by(self, rank: int) -> Path:
         """A rank's word that its files are on disk."""
         return self.writer.path / f".written-{rank:05}"
 
     def _collect(self) -> list[dict[str, Any]]:
         """What every rank has written, when all have. On rank 0's thread."""
-        found, writer, timeout_s = [], self.writer, self.timeout_s
-        deadline = time.monotonic() + timeout_s
+        found, writer, begun = [], self.writer, time.monotonic()
+        seen, changed = None, begun
         for rank in range(writer.group.world_size):
             at = self._said_by(rank)
             while not at.exists():
-                if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
-                    timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
-                    deadline = time.monotonic() + timeout_s
-                if time.monotonic() > deadline:
+                if not main_thread().is_alive():  # the job is ending, and others may have ended
+                    self.idle_s = min(self.idle_s, _AT_EXIT_S)
+                now, sizes = time.monotonic(), None if math.isinf(self.idle_s) else self._sizes()
+                if sizes != seen:
+                    seen, changed = sizes, now
+                if now - begun > self.timeout_s:
                     raise FileError(
                         f"{writer.path}: rank {rank} has not written its files within "
-                        f"{timeout_s:g} s; is it alive, and does it see the same folder?"
+                        f"{self.timeout_s:g} s; is it alive, and does it see the same folder?"
+                    )
+                if now - changed > self.idle_s:
+                    raise FileError(
+                        f"{writer.path}: rank {rank} has not written its files, nothing was "
+                        f"written for {self.idle_s:g} s, and training has ended here; is it alive?"
                     )
                 if self.is_over.wait(_POLL_S):
                     raise FileError(f"{writer.path}: another rank failed to write its files")

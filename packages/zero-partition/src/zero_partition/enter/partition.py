@@ -40,6 +40,7 @@ from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
+    count_calls,
     install_dtype_hooks,
     install_format_hooks,
     install_module_hooks,
@@ -419,6 +420,7 @@ def _partition(
         optimizer=optimizer,
         exposure=expose_shards(units, group),
         state_dict=config.state_dict,
+        count_calls=count_calls,
         again=again,
         input_dtype=precision.params if precision.cast_inputs else None,
         output_dtype=precision.outputs,

@@ -159,6 +159,7 @@ class BufferGradients:
     views: tuple[Tensor, ...] = field(default=(), init=False)  # of it, kept: a slot may come back
     has_launched: bool = field(default=False, init=False)  # in this backward
     reduction: Handle[Tensor] | None = field(default=None, init=False)  # in flight
+    _advances: bool = field(default=False, init=False)  # it does, or an exception has ended that
     shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
     structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
@@ -320,14 +321,18 @@ class BufferGradients:
             Whether there was a next one, and the accumulator is free.
         """
         assert self.reduction is not None, "the reducer lists what is in flight"
-        return self._named(self.reduction.advance)
+        self._advances = True
+        has_next = self._named(self.reduction.advance)
+        self._advances = False
+        return has_next
 
     @ranged("reduce wait", "unit.name")
     def finish(self) -> None:
         """Wait for what is left of the reduction, and add it to what the optimizer has."""
         assert self.reduction is not None, "the reducer lists what is in flight"
+        self._advances = True
         reduced = self._named(self.reduction.wait)
-        self.reduction = None
+        self.reduction, self._advances = None, False
         if self.shards_state and reduced is not self.shard:
             self._add(reduced)
         params, arrived = self.buffer.params, list[int]()
@@ -372,6 +377,17 @@ class BufferGradients:
             tag=self.buffer.reduce_tag,
             codec=self.codec,
         )
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an exception ended a call that launched its reduction, or brought it further."""
+        return self.reduction is None or self._advances
+
+    def drain(self) -> None:
+        """Wait for what is in flight of a torn reduction, whose gradients are dropped."""
+        reduction, self.reduction, self._advances = self.reduction, None, False
+        if reduction is not None:
+            self._named(reduction.drain)
 
     def _named(self, go_on: Callable[[], T]) -> T:
         try:
@@ -585,7 +601,7 @@ class BufferGradients:
         for position, state in enumerate(self.states):
             if state is ACCUMULATED and not set_to_none:
                 self.views[position].zero_()
-            elif state is LOCAL or state is ACCUMULATED:
+            elif state is LOCAL or state is ACCUMULATED or state is IN_FLIGHT:
                 self._forget(position)
             elif state is REDUCED and not self.shards_state and not set_to_none:
                 self._forget(position)  # zero on every rank, which may be summed again
@@ -821,9 +837,9 @@ class GradientReducer:
         if g.reduction is not None:
             self._end(g)
         self._ensure_accumulator(g)
-        g.launch()
         before = tuple(self._in_flight)
-        self._in_flight.append(g)
+        self._in_flight.append(g)  # first, so that what an exception leaves of it is found there
+        g.launch()
         self._advance(before)
 
     def _end(self, g: BufferGradients) -> None:
@@ -835,6 +851,24 @@ class GradientReducer:
             self._advance(tuple(self._in_flight))
         if self.home is not None:
             self.home.settle()
+
+    def _end_torn(self) -> None:
+        """End reductions of a call that an exception ended, whose gradients are dropped."""
+        torn = [g for g in self._in_flight if g.is_torn]
+        self._in_flight = [g for g in self._in_flight if not g.is_torn]
+        try:
+            for g in torn:
+                g.drain()
+            self._flush()
+        finally:
+            for g in torn:
+                g.drop()
+                g.leave_accumulator()
+            if torn and not self._in_flight:  # what a launch was given, and nobody waits for
+                for g in self.gradients:
+                    if g.slot is not None:
+                        g.leave_accumulator()
+                self.pool.release()
 
     def _advance(self, reductions: Sequence[BufferGradients]) -> None:
         """These go one hop further, or end."""
@@ -915,14 +949,15 @@ class GradientReducer:
         group = self.routes.whole
         if group.world_size == 1:
             return
-        if self._flags is not None:
-            self._flags.wait()
+        flags, self._flags = self._flags, None
+        if flags is not None:
+            flags.wait()
         mine = [param.grad is not None for g in self.gradients for param in g.targets]
         self._flags = self.launch_exchange(torch.tensor(mine, dtype=torch.uint8), group)
         if all(mine):
             return
-        everyone = self._flags.wait().view(group.world_size, -1)
-        self._flags = None
+        flags, self._flags = self._flags, None
+        everyone = flags.wait().view(group.world_size, -1)
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
             for position, param in enumerate(g.targets):
@@ -939,23 +974,25 @@ class GradientReducer:
         Args:
             is_asked_for: The user drops them anyway; else earlier ones go with a warning.
         """
-        self._flush()
         if self._has_earlier and self.shards_state and not is_asked_for:
             warnings.warn(
                 "a backward ended in an exception: the gradients of the backwards before it, "
                 "accumulated since zero_grad(), are dropped with its own",
                 stacklevel=2,
             )
-        self._forget_turns()
-        for g in self.gradients:
-            g.drop() if self.shards_state else g.drop_local(set_to_none=True)
-        self._leave_accumulators(self.gradients)
-        self._has_earlier = False
-        self.finish_without_gradients()
+        try:
+            self._end_torn()
+        finally:
+            self._forget_turns()
+            for g in self.gradients:
+                g.drop() if self.shards_state else g.drop_local(set_to_none=True)
+            self._leave_accumulators(self.gradients)
+            self._has_earlier = False
+            self.finish_without_gradients()
 
     def drop(self, *, set_to_none: bool) -> None:
         """Do what `zero_grad` does to gradients that are not in the optimizer's hands."""
-        self._flush()
+        self._end_torn()
         for g in self.gradients:
             g.drop() if set_to_none else g.drop_local(set_to_none=False)
         self._leave_accumulators(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -100,6 +102,7 @@ class AroundCall(Bound):
         if self.is_model:
             self.sharded.begin_forward()
         elif not self.sharded.forwards and not is_in_backward():  # of a part of the model
+            self.sharded.end_broken_calls(beginning=1)
             self.sharded.follow_shard_writes()
         self.sharded.require("a forward", StateKind.PARAMS)
         try:
@@ -155,6 +158,20 @@ class AroundCall(Bound):
                 "no hook, so it would read parameters at rest. Take vmap, jvp and jacfwd under "
                 "torch.no_grad(), and transforms that run backward at stage 2 or lower"
             )
+
+
+_CALL: Final = inspect.unwrap(AroundCall.__call__).__code__
+
+
+def count_calls(sharded: ShardedModel) -> int:
+    """How many calls of its modules are on the stacks of this process' threads."""
+    count = 0
+    for frame in sys._current_frames().values():  # which has no public name
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals["self"].sharded is sharded:
+                count += 1
+            frame = frame.f_back
+    return count
 
 
 def _undisturbed(action: Callable[[], Result]) -> Result:

@@ -87,6 +87,7 @@ class Schedule:
     _clock: int = field(default=0, init=False)
     _starts: list[int] = field(factory=list, init=False)
     _running: list[Unit] = field(factory=list, init=False)  # forwards, innermost last
+    _is_filling: bool = field(default=False, init=False)  # slots, or an exception has ended that
     _active: list[Call] = field(factory=list, init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
     # By unit's index: the backward that reached a call of it; those with calls that none can reach.
@@ -103,8 +104,8 @@ class Schedule:
 
     @property
     def is_running(self) -> bool:
-        """Whether a unit's forward runs now."""
-        return bool(self._running)
+        """Whether a unit's forward runs now, or its slot is being filled."""
+        return self._is_filling or bool(self._running)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether something may read its parameters before it is unsharded again."""
@@ -217,7 +218,10 @@ class Schedule:
         self._starts.clear()
         self._running.clear()
         self.keeps_whole = False
+        is_filling, self._is_filling = self._is_filling, False
         self.end_backward()
+        if is_filling:  # what was launched, and nobody waits for, may yet write to slots' memory
+            self.release()
 
     def step(self) -> None:
         """The optimizer has stepped: launch the first gathers of the next forward."""
@@ -287,20 +291,24 @@ class Schedule:
                 "now used at once. Give them as one unit, or call release_buffers(model) before "
                 "the change."
             )
+        self._is_filling = True
         unit.unshard(self.pool)
+        self._is_filling = False
         self._prefetch()
 
     def _prefetch(self) -> None:
         """Start the gathers that are due at this moment. Collective with its peers' same call."""
         trace = self._trace
+        self._is_filling = True
         launches = trace.plan(self.gathers(trace)) if trace.launches is None else trace.launches
         for index in launches.get(trace.position, ()):
             unit = self.units[index]
             owner = unit.slot.owner if unit.slot is not None else None
             is_taken = owner is not None and owner is not unit and self.is_in_use(owner)
             if unit.slot is None or is_taken:
-                return  # and launch none that follow: one sequence on every rank
+                break  # and launch none that follow: one sequence on every rank
             unit.start_unshard(self.pool)
+        self._is_filling = False
         if self.home is not None and self.limits.read_ahead:
             coming = [self.units[index] for index in trace.after(self.limits.read_ahead)]
             coming = [unit for unit in coming if not unit.is_resident]

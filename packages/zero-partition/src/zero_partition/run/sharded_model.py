@@ -447,6 +447,7 @@ class ShardedModel:
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
     state_dict: StateDictKind  # what it does of what is sharded
+    count_calls: Callable[[ShardedModel], int]  # of modules of it that are on a stack now
     again: Callable[[ShardedModel], None] | None = None  # partition it anew; None: not known how
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
@@ -570,6 +571,7 @@ class ShardedModel:
         """The model's forward starts: clean up after an exception."""
         self.require("a forward", StateKind.PARAMS)
         if not is_in_backward():
+            self.end_broken_calls(beginning=1)
             if is_profiled() is not ranges.follows_profiler:
                 ranges.follow_profiler()
             self._refuse_callers()
@@ -590,6 +592,22 @@ class ShardedModel:
         self.hide_guards(is_hidden=False)
         if not self.forwards and not is_in_backward():
             self.outside.forget()
+
+    def end_broken_calls(self, *, beginning: int = 0) -> None:
+        """End forwards that an exception has ended before they could say so. Not in a backward.
+
+        Waits for gathers that they have launched.
+
+        Args:
+            beginning: So many calls begin now, and are no reason to think that one is running.
+        """
+        if not self.forwards and not self.schedule.is_running:
+            return
+        if self.count_calls(self) > beginning:
+            return
+        self.forwards = 0
+        self.schedule.reset()
+        self.hide_guards(is_hidden=False)
 
     def hide_guards(self, unit: Unit | None = None, *, is_hidden: bool) -> None:
         """Take guards out of `param.grad` during a forward, or put them back. Local.
@@ -633,6 +651,7 @@ class ShardedModel:
             self._give_up_backward()
             if arrived is not None:
                 arrived.grad = grad
+        call_after_backward(_EndOfBackward(ref(self)))  # first: it says so if this is interrupted
         self._move(ModelPhase.BACKWARD)
         try:
             self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
@@ -646,7 +665,6 @@ class ShardedModel:
             self._accumulates = any(
                 will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
             )
-        call_after_backward(_EndOfBackward(ref(self)))
         if self.residence.offload is not None and self._accumulates:
             self.residence.offload.read_ahead()
         if self._accumulates:
@@ -658,6 +676,7 @@ class ShardedModel:
         self.require("backward_without_batch()", StateKind.GRADS, no=no)
         with plain_access():
             self.reducer.refuse_to_sum_again()
+            self._move(ModelPhase.BACKWARD)
             self.reducer.begin_backward()
         self._accumulates, self._makes_graph = True, False
         self.close_backward()
@@ -668,6 +687,7 @@ class ShardedModel:
             self._end_step_range()  # of a step that an exception ended
             self._step_range = ranges.enter("step")
         no = (ModelPhase.BACKWARD, ModelPhase.FAILED, ModelPhase.GATHERED)
+        self.end_broken_calls()
         self.require("optimizer.step()", *StateKind, no=no)
         if self.schedule.is_running and self.placements.params is Placement.SHARDED:
             raise StateError(
@@ -676,8 +696,14 @@ class ShardedModel:
                 "or train at stage 2 or lower"
             )
         self._check_params()
-        with plain_access():
-            self.reducer.before_step()
+        self._move(ModelPhase.BACKWARD)  # an exception while gradients are reduced leaves it there
+        try:
+            with plain_access():
+                self.reducer.before_step()
+        except StateError:  # refused, and nothing was done
+            self._move(ModelPhase.IDLE)
+            raise
+        self._move(ModelPhase.IDLE)
         self.take_gradients()
         self.begin_write()
         self._follow_writes()
@@ -842,6 +868,7 @@ class ShardedModel:
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
+        self.end_broken_calls()
         self.require("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
         self.follow_shard_writes()
         self.await_readers()
@@ -884,6 +911,7 @@ class ShardedModel:
 
     def _is_in(self, phase: ModelPhase) -> bool:
         if phase is ModelPhase.FORWARD:
+            self.end_broken_calls()
             return self.schedule.is_running
         if phase is ModelPhase.GATHERED:
             return bool(self.gathers)
@@ -896,7 +924,7 @@ class ShardedModel:
             return ModelPhase.FAILED  # which autograd has yet to tell
         if self.backward is not ModelPhase.IDLE:
             return self.backward
-        is_running = self.forwards or self.schedule.is_running
+        is_running = (self.forwards or self.schedule.is_running) and self.count_calls(self)
         return ModelPhase.FORWARD if is_running else ModelPhase.IDLE
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
@@ -906,6 +934,7 @@ class ShardedModel:
         """
         if not set_to_none:  # parked ones can be dropped, but not written to
             self.require("zero_grad(set_to_none=False)", StateKind.GRADS)
+        self.end_broken_calls()
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
@@ -923,6 +952,7 @@ class ShardedModel:
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
+        self.end_broken_calls()
         self.require("release_buffers()", no=(ModelPhase.GATHERED,))
         self._give_up_open_backward()
         self.outside.forget()
@@ -934,7 +964,6 @@ class ShardedModel:
         """The outermost backward has ended."""
         with plain_access():
             self.reducer.collect_waiting()  # which may refuse: then the backward has failed
-            self._move(ModelPhase.IDLE)
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
@@ -944,6 +973,7 @@ class ShardedModel:
         if not self._makes_graph:
             self.schedule.keeps_whole = False
         self.schedule.end_backward()
+        self._move(ModelPhase.IDLE)
 
     def _move(self, to: ModelPhase) -> None:
         assert to in BACKWARD_MOVES[self.backward], f"{self.backward} becomes {to}"

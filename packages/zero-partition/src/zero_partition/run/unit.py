@@ -130,7 +130,6 @@ class Unit:
         is_alone = self.exposure is not None or self.copies is not None
         if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
             self._begin_to_fill(pool)
-            self.state = ShardState.GATHERING
 
     @property
     def encoded_bytes(self) -> int:
@@ -152,6 +151,7 @@ class Unit:
             self._begin_to_fill(pool)
         if self._filling:
             self._wait()
+        self.state = ShardState.GATHERING  # until all are there: reshard() undoes half of it
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
@@ -318,6 +318,7 @@ class Unit:
     @ranged("gather", "name")
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
         """From copies on this rank, from peers' memory, from the node, or from all ranks."""
+        self.state = ShardState.GATHERING
         self._take_slot(pool)
         pairs = list(zip(self.buffers, self._full, strict=True))
         if self.copies is not None:

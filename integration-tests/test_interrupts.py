@@ -1,0 +1,196 @@
+"""An exception from outside may come anywhere in a step: what follows is as if it had not come.
+
+At a sample of all lines, drawn by ZERO_SEED; at each one by `hatch run interrupts`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+import parity
+from interrupts import (
+    CASES,
+    Case,
+    InterruptError,
+    Interrupting,
+    are_equal,
+    gradients,
+    interrupted,
+    moments,
+)
+from torch import nn
+from zero_comm import CommError, Group
+from zero_partition import StateError
+from zero_partition.seams import find_sharded
+
+EVERY_LINE: Final = os.environ.get("ZERO_INTERRUPTS") == "all"
+SEED: Final = int(os.environ.get("ZERO_SEED", time.time_ns() % 10**6))
+LIMIT_S: Final = 1800 if EVERY_LINE else 60
+
+
+@pytest.mark.ranks(1, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(
+    group: Group, case: Case
+) -> None:
+    """Of 600 moments in forward and backward 40 left an endless loop, or "a forward is running"."""
+    model, optimizer = case.build(None)
+    expected = _step(case, model, optimizer)
+    with Interrupting() as counted:
+        case.run(model, 7)
+    optimizer.zero_grad()
+    wrong = []
+
+    for at in moments(counted.num_lines, seed=SEED, most=None if EVERY_LINE else 150):
+        with interrupted(at) as interrupting:
+            case.run(model, 7)
+        outcome = ""
+        try:
+            optimizer.zero_grad()
+            if find_sharded(model).phase.name != "IDLE":
+                outcome = find_sharded(model).phase.name
+            if not are_equal(_step(case, model, optimizer), expected):
+                outcome = "other values"
+        except Exception as error:  # noqa: BLE001 - told below
+            outcome = f"{type(error).__name__}: {error}"
+        if outcome:
+            wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
+            model, optimizer = case.build(None)
+
+    assert not wrong, f"seed {SEED}: {wrong}"
+
+
+def _step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = case.run(model, 7)
+    found = [*losses, *gradients(optimizer)]
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.ranks(1, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_model_is_idle_after_load_whatever_was_interrupted(
+    group: Group, case: Case, tmp_path: Path
+) -> None:
+    """Also in the optimizer's step and in zero_grad()."""
+    model, optimizer = case.build(None)
+    zero_engine.save(tmp_path / "run", model, optimizer, step=2)
+
+    def train() -> list[torch.Tensor]:
+        losses = case.run(model, 7)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    def finish() -> list[Any]:
+        losses = [*train(), *train()]
+        return [*losses, *zero_engine.full_state_dict(model).values()]
+
+    expected = finish()
+    zero_engine.load(tmp_path / "run", model, optimizer)
+    with Interrupting() as counted:
+        train()
+    wrong = []
+
+    for at in moments(counted.num_lines, seed=SEED, most=None if EVERY_LINE else 30):
+        with interrupted(at) as interrupting:
+            train()
+        outcome = ""
+        try:
+            zero_engine.load(tmp_path / "run", model, optimizer)
+            optimizer.zero_grad()
+            if not are_equal(finish(), expected):
+                outcome = "other values"
+        except Exception as error:  # noqa: BLE001 - told below
+            outcome = f"{type(error).__name__}: {error}"
+        if outcome:
+            wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
+            model, optimizer = case.build(None)
+        zero_engine.load(tmp_path / "run", model, optimizer)
+
+    assert not wrong, f"seed {SEED}: {wrong}"
+
+
+# ---- Two ranks ----
+
+_PATIENCE_S: Final = 0.5
+_SOON_S: Final = 20.0  # for either rank to have its gradients, or to know why not
+
+
+@pytest.mark.ranks(2, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("transport", ["reading", "messages"])
+@pytest.mark.parametrize("which", ["one", "both", "both-elsewhere"])
+@pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-3", "stage-3-host"])
+def test_ranks_go_on_or_are_told_that_they_cannot(
+    group: Group, name: str, which: str, transport: str
+) -> None:
+    """No wrong gradient, no hang and no error of another kind, whoever is interrupted where.
+
+    Who was interrupted drops gradients and runs the step again. Who was not has run it once.
+    """
+    case, rank = CASES[name], group.rank
+    wrong, told = [], 0
+    model: nn.Module | None = None
+    with Interrupting() as counted:
+        _step(case, *case.build(_group_of(transport)))
+    num_lines = _everyone(counted.num_lines)
+    for at in moments(min(num_lines), seed=SEED, most=None if EVERY_LINE else 8):
+        if model is None:
+            model, optimizer = case.build(_group_of(transport))
+            expected = _step(case, model, optimizer)
+        at += rank * 37 if which == "both-elsewhere" else 0
+        began, outcome = time.monotonic(), "right"
+        interrupting = Interrupting(0 if which == "one" and rank else at)
+        try:
+            found = _interrupted_step(case, model, optimizer, interrupting)
+            if not are_equal(found, expected):
+                outcome = "WRONG"
+        except (CommError, StateError) as error:
+            outcome = f"told: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - reported
+            outcome = f"RAW {type(error).__name__}: {error}"
+        if time.monotonic() - began > _SOON_S:
+            outcome = f"LATE, {outcome}"
+        outcomes = _everyone(outcome)
+        told += any(each.startswith("told") for each in outcomes)
+        if any(each != "right" for each in outcomes):
+            model = None  # its group has parted
+        if not all(each.startswith(("right", "told")) for each in outcomes):
+            wrong.append(f"{interrupting.where} ({at}): {[each[:300] for each in outcomes]}")
+
+    assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
+    print(f"{name} {which} {transport}: {told} told")
+
+
+def _interrupted_step(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, interrupting: Interrupting
+) -> list[Any]:
+    try:
+        with interrupting:
+            losses = case.run(model, 7)
+    except InterruptError:
+        optimizer.zero_grad()
+        losses = case.run(model, 7)
+    found = [*losses, *gradients(optimizer)]
+    optimizer.zero_grad()
+    return found
+
+
+def _group_of(transport: str) -> Group:
+    if transport == "messages":
+        return parity.by_messages(patience_s=_PATIENCE_S)
+    return Group.from_process_group(dist.new_group(), patience_s=_PATIENCE_S)
+
+
+def _everyone(mine: Any) -> list[Any]:
+    """What each rank says, over the run's own group, which nobody has parted from."""
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
