@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from random import Random
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -157,12 +156,6 @@ def are_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
         (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
         for a, b in zip(found, expected, strict=True)
     )
-
-
-def moments(num_lines: int, *, seed: int, most: int | None) -> list[int]:
-    """All of them in order, or so many, drawn."""
-    every = range(1, num_lines + 1)
-    return list(every) if most is None else sorted(Random(seed).sample(every, min(most, num_lines)))
 
 
 @contextmanager

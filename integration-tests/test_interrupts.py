@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
 import zero_engine
-import parity
 from interrupts import (
     CASES,
     Case,
@@ -23,23 +24,27 @@ from interrupts import (
     are_equal,
     gradients,
     interrupted,
-    moments,
 )
 from torch import nn
 from zero_comm import CommError, Group
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
 
-EVERY_LINE: Final = os.environ.get("ZERO_INTERRUPTS") == "all"
+ASKED: Final = os.environ.get("ZERO_INTERRUPTS", "")  # moments of each test, or "all"
 SEED: Final = int(os.environ.get("ZERO_SEED", time.time_ns() % 10**6))
-LIMIT_S: Final = 1800 if EVERY_LINE else 60
+LIMIT_S: Final = 3600 if ASKED else 60
+
+
+def _moments(num_lines: int, *, usually: int) -> list[int]:
+    """Those at which to interrupt, in order."""
+    every = range(1, num_lines + 1)
+    most = num_lines if ASKED == "all" else min(int(ASKED or usually), num_lines)
+    return sorted(Random(SEED).sample(every, most))
 
 
 @pytest.mark.ranks(1, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(
-    group: Group, case: Case
-) -> None:
+def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(group: Group, case: Case) -> None:
     """Of 600 moments in forward and backward 40 left an endless loop, or "a forward is running"."""
     model, optimizer = case.build(None)
     expected = _step(case, model, optimizer)
@@ -48,7 +53,7 @@ def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(
     optimizer.zero_grad()
     wrong = []
 
-    for at in moments(counted.num_lines, seed=SEED, most=None if EVERY_LINE else 150):
+    for at in _moments(counted.num_lines, usually=150):
         with interrupted(at) as interrupting:
             case.run(model, 7)
         outcome = ""
@@ -58,7 +63,7 @@ def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(
                 outcome = find_sharded(model).phase.name
             if not are_equal(_step(case, model, optimizer), expected):
                 outcome = "other values"
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         if outcome:
             wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
@@ -99,7 +104,7 @@ def test_a_model_is_idle_after_load_whatever_was_interrupted(
         train()
     wrong = []
 
-    for at in moments(counted.num_lines, seed=SEED, most=None if EVERY_LINE else 30):
+    for at in _moments(counted.num_lines, usually=30):
         with interrupted(at) as interrupting:
             train()
         outcome = ""
@@ -108,7 +113,7 @@ def test_a_model_is_idle_after_load_whatever_was_interrupted(
             optimizer.zero_grad()
             if not are_equal(finish(), expected):
                 outcome = "other values"
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         if outcome:
             wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
@@ -141,20 +146,20 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
     with Interrupting() as counted:
         _step(case, *case.build(_group_of(transport)))
     num_lines = _everyone(counted.num_lines)
-    for at in moments(min(num_lines), seed=SEED, most=None if EVERY_LINE else 8):
+    for at in _moments(min(num_lines), usually=8):
         if model is None:
             model, optimizer = case.build(_group_of(transport))
             expected = _step(case, model, optimizer)
-        at += rank * 37 if which == "both-elsewhere" else 0
+        mine = {"one": at * (rank == 0), "both": at, "both-elsewhere": at + 37 * rank}[which]
         began, outcome = time.monotonic(), "right"
-        interrupting = Interrupting(0 if which == "one" and rank else at)
+        interrupting = Interrupting(mine)
         try:
             found = _interrupted_step(case, model, optimizer, interrupting)
             if not are_equal(found, expected):
                 outcome = "WRONG"
         except (CommError, StateError) as error:
             outcome = f"told: {type(error).__name__}: {error}"
-        except Exception as error:  # noqa: BLE001 - reported
+        except Exception as error:
             outcome = f"RAW {type(error).__name__}: {error}"
         if time.monotonic() - began > _SOON_S:
             outcome = f"LATE, {outcome}"

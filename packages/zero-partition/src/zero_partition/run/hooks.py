@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
+from traceback import walk_stack
 from typing import Any, Final, TypeVar, cast
 from weakref import ReferenceType, ref
 
@@ -165,13 +167,9 @@ _CALL: Final = inspect.unwrap(AroundCall.__call__).__code__
 
 def count_calls(sharded: ShardedModel) -> int:
     """How many calls of its modules are on the stacks of this process' threads."""
-    count = 0
-    for frame in sys._current_frames().values():  # which has no public name
-        while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals["self"].sharded is sharded:
-                count += 1
-            frame = frame.f_back
-    return count
+    frames = chain.from_iterable(map(walk_stack, sys._current_frames().values()))
+    calls = (frame.f_locals["self"] for frame, _ in frames if frame.f_code is _CALL)
+    return sum(call.sharded is sharded for call in calls)
 
 
 def _undisturbed(action: Callable[[], Result]) -> Result:
