@@ -13,7 +13,7 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Blockwise, Group, Loco
 from zero_engine import FileError, Wire
-from zero_engine.testing import MANIFEST, read_manifest
+from zero_engine.testing import MANIFEST, unsealed
 from zero_partition.seams import find_sharded, loco_state
 
 LOCO = Loco(reset_T=5)  # they are forgotten after the fifth step
@@ -122,7 +122,7 @@ def _load(group: Group, folder: Path, wire: dict[str, Any], says: str) -> None:
 def test_a_byte_of_them_that_is_damaged_is_found(group: Group, tmp_path: Path) -> None:
     """Nobody would see it in a loss. With weights alone they are not saved, as moments are not."""
     _save(group, tmp_path)
-    manifest = read_manifest(tmp_path / "step-2" / MANIFEST)
+    manifest = unsealed(tmp_path / "step-2" / MANIFEST)
     tensors = [tensor for of_rank in manifest["loco"].values() for tensor in of_rank.values()]
     (piece,) = tensors[-1]["pieces"]
     path = tmp_path / "step-2" / piece["file"]
@@ -133,4 +133,4 @@ def test_a_byte_of_them_that_is_damaged_is_found(group: Group, tmp_path: Path) -
         zero_engine.load(tmp_path, model, optimizer)
 
     zero_engine.save(tmp_path, model, step=3)
-    assert read_manifest(tmp_path / "step-3" / MANIFEST)["loco"] == {}
+    assert unsealed(tmp_path / "step-3" / MANIFEST)["loco"] == {}

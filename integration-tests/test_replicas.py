@@ -20,7 +20,7 @@ from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import DivergenceError, Group, Levels, all_gather_json, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
-from zero_engine.testing import MANIFEST, read_manifest
+from zero_engine.testing import MANIFEST, unsealed
 from zero_partition import PartitionError
 
 BLOCK = 64 * 64
@@ -221,7 +221,7 @@ def test_one_replica_is_saved_and_loads_anywhere(group: Group, stage: int, tmp_p
         else:  # adds in another order
             torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
 
-    manifest = read_manifest(tmp_path / "one" / report.path.name / MANIFEST)
+    manifest = unsealed(tmp_path / "one" / report.path.name / MANIFEST)
     states = [state for of in manifest["optimizer"].values() for state in of.values()]
     for tensor in (*manifest["params"].values(), *(each for each in states if "pieces" in each)):
         pieces = sum(piece["stop"] - piece["start"] for piece in tensor["pieces"])

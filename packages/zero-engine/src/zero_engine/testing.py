@@ -25,7 +25,7 @@ from zero_partition.seams import GradientHome, Homes, TensorHome
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
 from zero_engine.checkpoint.file_system import FileSystem
-from zero_engine.checkpoint.folder import MANIFEST, read_manifest, seal
+from zero_engine.checkpoint.manifest import MANIFEST, seal, unsealed
 from zero_engine.checkpoint.save import save_as
 from zero_engine.checkpoint.writer import SaveReport, SaveRequest
 from zero_engine.offload import Offload, homes_of
@@ -38,9 +38,9 @@ __all__ = [
     "edit_manifest",
     "held_copies",
     "host_apart",
-    "read_manifest",
     "resting",
     "save",
+    "unsealed",
     "write_manifest",
 ]
 
@@ -83,7 +83,7 @@ def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
 
 def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what a checkpoint says of itself in place, as if it had been saved so. Local."""
-    content = read_manifest(checkpoint / MANIFEST)
+    content = unsealed(checkpoint / MANIFEST)
     change(content)
     write_manifest(checkpoint, content)
 

@@ -17,7 +17,8 @@ from zero_engine.errors import ConfigError, FileError
 
 from .deepspeed import DeepSpeedFolder, is_deepspeed
 from .file_system import FILE_SYSTEM, NewFile, naming
-from .folder import MANIFEST, Checkpoint
+from .folder import Checkpoint
+from .manifest import MANIFEST
 from .pretrained import INDEX, SINGLE
 from .ranges import ALL_CODES, FileRun, Range, file_bytes, in_files
 

@@ -50,6 +50,7 @@ _DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
 }
 _CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
 _LENGTH_BYTES: Final = 8
+_WHEN_READ: Final = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 _LARGEST_HEADER_BYTES: Final = 10**8  # what the safetensors library accepts
 
 
@@ -110,7 +111,7 @@ class TensorFile:
             raise FileError(f"{self.path}: no such file")
         try:
             return _read_header(self.path)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ArithmeticError, *_WHEN_READ) as error:  # of numbers that are too large, too
             raise FileError(
                 f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
                 "it again"
@@ -155,9 +156,8 @@ class FileRun:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
         path, key, dtype = self.file.path, self.key, self.dtype
-        out = torch.empty(stop - start, dtype=dtype)
-        if not out.numel():
-            return out
+        if stop <= start:
+            return torch.empty(0, dtype=dtype)
         if key not in self.file.tensors:
             raise FileError(f"{path}: expected a tensor {key!r}; there is none")
         stored, shape, begin = self.file.tensors[key]
@@ -167,6 +167,7 @@ class FileRun:
                 f"{path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
                 f"{num_bytes} bytes"
             )
+        out = torch.empty(stop - start, dtype=dtype)
         first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
             with open_regular(path) as file:

@@ -38,7 +38,8 @@ from zero_engine.errors import ConfigError, FileError
 from zero_engine.sharding import has_optimizer
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
-from .folder import LATEST, from_json, name_of, to_json, together
+from .folder import LATEST, together
+from .manifest import from_json, name_of, to_json
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0

@@ -22,17 +22,12 @@ from zero_engine.errors import FileError
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular
 from .folder import (
     LATEST,
-    MANIFEST,
     REPLACED,
-    FileFacts,
-    facts_of_files,
     find_complete,
     holds_parts,
-    name_of,
-    read_manifest,
-    seal,
     serials_of,
 )
+from .manifest import MANIFEST, FileFacts, name_of, read_fields, seal
 from .ranges import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
@@ -245,11 +240,11 @@ class CheckpointWriter:
 
     def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
         """The newest checkpoint that is not damaged, and its files."""
-        with suppress(OSError, LookupError, TypeError, ValueError):  # there is none
+        with suppress(OSError, FileError, ValueError):  # there is none
             found = find_complete(self.folder)
             serials = {tag: serial for tag, serial in serials_of(found).items() if serial}
             newest = found[max(serials, key=serials.__getitem__)]
-            return newest, facts_of_files(read_manifest(newest / MANIFEST)["files"])
+            return newest, read_fields(newest / MANIFEST, "files")[0]
         return None
 
     def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
