@@ -128,7 +128,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "beside the manifest"),
         ({"params": {"w": param | {"dtype": "load"}}}, "torch.dtype"),
         ({"params": {"w": param}}, "of 2 elements, got 0"),
-        ({"step": None}, "expected a manifest"),
+        ({"step": None}, r"manifest.json: step: expected a number"),
         ({"version": 2}, "another version"),
     ):
         edit_manifest(path, lambda content, change=change: content.update(change))

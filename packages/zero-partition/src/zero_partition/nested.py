@@ -221,21 +221,36 @@ def _describe_key(key: Any) -> Any:
 
 
 def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
-    """The value that was described, of these tensors, or of what stands for them."""
+    """The value that was described, of these tensors, or of what stands for them.
+
+    Raises:
+        StateError: It is no description, which may come from a file, or one of more tensors.
+    """
+    try:
+        return _rebuilt(description, tensors)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise StateError(f"its description makes no sense ({error!r})") from error
+
+
+def _rebuilt(description: Any, tensors: Iterator[Any]) -> Any:
     kind, what, *more = description
     value: Any = what  # of what is plain
     if kind == "tensor":
-        value = next(tensors)
+        value = next(tensors, None)
+        if value is None:
+            raise LookupError("there are fewer tensors")
     elif kind == "dtype":
         value = getattr(torch, what)
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{what!r} is no dtype")
     elif kind == "enum":
         value = _member_of(*what)
     elif kind == "wrapper":
-        value = Parts(*what, *(rebuild(item, tensors) for item in more))
+        value = Parts(*what, *(_rebuilt(item, tensors) for item in more))
     elif kind == "dict":
-        value = {rebuild(k, tensors): rebuild(v, tensors) for k, v in what}
+        value = {_rebuilt(k, tensors): _rebuilt(v, tensors) for k, v in what}
     elif kind != "plain":
-        items = [rebuild(item, tensors) for item in what]
+        items = [_rebuilt(item, tensors) for item in what]
         value = {"list": list, "tuple": tuple, "size": torch.Size, "set": set}[kind](items)
     return value
 

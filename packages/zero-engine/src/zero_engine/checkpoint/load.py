@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, final
 import torch
 from attrs import evolve, frozen
 from torch import nn
-from zero_comm import Group, check_agreement, collective
+from zero_comm import CommError, Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage
 from zero_partition.seams import (
     ShardedModel,
@@ -221,9 +221,11 @@ def load(
                 restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", group.rank))
             if does_rngs:
                 restore_rngs(checkpoint.read("rngs", group.rank), group.device)
-        except OSError as error:
+        except (CommError, FileError, LoadError):
+            raise
+        except Exception as error:  # of a file, or of a scheduler that its state does not suit
             raise FileError(
-                f"{checkpoint.path}: {error}; it failed after some values were written: load again "
+                f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some values were written: load again "
                 "before training goes on"
             ) from error
 

@@ -173,6 +173,13 @@ def _value(said: Any, where: str) -> Any:
     return from_json(said, where)
 
 
+def _mapping(said: Any, where: str) -> dict[Any, Any]:
+    found = from_json(said, where)
+    if type(found) is not dict:
+        raise _refuse(where, "a dict", said)
+    return found
+
+
 def _maybe(check: Check[T]) -> Check[T | None]:
     return lambda said, where: None if said is None else check(said, where)
 
@@ -311,9 +318,7 @@ def _own_entries(said: Any, where: str) -> dict[str, Any]:
 
 def _options(said: Any, where: str) -> dict[str, Any]:
     """Of a param group, which names its parameters."""
-    found = from_json(said, where)
-    if type(found) is not dict:
-        raise _refuse(where, "a param group", said)
+    found = _mapping(said, where)
     return {**found, "params": [*_list_of(_text)(found.get("params"), f"{where}.params")]}
 
 
@@ -349,8 +354,8 @@ class Manifest:
     ties: Mapping[str, str] = field(converter=_by(_dict_of(_text)))
     optimizer: Mapping[str, Mapping[str, Any]] = field(converter=_by(_dict_of(_dict_of(_entry))))
     param_groups: tuple[dict[str, Any], ...] = field(converter=_by(_list_of(_options)))
-    shared_state: tuple[Any, ...] = field(converter=_by(_list_of(_value)), factory=list)
-    state_dict_extra: tuple[Any, ...] = field(converter=_by(_list_of(_value)), factory=list)
+    shared_state: tuple[Any, ...] = field(converter=_by(_list_of(_mapping)), factory=list)
+    state_dict_extra: tuple[Any, ...] = field(converter=_by(_list_of(_mapping)), factory=list)
     own_said: Mapping[str, dict[str, Any]] = field(
         converter=_by(_dict_of(_own_entries)), factory=dict
     )

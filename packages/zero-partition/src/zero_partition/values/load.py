@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero_comm import Group, check_agreement, collective
 
 from zero_partition.chained import load_extra_entries, members_of, options_of
-from zero_partition.errors import LoadError, PartitionError
+from zero_partition.errors import LoadError, PartitionError, StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early
 from zero_partition.init.materialize import allocate_blank, plain_on_meta
@@ -402,7 +402,7 @@ class StateLoad:
                         for foreign in foreign_classes(given, packages)
                     ]
                     self.states[place] |= map_tensors(given, EntryPart.all_of, AbstractRangeReader)
-            except PartitionError as error:
+            except (PartitionError, StateError) as error:
                 self.problems.append(str(error))
             known = state.keys() | own["entries"].keys()
             lacking = sorted(expected.get(name, frozenset()) - known) if known else []
@@ -604,24 +604,29 @@ def _given_to(rank: int, mine: Sequence[Any], theirs: Sequence[Any], own: Sequen
 
 
 def _own_entries(source: StateSource) -> dict[str, list[dict[str, Any]]]:
-    """What each rank had of entries without a whole, by the names that were saved."""
+    """What each rank had of entries without a whole, by the names that were saved.
+
+    Raises:
+        LoadError: It cannot be made of what the source says.
+    """
     in_order = {
-        rank: iter([readers[str(number)] for number in range(len(readers))])
+        rank: iter([readers.get(str(number)) for number in range(len(readers))])
         for rank, readers in source.own.items()
     }
-    return {
-        name: [
-            {
-                key: rebuild(of_rank[rank], in_order.get(rank, iter(())))
-                for key, of_rank in said["entries"].items()
-                if of_rank[rank] is not None
-            }
-            if gives_own(said["keeps"], rank)
-            else {}
-            for rank in range(len(said["keeps"]))
-        ]
-        for name, said in source.own_said.items()
-    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, said in source.own_said.items():
+        found[name] = [{} for _ in said["keeps"]]
+        for rank, own in enumerate(found[name]):
+            gives = gives_own(said["keeps"], rank)
+            for key, of_rank in said["entries"].items() if gives else ():
+                try:
+                    if of_rank[rank] is not None:
+                        own[key] = rebuild(of_rank[rank], in_order.get(rank, iter(())))
+                except StateError as error:
+                    raise LoadError(
+                        f"{source.where}: optimizer state {key!r} of {name!r}: {error}"
+                    ) from error
+    return found
 
 
 def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
