@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,4 +165,24 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="no such file"):
             open_weights(file)
     with pytest.raises(FileError, match="found none"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["compressed", "shared"])
+def test_an_archive_that_gives_more_than_it_has_is_refused(tmp_path: Path, how: str) -> None:
+    """A zip bomb kept a load busy for minutes; torch.save compresses nothing."""
+    path, plain = tmp_path / "pytorch_model.bin", tmp_path / "plain"
+    torch.save({"w": torch.zeros(4 * 2**20)}, plain)
+    with (
+        zipfile.ZipFile(plain) as source,
+        zipfile.ZipFile(
+            path, "w", zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
+        ) as target,
+    ):
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+        if how == "shared":  # the directory names the same bytes again and again
+            target.filelist += 8 * target.filelist
+
+    with pytest.raises(FileError, match=r"pytorch_model\.bin: expected an archive as torch\.save"):
         open_weights(tmp_path)

@@ -225,8 +225,8 @@ def load(
             raise
         except Exception as error:  # of a file, or of a scheduler that its state does not suit
             raise FileError(
-                f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some values were written: load again "
-                "before training goes on"
+                f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some values "
+                "were written: load again before training goes on"
             ) from error
 
     together(apply, what="load()", group=group)

@@ -285,6 +285,7 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
             f"{path}: expected a whole file as torch.save writes it since version 1.6; if it is "
             "older, write it again with torch.save, else it was cut short"
         )
+    _check_archive(path)
     allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
     # Torch warns that it validates sparse tensors, or does not (it depends on the version). Where
     # warnings are errors, a whole file would be called damaged.
@@ -303,6 +304,23 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
             raise FileError(
                 f"{path}: expected a whole file of torch.save ({error}); it is damaged"
             ) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Raise FileError where an archive would give more bytes than it has. torch.save packs none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise FileError(f"{path}: expected a whole file of torch.save ({error})") from error
+    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    has, gives = path.stat().st_size, sum(entry.file_size for entry in entries)
+    if packed or gives > has:
+        what = f"{packed[0].filename!r} is compressed" if packed else "entries share their bytes"
+        raise FileError(
+            f"{path}: expected an archive as torch.save writes it, got one of {has} bytes that "
+            f"would be {gives}: {what}. Save it again with torch.save"
+        )
 
 
 def _unknown_names(path: Path) -> str:
