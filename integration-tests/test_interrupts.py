@@ -123,6 +123,28 @@ def test_a_model_is_idle_after_load_whatever_was_interrupted(
     assert not wrong, f"seed {SEED}: {wrong}"
 
 
+@pytest.mark.ranks(1, timeout_s=LIMIT_S)
+def test_an_interrupted_save_leaves_nothing_that_the_next_does_not_remove(
+    group: Group, tmp_path: Path
+) -> None:
+    """In the same process: its partial folder stayed for as long as that lived."""
+    case, folder = CASES["stage-1"], tmp_path / "run"
+    model, optimizer = case.build(None)
+    with Interrupting() as counted:
+        zero_engine.save(folder, model, optimizer, step=0)
+    wrong = []
+
+    for step, at in enumerate(_moments(counted.num_lines, usually=60), 1):
+        with interrupted(at) as interrupting:
+            zero_engine.save(folder, model, optimizer, step=step)
+        zero_engine.save(folder, model, optimizer, step=step, tag="whole", keep=1)
+        names = {path.name for path in folder.iterdir()}
+        if names != {"whole", "latest"}:
+            wrong.append(f"{interrupting.where} ({at}): {sorted(names)}")
+
+    assert not wrong, f"seed {SEED}: {wrong}"
+
+
 # ---- Two ranks ----
 
 _PATIENCE_S: Final = 0.5

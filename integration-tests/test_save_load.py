@@ -502,7 +502,7 @@ def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
         zero_engine.save(tmp_path, plain, its, step=0)
     with pytest.raises(StateError, match="pass what shard\\(\\) returned"):
         zero_engine.load(tmp_path, model, its)
-    for tag in ("a/b", "..", ".x", "latest", "", 3):
+    for tag in ("a/b", "..", ".x", "latest", "", 3, "a\0b", 300 * "a", 101 * "ä"):
         with pytest.raises(ConfigError, match="tag: expected"):
             zero_engine.save(tmp_path, model, optimizer, step=0, tag=tag)
     for folder in ("", None, 3):

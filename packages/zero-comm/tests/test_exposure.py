@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from multiprocessing import util
 from unittest import mock
@@ -21,6 +22,7 @@ from zero_comm import (
     record_traffic,
 )
 from zero_comm.testing import lingering
+from zero_comm.window import _ALIVE, HAS_LEFT, Remains
 
 SPLITS = (3, 0, 4)
 
@@ -254,3 +256,26 @@ def _run_finalizers(error: BaseException | None) -> float:
     except BaseException as raised:
         assert raised is error
     return took_s
+
+
+def test_the_end_of_a_process_and_its_thread_may_ask_for_the_same_peer() -> None:
+    """Either took a peer off the list that the other had just taken off: a bare KeyError."""
+    peers = mock.Mock()
+    remains = Remains((), mock.Mock(), peers, {1: 0})
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.append(remains.are_needed()))
+
+    def read_word(rank: int, address: int) -> int:
+        if not other.ident:  # while the first looks, the second does
+            other.start()
+            other.join(timeout=0.2)
+        return HAS_LEFT
+
+    peers.read_word = read_word
+    try:
+        found.append(remains.are_needed())
+        other.join()
+    finally:
+        _ALIVE.remove(remains)
+
+    assert found == [False, False]

@@ -50,15 +50,16 @@ class Remains:
         Finalize(None, _linger, exitpriority=10)
 
     def are_needed(self) -> bool:
-        """Whether a peer may still read them."""
-        for rank in tuple(self.addresses):
-            try:
-                word = self.peers.read_word(rank, self.addresses[rank] + 8 * _CLOSED)
-            except OSError:
-                word = HAS_LEFT
-            if word == HAS_LEFT:
-                del self.addresses[rank]
-        return bool(self.addresses)
+        """Whether a peer may still read them. Asked by the end of the process and a thread."""
+        with _LOCK:
+            for rank in tuple(self.addresses):
+                try:
+                    word = self.peers.read_word(rank, self.addresses[rank] + 8 * _CLOSED)
+                except OSError:
+                    word = HAS_LEFT
+                if word == HAS_LEFT:
+                    del self.addresses[rank]
+            return bool(self.addresses)
 
 
 _ALIVE: Final[list[Remains]] = []

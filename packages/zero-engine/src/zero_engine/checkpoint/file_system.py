@@ -140,7 +140,8 @@ def naming(path: Path) -> Iterator[None]:
             errno.EDQUOT: "free some space, or save to another disk",
             errno.EROFS: "save to a folder that this process may write to",
             errno.EACCES: "save to a folder that this process may write to",
-            errno.ENOENT: "every rank must see the same folder",
+            errno.ENOENT: "every rank must see the same folder, and no other job write to it",
+            errno.ENAMETOOLONG: "choose a shorter tag",
         }.get(error.errno or 0, "the checkpoint before is as it was")
         why = error.strerror or error
         raise FileError(f"{path}: cannot be written: {why}; {remedy}") from error

@@ -43,6 +43,7 @@ from .manifest import from_json, name_of, to_json
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
+_LONGEST_TAG: Final = 200  # bytes: names of 255 have room for what marks a folder as partial
 _SECTIONS: Final = (  # of the manifest, whose tensors lie in files
     *("params", "buffers", "rank_buffers", "optimizer", "own_state", "rngs", "loco", "average"),
 )
@@ -166,7 +167,11 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         batches=list(_batches(asked, sharded, parts, buffers)),
         num_tensors=len(parts.tensors) + len(buffers),
     )
-    writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
+    try:
+        writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
+    except BaseException:
+        writer.abandon()
+        raise
     return writer
 
 
@@ -297,9 +302,11 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
 def _check_tag(tag: Any) -> str:
     """A tag is the name of a folder."""
     is_name = isinstance(tag, str) and tag and Path(tag).name == tag and tag != LATEST
-    if not is_name or tag.startswith(".") or any(c in tag for c in "\0\n"):
+    is_short = is_name and len(os.fsencode(tag)) <= _LONGEST_TAG
+    if not is_short or tag.startswith(".") or any(c in tag for c in "\0\n"):
         raise ConfigError(
-            f"tag: expected the name of a folder that does not begin with a dot, got {tag!r}"
+            f"tag: expected the name of a folder, of at most {_LONGEST_TAG} bytes, that does not "
+            f"begin with a dot, got {tag!r:.80}"
         )
     return tag
 

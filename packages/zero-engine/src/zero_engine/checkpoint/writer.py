@@ -220,8 +220,9 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Remove what there is, as far as that can be. Again, or after `publish`: nothing."""
-        if self.group.rank == 0 and self.path.exists():
-            _remove(self.path, self.asked.system)
+        path = getattr(self, "path", None)  # an interrupt may come before it has one
+        if self.group.rank == 0 and path is not None and path.exists():
+            _remove(path, self.asked.system)
         self._release()
 
     def report(self, written: Sequence[dict[str, Any]]) -> SaveReport:
@@ -275,6 +276,10 @@ class CheckpointWriter:
             if is_replaced:
                 self.asked.system.rename(aside, self.final)
             raise
+
+    def __del__(self) -> None:
+        """An interrupt may come before `abandon`: let the next save remove what is left."""
+        self._release()
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
