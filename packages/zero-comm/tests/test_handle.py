@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from zero_comm import (
     all_reduce_flat,
     reduce_scatter_flat,
 )
+from zero_comm.handle import Message
 
 
 def test_a_handle_is_waited_on_once() -> None:
@@ -135,3 +137,54 @@ class _FakeMessage:
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         self.happened.append(self.name)
+
+
+class _Work:
+    """Torch's: it comes once, and a wait after that never ends."""
+
+    def __init__(self, *, raises: BaseException | None = None) -> None:
+        self.raises, self.num_waits = raises, 0
+
+    def wait(self, *_: Any) -> None:
+        """Come, or fail; an interrupt is noticed when it has come."""
+        self.num_waits += 1
+        assert self.num_waits == 1, "this would block for ever"
+        if self.raises is not None:
+            raise self.raises
+
+    def is_completed(self) -> bool:
+        """Whether a wait has ended."""
+        return self.num_waits > 0
+
+
+@pytest.mark.parametrize("how", ["wait", "drain"])
+@pytest.mark.parametrize("made", ["itself", "mapped", "followed"])
+def test_a_wait_that_was_interrupted_may_go_on(how: str, made: str) -> None:
+    """What had come is not waited for again, and what had not is."""
+    first, second = _Work(raises=KeyboardInterrupt()), _Work()
+    handle = Handle(lambda _: 3, (Message(first, "first"), Message(second, "second")))
+    if made == "mapped":
+        handle = handle.map(lambda value: value)
+    elif made == "followed":
+        handle = handle.then(lambda value: Handle(lambda _: 1 + value))
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert not second.num_waits
+
+    if how == "drain":
+        handle.drain()
+    else:
+        assert handle.wait() == (4 if made == "followed" else 3)
+
+    assert (first.num_waits, second.num_waits) == (1, 1)
+
+
+def test_a_wait_that_failed_does_not_succeed_later() -> None:
+    """What has not come is not to be taken for what has."""
+    handle = Handle(lambda _: 3, (Message(_Work(raises=RuntimeError("reset")), "first"),))
+    with pytest.raises(CommError, match="first did not finish: reset"):
+        handle.wait()
+
+    with pytest.raises(CommError, match="already called"):
+        handle.wait()
+    handle.drain()  # of nothing

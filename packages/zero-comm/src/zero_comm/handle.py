@@ -122,9 +122,13 @@ class Handle(Generic[T]):
         """
         if self._spent:
             raise CommError("Handle.wait() was already called; keep its result instead")
-        for message in self._messages:
-            message.wait(timeout_s=timeout_s)
-        result = self._finish(timeout_s)
+        try:
+            for message in self._messages:
+                message.wait(timeout_s=timeout_s)
+            result = self._finish(timeout_s)
+        except CommError:
+            self._spent = True  # what has not come is not to be taken for what has
+            raise
         self._spent, self._finish = True, _is_over
         self._messages, self._borrowed, self._late_messages = (), (), ()
         return result
@@ -199,8 +203,9 @@ class _Hops:
             return True
         if self.launch is None:
             return False
+        result = self.current.wait(timeout_s=timeout_s)
         launch, self.launch = self.launch, None
-        self.current = launch(self.current.wait(timeout_s=timeout_s))
+        self.current = launch(result)
         return True
 
     def finish(self, timeout_s: float | None) -> Any:

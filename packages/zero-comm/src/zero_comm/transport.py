@@ -155,6 +155,8 @@ def _message(
     try:
         work = begin(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
     except RuntimeError as error:  # the connection is broken
+        if launch is not None:
+            launch.watch.sent()  # nobody has interrupted this rank
         raise failure(f"{what} did not begin", error, launch) from error
     return Message(work, what, launch, peer)
 
