@@ -47,8 +47,8 @@ class Message:
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Block until it has come; an error says which it was, and what for."""
-        if self._has_begun and self.work.is_completed():
-            return  # waiting once more for what a wait has had would never end
+        if self.is_over:
+            return
         self._has_begun = True
         if self.launch is None:
             self._wait(timeout_s)
@@ -58,6 +58,11 @@ class Message:
             self._wait(timeout_s)
         finally:
             self.launch.watch.end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a wait has had it, or failed: one more would never end."""
+        return self._has_begun and bool(self.work.is_completed())
 
     def _wait(self, timeout_s: float | None) -> None:
         try:
@@ -225,4 +230,5 @@ def _outlive(messages: Sequence[Message], borrowed: Sequence[Any]) -> None:
     """Keep all of it alive until the messages have come; see NOTE(dropped)."""
     for message in messages:
         with contextlib.suppress(RuntimeError):  # the peer, or the group, has ended
-            message.work.wait(_FOR_EVER)
+            if not message.is_over:
+                message.work.wait(_FOR_EVER)
