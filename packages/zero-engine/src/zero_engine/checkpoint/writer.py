@@ -279,7 +279,8 @@ class CheckpointWriter:
 
     def __del__(self) -> None:
         """An interrupt may come before `abandon`: let the next save remove what is left."""
-        self._release()
+        with suppress(BaseException):  # which Python would print only
+            self._release()
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
