@@ -23,7 +23,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_ckpt import checkpoint
 from zero_comm import Group
-from zero_engine import Offload
+from zero_engine import Offload, Wire
 from zero_partition.seams import find_sharded
 
 _PACKAGES: Final = (zero_comm, zero_partition, zero_offload, zero_ckpt, zero_engine)
@@ -134,6 +134,7 @@ def _host(**options: Any) -> Offload:
 
 CASES: Final = {
     **{f"stage-{stage}": Case(partial(ZeroConfig, stage)) for stage in parity.STAGES},
+    "stage-2-int8": Case(partial(ZeroConfig, 2, wire=Wire(gradients="int8", levels=1))),
     "stage-3-two-slots": Case(partial(ZeroConfig, 3, window=2)),
     "stage-1-host": Case(partial(ZeroConfig, 1, offload=_host())),
     "stage-3-host": Case(partial(ZeroConfig, 3, offload=_host(params="host"))),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from random import Random
 from typing import Any, Final
+from unittest import mock
 
 import parity
 import pytest
@@ -28,6 +29,7 @@ from interrupts import (
 from torch import nn
 from zero_comm import CommError, Group
 from zero_partition import StateError
+from zero_partition.run.unit import Unit
 from zero_partition.seams import find_sharded
 
 ASKED: Final = os.environ.get("ZERO_INTERRUPTS", "")  # moments of each test, or "all"
@@ -154,7 +156,7 @@ _SOON_S: Final = 20.0  # for either rank to have its gradients, or to know why n
 @pytest.mark.ranks(2, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("transport", ["reading", "messages"])
 @pytest.mark.parametrize("which", ["one", "both", "both-elsewhere"])
-@pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-3", "stage-3-host"])
+@pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-3", "stage-3-host", "stage-2-int8"])
 def test_ranks_go_on_or_are_told_that_they_cannot(
     group: Group, name: str, which: str, transport: str
 ) -> None:
@@ -194,6 +196,25 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
 
     assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
     print(f"{name} {which} {transport}: {told} told")
+
+
+@pytest.mark.ranks(2, timeout_s=LIMIT_S)
+def test_a_backward_that_ran_out_of_memory_in_a_gather_may_be_run_again(group: Group) -> None:
+    """The unit believed that its slot was being filled, and read what another had left there."""
+    case = CASES["stage-3"]
+    model, optimizer = case.build(_group_of("messages"))
+    expected = _step(case, model, optimizer)
+    loss = parity.loss_of(model, parity.batch(7, 0, group.rank))
+    with (
+        mock.patch.object(Unit, "_take_slot", side_effect=torch.OutOfMemoryError("no memory")),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        loss.backward(retain_graph=True)
+
+    loss.backward()
+
+    assert are_equal([loss.detach(), *gradients(optimizer)], expected)
+    optimizer.zero_grad()
 
 
 def _interrupted_step(

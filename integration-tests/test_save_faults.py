@@ -262,7 +262,7 @@ def test_the_death_of_a_rank_that_saves_in_the_background_is_named_soon(
     assert time.monotonic() - began < 60
     said = re.search(r"([\d.]+) s: (.*)", done.stdout)
     assert said is not None, done.stdout + done.stderr
-    assert float(said[1]) < 10, done.stdout
+    assert float(said[1]) < 20, done.stdout
     assert "rank 1" in said[2]
     assert re.search(r"given up: .*rank 1 has not written its files", done.stderr), done.stderr
     assert _check_newest(tmp_path / "run") == 1

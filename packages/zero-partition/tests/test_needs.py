@@ -236,26 +236,25 @@ def test_the_optimizers_own_word_counts(word: Any, expected: Cut) -> None:
     assert choose_cuts(model, optimizer, None) == {id(model.weight): expected}
 
 
-class _ByNorm(torch.optim.SGD):
-    """Steps by gradients over their norm."""
+class _Closing(torch.optim.SGD):
+    """Evaluates the loss in its step, as SAM does."""
 
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            param.grad = None if param.grad is None else param.grad / (param.grad.norm() + 1)
-        super().step(closure)
+    def step(self, closure: Any) -> None:
+        closure()
+        super().step()
 
 
 @pytest.mark.parametrize(
     ("kind", "word", "is_doubted"),
-    [(_ByNorm, "flat", True), (_ByNorm, "tensor", False), (torch.optim.SGD, "flat", False)],
+    [(_Closing, "flat", True), (_Closing, "tensor", False), (torch.optim.SGD, "flat", False)],
 )
-def test_a_word_that_a_trial_contradicts_is_followed_and_said(
+def test_the_word_of_who_wants_a_closure_is_followed_and_doubted(
     kind: type[torch.optim.Optimizer],
     word: str,
     is_doubted: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Trusted, as before, and not in silence."""
+    """SAM trained something else in silence."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = type("_Worded", (kind,), {"needs_cut": word})(model.parameters(), lr=0.1)
 
@@ -263,7 +262,7 @@ def test_a_word_that_a_trial_contradicts_is_followed_and_said(
 
     assert str(cuts[id(model.weight)]) == word
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert any("taken at its word" in line and "combines" in line for line in said) == is_doubted
+    assert any("taken at its word" in line for line in said) == is_doubted
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])

@@ -103,7 +103,7 @@ def all_gather_coalesced(
                 unpack(rows[rank], parts)
         return full
 
-    return Handle(finish)
+    return Handle(finish, inside=[handle for handle, _ in handles])
 
 
 def reduce_scatter_coalesced(
@@ -157,7 +157,7 @@ def reduce_scatter_coalesced(
             unpack(handle.wait(timeout_s=timeout_s), [shards[i] for i in chosen])
         return shards
 
-    return Handle(finish)
+    return Handle(finish, inside=[handle for handle, _ in handles])
 
 
 def all_reduce_coalesced(

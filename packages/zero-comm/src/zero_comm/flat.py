@@ -70,7 +70,7 @@ def gather_encoded(
             codec.decode(row, chunk)
         return out
 
-    return Handle(finish)
+    return Handle(finish, inside=(gathering,))
 
 
 def reduce_scatter_encoded(
@@ -100,7 +100,7 @@ def reduce_scatter_encoded(
         finish_mean(total, op=op, world_size=group.world_size)
         return out if total is out else out.copy_(total)
 
-    return Handle(finish)
+    return Handle(finish, inside=(exchange,))
 
 
 def wire_for(parts: Sequence[Tensor], codec: AbstractCodec) -> tuple[Tensor, list[Tensor]]:

@@ -105,7 +105,7 @@ class Handle(Generic[T]):
     _borrowed: Sequence[Any] = ()
     _late_messages: Sequence[Message] = ()  # those that `_finish` waits on
     _advance: Callable[[float | None], bool] = field(default=_is_last, kw_only=True)
-    _inside: _Draining | None = field(default=None, kw_only=True)  # that it was made of
+    _inside: Sequence[_Draining] = field(default=(), kw_only=True)  # handles that it waits on
     _spent: bool = field(default=False, init=False)
 
     @property
@@ -145,9 +145,9 @@ class Handle(Generic[T]):
             CommError: A peer did not take part in time.
             DivergenceError: As `wait` does.
         """
-        if self._inside is not None:
-            self._inside.drain()
-        elif not self._spent:
+        for inner in self._inside:
+            inner.drain()
+        if not self._inside and not self._spent:
             self.wait()
 
     def advance(self, *, timeout_s: float | None = None) -> bool:
@@ -180,14 +180,14 @@ class Handle(Generic[T]):
             Handle of what `launch` returns a handle of.
         """
         hops = _Hops(self, launch)
-        return Handle(hops.finish, advance=hops.advance, inside=hops)
+        return Handle(hops.finish, advance=hops.advance, inside=(hops,))
 
     def map(self, make: Callable[[T], U]) -> Handle[U]:
         """A handle of what `make` makes of the result, locally. This one is the other's then."""
         return Handle(
             lambda timeout_s: make(self.wait(timeout_s=timeout_s)),
             advance=lambda timeout_s: self.advance(timeout_s=timeout_s),
-            inside=self,
+            inside=(self,),
         )
 
     def __del__(self) -> None:

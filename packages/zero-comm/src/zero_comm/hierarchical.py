@@ -382,7 +382,7 @@ class _Hop:
                 for part, *rows in zip(own, *received, strict=True)
             ]
 
-        return Handle(finish)
+        return Handle(finish, inside=(exchange,))
 
 
 _INT4: Final = Blockwise(bits=4)

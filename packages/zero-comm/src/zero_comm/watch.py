@@ -295,9 +295,9 @@ class Watch:
         operation, tag = torn
         purpose = (None if tag is None else self.purposes.get(tag)) or Purpose(operation)
         text = (
-            f"rank {self._scope.rank} was interrupted (Ctrl-C, an error in a signal handler) as it "
-            f"began {purpose.what}, and its peers wait for what it did not send; start the job "
-            "again from its last checkpoint"
+            f"an exception (Ctrl-C, no memory, an error in a signal handler) came on rank "
+            f"{self._scope.rank} as it began {purpose.what}, and its peers wait for what it did "
+            "not send; start the job again from its last checkpoint"
         )
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             default_store().set(self._key(_DIVERGENCE), text)

@@ -137,8 +137,9 @@ def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None)
 
 
 _POLL_S: Final = 0.02
-_AT_EXIT_S: Final = 20.0  # without a change in the folder: where training has ended,
-_APART_S: Final = 3.0  # and where it has because ranks parted
+_AT_EXIT_S: Final = 20.0  # without a change in the folder: where the program ends,
+_LEFT_S: Final = 120.0  # where an exception has ended training here; a rank may be in fsync,
+_APART_S: Final = 10.0  # and where ranks have parted, so that one may be dead
 _LOG: Final = logging.getLogger(__name__)
 
 # NOTE(background): no thread but the main one takes part in collectives. Ranks tell rank 0 by small
@@ -335,7 +336,7 @@ class _Background:
         Args:
             kind: Of the exception that ends training here.
         """
-        self.idle_s = _APART_S if issubclass(kind, CommError) else _AT_EXIT_S
+        self.idle_s = _APART_S if issubclass(kind, CommError) else _LEFT_S
         self.thread.join()
         if self.error is not None:
             _LOG.warning("a save in the background was given up: %s", self.error)

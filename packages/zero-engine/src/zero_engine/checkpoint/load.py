@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar, final
 import torch
 from attrs import evolve, frozen
 from torch import nn
-from zero_comm import CommError, Group, check_agreement, collective
-from zero_partition import LoadError, ShardedAverage
+from zero_comm import AgreementError, CommError, Group, check_agreement, collective
+from zero_partition import LoadError, ShardedAverage, StateError
 from zero_partition.seams import (
     ShardedModel,
     StateLoad,
@@ -221,7 +221,7 @@ def load(
                 restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", group.rank))
             if does_rngs:
                 restore_rngs(checkpoint.read("rngs", group.rank), group.device)
-        except (CommError, FileError, LoadError):
+        except (CommError, AgreementError, FileError, LoadError, StateError):
             raise
         except Exception as error:  # of a file, or of a scheduler that its state does not suit
             raise FileError(

@@ -78,7 +78,7 @@ def from_json(said: Any, where: str = "", *, depth: int = 0) -> Any:
     Raises:
         FileError: It is none, or is nested too deep; with where.
     """
-    if depth > _MOST_NESTED:
+    if depth > _MOST_NESTED + 1:  # a param group is one around its options
         raise FileError(f"{where}: expected at most {_MOST_NESTED} values in values")
 
     def inner(item: Any) -> Any:
@@ -153,7 +153,7 @@ def _refuse(where: str, expected: str, said: Any) -> FileError:
 
 def _count(said: Any, where: str) -> int:
     if type(said) is not int or not 0 <= said <= _LARGEST:
-        raise _refuse(where, "a number of at least 0", said)
+        raise _refuse(where, "a number from 0 to 2**62", said)
     return said
 
 
@@ -167,6 +167,13 @@ def _flag(said: Any, where: str) -> bool:
     if type(said) is not bool:
         raise _refuse(where, "true or false", said)
     return said
+
+
+def _truth(said: Any, where: str) -> bool:
+    """What `save` was given once, which took anything."""
+    if type(said) not in {bool, int, type(None)}:
+        raise _refuse(where, "true or false", said)
+    return bool(said)
 
 
 def _value(said: Any, where: str) -> Any:
@@ -347,7 +354,7 @@ class Manifest:
     world_size: int = field(converter=_by(_count))  # that saved it
     # None: loaded by its tag only.
     serial: int | None = field(converter=_by(_maybe(_count)), default=None)
-    excludes_frozen: bool = field(converter=_by(_flag))  # what did not train was left out
+    excludes_frozen: bool = field(converter=_by(_truth))  # what did not train was left out
     files: Mapping[str, FileFacts] = field(converter=_by(_files))
     params: Mapping[str, TensorFacts] = field(converter=_by(_tensors))
     buffers: Mapping[str, TensorFacts] = field(converter=_by(_tensors))

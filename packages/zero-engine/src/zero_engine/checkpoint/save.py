@@ -187,7 +187,7 @@ def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
         "world_size": sharded.whole.world_size,
         # On one rank parameters rest whole.
         "stage": next(int(s) for s, row in STAGES.items() if row == sharded.placements),
-        "excludes_frozen": asked.exclude_frozen,
+        "excludes_frozen": bool(asked.exclude_frozen),
         **{name: {} for name in _SECTIONS},
         "loco_facts": loco_facts(sharded) if has_state else {},
         "num_updates": None if average is None else average.num_updates,
@@ -339,7 +339,8 @@ def sharded_of(
 
 
 def _check_number(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or not minimum <= value <= 2**62:
         raise ConfigError(f"save(): expected {name} to be an int from {minimum}, got {value!r}")
 
 

@@ -606,8 +606,7 @@ def _choose_for(
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
     samples: list[tuple[int, Sample]] = []  # of what nobody says: id of the parameter
-    trusted: list[Sample] = []  # of what the class says that is not torch's or ours
-    is_known = type(optimizer).__module__.startswith(("torch.", "zero_"))
+    need: Cut | None = None
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
         said = _parse(group["cut"], where) if group.get("cut") is not None else None
@@ -615,26 +614,23 @@ def _choose_for(
         for param in group["params"]:
             chosen, name = cuts.get(id(param), said), names[id(param)]
             cut = cuts[id(param)] = chosen or need or Cut.FLAT
-            device = torch.device("cpu") if param.is_meta else param.device  # it has values
-            is_said = chosen is not None or need is not None
-            sample = Sample(name, param.shape, device, cut, index, is_said)
             if need is None:
-                samples.append((id(param), sample))
-            elif not is_known:
-                trusted.append(sample)
-            if need is not None and not cut.keeps(need, param.shape):
+                device = torch.device("cpu") if param.is_meta else param.device  # it has values
+                is_said = chosen is not None
+                samples.append((id(param), Sample(name, param.shape, device, cut, index, is_said)))
+            elif not cut.keeps(need, param.shape):
                 raise PartitionError(
                     f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
                     f"the cut {str(need)!r}, and would train differently on shards cut "
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
-    doubt = find_cuts(optimizer, trusted) if trusted else {}
-    if isinstance(doubt, str):
+    if need is not None and need != Cut.TENSOR and _needs_closure(optimizer):
         _LOG.warning(
-            "a %s says needs_cut=%r and is taken at its word, which a trial does not confirm: %s. "
-            "If it would train otherwise on shards, leave needs_cut out, or use stage 0",
-            *(kind, str(trusted[0].cut), doubt),
+            "a %s says needs_cut=%r and is taken at its word, but its step evaluates the loss by a "
+            "closure, at points that may depend on all parameters at once, as SAM's do: on shards "
+            "it would train something else. Use stage 0 then",
+            *(kind, str(need)),
         )
     found = find_cuts(optimizer, [sample for _, sample in samples]) if samples else {}
     if isinstance(found, str):

@@ -988,15 +988,19 @@ class ShardedModel:
 
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
         if self.backward is not ModelPhase.IDLE and not is_in_backward():
-            self._give_up_backward(is_asked_for=is_asked_for)
-            self.schedule.reset()
+            try:
+                self._give_up_backward(is_asked_for=is_asked_for)
+            finally:
+                self.schedule.reset()
 
     def _give_up_backward(self, *, is_asked_for: bool = False) -> None:
         """Drop the gradients of a backward that an exception ended."""
         self._move(ModelPhase.IDLE)
-        with plain_access():
-            self.reducer.abandon(is_asked_for=is_asked_for)
-        self._watch_shards(is_watched=True)
+        try:
+            with plain_access():
+                self.reducer.abandon(is_asked_for=is_asked_for)
+        finally:
+            self._watch_shards(is_watched=True)
 
     def _refuse_callers(self) -> None:
         if is_in_ddp_forward():

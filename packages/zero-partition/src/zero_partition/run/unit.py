@@ -147,7 +147,8 @@ class Unit:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        if self.state is ShardState.SHARDED and not self.is_resident:
+        is_torn = self.state is ShardState.GATHERING and not self._filling  # by an exception
+        if is_torn or (self.state is ShardState.SHARDED and not self.is_resident):
             self._begin_to_fill(pool)
         if self._filling:
             self._wait()
