@@ -190,20 +190,24 @@ def _kill_loops(folder: Path) -> None:
     print(f"{NUM_KILLS} killed, at step {last}", flush=True)
 
 
-def _kill_rank(folder: Path) -> None:
-    """Two ranks, of which one dies while it writes; the other prints what it learns."""
+def _as_one_of_two(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, FileSystem]:
+    """Fork, and save a first checkpoint; by its file system rank 1 dies when it writes another."""
     rank = int(os.fork() == 0)
     meeting = f"file://{folder}.meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    group = Group.from_process_group(patience_s=0.2)
-    model, optimizer = _make(group)
+    model, optimizer = _make(Group.from_process_group(patience_s=0.2))
     _save_step(folder, model, optimizer, 1)
 
     def die(*args: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    system = FileSystem(write=die) if rank else REAL
+    return model, optimizer, FileSystem(write=die) if rank else REAL
+
+
+def _kill_rank(folder: Path) -> None:
+    """Two ranks, of which one dies while it writes; the other prints what it learns."""
+    model, optimizer, system = _as_one_of_two(folder)
     try:
         _save_step(folder, model, optimizer, 2, system=system)
     except CommError as error:
@@ -213,18 +217,7 @@ def _kill_rank(folder: Path) -> None:
 
 def _kill_rank_behind(folder: Path, then: str) -> None:
     """As `_kill_rank`, while training goes on; the other prints what it learns, and how soon."""
-    rank = int(os.fork() == 0)
-    meeting = f"file://{folder}.meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    group = Group.from_process_group(patience_s=0.2)
-    model, optimizer = _make(group)
-    _save_step(folder, model, optimizer, 1)
-
-    def die(*args: Any) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-    system = FileSystem(write=die) if rank else REAL
+    model, optimizer, system = _as_one_of_two(folder)
     began = time.monotonic()
     try:
         with (
