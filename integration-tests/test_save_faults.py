@@ -29,11 +29,13 @@ from torch import nn
 from zero_comm import CommError, Group
 from zero_engine import FileError
 from zero_engine.checkpoint import StopSignals
+from zero_engine.checkpoint.folder import Checkpoint
 from zero_engine.testing import FileSystem, save
 
 REAL = FileSystem()
 CALLS = tuple(field.name for field in attrs.fields(FileSystem))
 NUM_KILLS = 10
+NUM_LOADS = 150
 
 
 # ---- A model whose every value is its step, so that what is loaded can be told ----
@@ -324,7 +326,62 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-4"
 
 
+@pytest.mark.parametrize("tag", [None, "same"])
+def test_what_is_read_stays_until_it_was_read(tmp_path: Path, tag: str | None) -> None:
+    """Of 363 loads beside a job that keeps one checkpoint 4 failed: files went while it read."""
+    model, optimizer = _make(Group.solo())
+    _save_step(tmp_path, model, optimizer, 1, tag=tag, keep=1)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint is not None
+
+    for step in (2, 3):
+        _save_step(tmp_path, model, optimizer, step, tag=tag, keep=1)
+
+    checkpoint.verify(checkpoint.files)
+    assert checkpoint.source.params["0.weight"].read(0, 63).unique().tolist() == [1.0]
+    assert _check_newest(tmp_path) == 3
+    checkpoint.folder.close()
+    _save_step(tmp_path, model, optimizer, 4, tag=tag, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {tag or "step-4", "latest"}
+
+
+@pytest.mark.parametrize("tag", ["", "same"])
+def test_a_load_beside_a_job_that_keeps_one_checkpoint_finds_a_whole_one(
+    tmp_path: Path, tag: str
+) -> None:
+    """What it chose may be gone before it is opened: then there is a newer one."""
+    done = subprocess.run(
+        [sys.executable, __file__, "beside", tmp_path / "run", tag],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.stdout.startswith(f"{NUM_LOADS} loads"), done.stdout + done.stderr
+
+
+def _load_beside(folder: Path, tag: str) -> None:
+    """Load while a process saves as fast as it can."""
+    model, optimizer = _make(Group.solo())
+    _save_step(folder, model, optimizer, 1, tag=tag or None, keep=1)
+    child = os.fork()
+    if not child:
+        for step in range(2, 1_000_000):
+            _save_step(folder, model, optimizer, step, tag=tag or None, keep=1)
+    try:
+        steps = [_check_newest(folder) for _ in range(NUM_LOADS)]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert steps == sorted(steps), steps
+    print(f"{NUM_LOADS} loads, of steps {steps[0]} to {steps[-1]}", flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "beside":
+        _load_beside(Path(sys.argv[2]), sys.argv[3])
+        sys.exit()
     if sys.argv[1] in {"train", "save", "leave"}:
         _kill_rank_behind(Path(sys.argv[2]), sys.argv[1])
     _kill_loops(Path(sys.argv[1]))

@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transports import READS, over
+from transports import MESSAGES, READS, over
 from zero_comm import (
     CommError,
     Group,
     all_gather_flat,
     all_reduce_flat,
+    broadcast_flat,
     check_agreement,
     collective,
     expose,
@@ -106,10 +107,11 @@ LAUNCHES = {
     ),
     "all_reduce": lambda tensor, group: all_reduce_flat(tensor, group=group),
 }
+ALSO = {"broadcast": lambda tensor, group: broadcast_flat(tensor, src=0, group=group)}
 
 
 def _launch(name: str, group: Group) -> Any:
-    return LAUNCHES[name](torch.full((group.world_size,), 10.0 + group.rank), group)
+    return (LAUNCHES | ALSO)[name](torch.full((group.world_size,), 10.0 + group.rank), group)
 
 
 def _expected(name: str, rank: int, world_size: int) -> list[float]:
@@ -146,6 +148,30 @@ def _wait_for_the_dead(group: Group, of: str) -> tuple[int, str, float]:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     return pid, *_failure_of(of, group)
+
+
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
+def test_who_fails_at_a_survivor_names_the_rank_that_failed_first(
+    parent: RankPool, transport: str
+) -> None:
+    """Survivors end one by one: 2 of 36 named one that had only seen the death before them."""
+    ((_, _, (third,)),) = parent.run(
+        _fork, name="_come_after_all_have_ended", world_size=3, transport=transport
+    )
+
+    assert "Rank 0 has failed before, and rank 1 was the first." in third
+
+
+def _come_after_all_have_ended(group: Group, transport: str) -> tuple[str]:
+    pids = _pids(group)
+    group = over(group, transport)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 0:
+        _failure_of("all_reduce", group)
+        os._exit(0)
+    _wait_until(pids[0], "Z")
+    return (_failure_of("broadcast", group)[0],)  # which needs rank 0 alone
 
 
 def test_a_rank_killed_in_the_middle_of_an_all_reduce_is_named(parent: RankPool) -> None:

@@ -72,14 +72,17 @@ class Message:
                 self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             within = "" if timeout_s is None else f" within {timeout_s:g} s"
-            raise failure(f"{self.what} did not finish{within}", error, self.launch) from error
+            what = f"{self.what} did not finish{within}"
+            raise failure(what, error, self.launch, self.peer) from error
 
 
-def failure(what: str, error: RuntimeError, launch: Launch | None) -> CommError:
-    """What to raise where torch raised `error`."""
+def failure(what: str, error: RuntimeError, launch: Launch | None, peer: int) -> CommError:
+    """Return the error to raise where torch raised `error` in an exchange with rank `peer`."""
     if launch is None:
         return CommError(f"{what}: {error}. {causes()}")
-    return launch.watch.error() or CommError(f"{launch.operation}: {what}: {error}. {causes()}")
+    told = launch.watch.error()
+    blame = "" if told else launch.watch.blame(peer)
+    return told or CommError(f"{launch.operation}: {what}: {error}. {blame}{causes()}")
 
 
 def _is_last(_: float | None) -> bool:

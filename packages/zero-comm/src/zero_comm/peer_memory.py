@@ -611,8 +611,11 @@ class PeerMemory:
         if gone:
             state = f"the process of rank {gone[0]} ({self._peers[gone[0]].pid}) has ended"
         told = None if self.watch is None else self.watch.error()  # before it ended, say
+        blame = ""
+        if self.watch is not None and told is None and missing:
+            blame = self.watch.blame((gone or missing)[0])
         return told or CommError(
-            f"{what} did not finish {how}: {state} (rank {self.rank}). {causes()}"
+            f"{what} did not finish {how}: {state} (rank {self.rank}). {blame}{causes()}"
         )
 
 

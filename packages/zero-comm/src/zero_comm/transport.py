@@ -157,7 +157,7 @@ def _message(
     except RuntimeError as error:  # the connection is broken
         if launch is not None:
             launch.watch.sent()  # nobody has interrupted this rank
-        raise failure(f"{what} did not begin", error, launch) from error
+        raise failure(f"{what} did not begin", error, launch, peer) from error
     return Message(work, what, launch, peer)
 
 

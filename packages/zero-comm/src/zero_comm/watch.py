@@ -138,6 +138,8 @@ NUM_RECENT: Final = 16  # launches that are remembered
 _LOOKS_PER_PATIENCE: Final = 6
 _PATIENCES_OF_USER: Final = 10
 _DIVERGENCE: Final = "divergence"
+_FAILED_AT: Final = "failed at/"  # and a rank: the peer at which it failed
+_TOLD_S: Final = 0.05  # a rank breaks its connections some moments before it tells why
 _LONG_WAITS: Final = "long waits"  # a count of looks at them, by all ranks
 _LOG: Final = logging.getLogger("zero_comm")
 
@@ -326,6 +328,30 @@ class Watch:
         return DivergenceError(
             f"{self._divergence} (seen on rank {self._scope.rank}; this group can be used no more)"
         )
+
+    def blame(self, peer: int) -> str:
+        """Tell the others that this rank fails at `peer`, and return which rank failed first.
+
+        A rank that fails ends, and then its peers fail at it: each follows what the others told to
+        the rank that did not tell anything.
+
+        Returns:
+            A sentence and a space; "" where `peer` itself is the first, as far as is known.
+        """
+        own, peer = self._scope.rank, self._in_scope(peer)
+        chain = [own, peer]
+        with contextlib.suppress(RuntimeError, ValueError):  # the store has ended with its rank
+            store = default_store()
+            if not store.check([self._key(f"{_FAILED_AT}{own}")]):
+                store.set(self._key(f"{_FAILED_AT}{own}"), str(peer))
+            time.sleep(_TOLD_S)
+            while store.check([key := self._key(f"{_FAILED_AT}{chain[-1]}")]):
+                chain.append(int(store.get(key)))
+                if chain[-1] in chain[:-1]:  # two that failed at each other: neither is the first
+                    return ""
+        if len(chain) == 2:
+            return ""
+        return f"Rank {peer} has failed before, and rank {chain[-1]} was the first. "
 
     def describe(self, in_flight: Callable[[], Collection[Launch]]) -> dict[str, str]:
         """What was launched last on groups of this scope, by number, and what is waited for. Local.

@@ -103,8 +103,53 @@ _KINDS: Final = {
 }
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read, unbuffered. Local.
+class OpenFolder:
+    """A folder to read from, also after it was renamed; while it is open, nobody removes it.
+
+    Where the file system has no locks, it may be removed all the same. See `removing`.
+
+    Raises:
+        OSError: It cannot be opened, or is being removed.
+    """
+
+    file: int = -1  # -1: closed
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _lock(self.file, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Let others remove it. Again: nothing."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextmanager
+def removing(path: Path) -> Iterator[None]:
+    """Raise BlockingIOError if a folder is open somewhere, else keep others from opening it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, kind: int) -> None:
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # no locks here, or none of folders
+        pass
+
+
+def open_regular(path: Path, folder: OpenFolder | None = None) -> BinaryIO:
+    """Open a file to read, unbuffered; by its name in `folder`, if that is given. Local.
 
     A pipe would wait for ever for somebody who writes, and a device may have no end.
 
@@ -112,7 +157,8 @@ def open_regular(path: Path) -> BinaryIO:
         FileError: It is no regular file.
         OSError: It cannot be opened.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags) if folder is None else os.open(path.name, flags, dir_fd=folder.file)
     kind = stat.S_IFMT(os.fstat(file).st_mode)
     if kind != stat.S_IFREG:
         os.close(file)
@@ -121,9 +167,9 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(file, "rb", buffering=0)
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, folder: OpenFolder | None = None) -> bytes:
     """Read all of a file; as `open_regular`."""
-    with open_regular(path) as file:
+    with open_regular(path, folder) as file:
         return file.read()
 
 

@@ -16,7 +16,7 @@ from zero_partition.seams import StateSource
 
 from zero_engine.errors import ConfigError, FileError
 
-from .file_system import open_regular, read_regular
+from .file_system import OpenFolder, open_regular, read_regular
 from .manifest import MANIFEST, FileFacts, TensorFacts, read_fields, read_manifest
 from .ranges import FileRun, Range, TensorFile
 
@@ -88,6 +88,16 @@ def other_tags(folder: Path, tag: str) -> str:
     return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"
 
 
+def _manifests_in(folder: Path) -> dict[Path, int]:
+    """The files that say what is complete, and which they are."""
+    found = {}
+    for path in find_complete(folder).values():
+        with suppress(OSError):  # it has just gone
+            found[path] = (path / MANIFEST).stat().st_ino
+    return found
+
+
+_MOST_CHANGES: Final = 100  # of a folder, seen while one of its checkpoints is opened
 _VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
 
 # What a checkpoint has of its manifest, as it is and with readers for tensors.
@@ -125,14 +135,30 @@ class Checkpoint:
     engine: Any
     extra: Any
     files: Mapping[str, FileFacts]
+    folder: OpenFolder  # of its own
 
     @classmethod
     def open(cls, folder: str | Path, tag: str | None = None) -> Checkpoint | None:
-        """The newest complete checkpoint of a folder, or that of a tag. Local; reads no tensors.
+        """Open the newest complete checkpoint of a folder, or that of a tag. Local.
 
-        None if the folder holds no complete checkpoint, or does not exist.
+        Reads no tensors. Another job may replace and prune checkpoints meanwhile; this one stays.
+
+        Returns:
+            None if the folder holds no complete checkpoint, or does not exist.
         """
         folder = Path(folder)
+        num_changes = 0
+        while True:
+            before = _manifests_in(folder)
+            try:
+                return cls._open(folder, tag)
+            except FileError:
+                num_changes += 1
+                if _manifests_in(folder) == before or num_changes > _MOST_CHANGES:
+                    raise
+
+    @classmethod
+    def _open(cls, folder: Path, tag: str | None) -> Checkpoint | None:
         found, hint = find_complete(folder), read_latest(folder)
         if hint is not None and hint not in found and holds_parts(folder / hint):
             found[hint] = folder / hint  # its manifest is gone
@@ -152,8 +178,12 @@ class Checkpoint:
 
     @classmethod
     def _of(cls, path: Path) -> Checkpoint:
-        said = read_manifest(path / MANIFEST)
-        files = {name: TensorFile(path / name) for name in said.files}
+        try:
+            folder = OpenFolder(path)
+        except OSError as error:
+            raise FileError(f"{path}: cannot be opened: {error.strerror}") from error
+        said = read_manifest(path / MANIFEST, folder)
+        files = {name: TensorFile(path / name, folder) for name in said.files}
 
         def tensors(of: Mapping[str, Any]) -> dict[str, Any]:
             return {name: _reader(name, entry, files) for name, entry in of.items()}
@@ -183,7 +213,13 @@ class Checkpoint:
             raise FileError(f"{path / MANIFEST}: {error}") from error
         frozen = frozenset(name for name, facts in said.params.items() if facts.is_frozen)
         return cls(
-            path=path, source=source, frozen=frozen, average=average, **as_they_are, **of_ranks
+            path=path,
+            source=source,
+            frozen=frozen,
+            average=average,
+            folder=folder,
+            **as_they_are,
+            **of_ranks,
         )
 
     def read(self, section: str, rank: int) -> dict[str, Tensor]:
@@ -194,7 +230,7 @@ class Checkpoint:
     def verify(self, files: Iterable[str]) -> None:
         """See that some of its files are what they were when they were saved. Local."""
         for name in files:
-            damage = _find_damage(self.path / name, self.files[name])
+            damage = _find_damage(self.path / name, self.files[name], self.folder)
             if damage is not None:
                 raise FileError(f"{damage}; {other_tags(self.path.parent, self.tag)}")
 
@@ -211,10 +247,10 @@ def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
     return Range(said.shape, said.dtype, tuple(runs))
 
 
-def _find_damage(path: Path, facts: FileFacts) -> str | None:
+def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder) -> str | None:
     try:
         num_bytes, crc32 = 0, 0
-        with open_regular(path) as file:
+        with open_regular(path, folder) as file:
             while chunk := file.read(_VERIFIED_BYTES):
                 num_bytes, crc32 = num_bytes + len(chunk), zlib.crc32(chunk, crc32)
     except FileError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from .ranges import Range
 from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
+_NUM_LOOKS: Final = 5
 
 T = TypeVar("T")
 
@@ -51,10 +53,13 @@ def _open_together(
     opened: list[T] = []
 
     def act() -> str:
-        opened.append(open_it())
+        opened[:] = [open_it()]
         return describe(opened[0])
 
-    said = together(act, what=what, group=group, timeout_s=_TIMEOUT_S)
+    for _ in range(_NUM_LOOKS):  # a job may have saved a newer one between two ranks' looks
+        said = together(act, what=what, group=group, timeout_s=_TIMEOUT_S)
+        if len(set(said)) == 1:
+            break
     same = {"checkpoint": said[group.rank]} | {name: str(value) for name, value in facts.items()}
     check_agreement(same, group=group, timeout_s=_TIMEOUT_S)
     return opened[0]
@@ -186,66 +191,69 @@ def load(
     )
     if checkpoint is None:
         return None
-    source = checkpoint.source
-    if checkpoint.excludes_frozen:
-        frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
-        source = evolve(source, may_lack=frozen)
-    if optimizer is None:
-        source = evolve(source, states=None, own_said={})
-    planned = plan_load(sharded, source, is_strict=is_strict)
-    problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
-    if scheduler is not None and checkpoint.scheduler is None and is_strict:
-        problems.append("it was saved without a scheduler")
-    if average is not None and checkpoint.num_updates is not None:
-        problems += average.find_problems(of_average)
-    elif average is not None and is_strict:
-        problems.append("it was saved without an average")
-    verify = partial(_verify, checkpoint, group)
-    _check(planned, problems, checkpoint.path, verify=verify, what="load()", group=group)
-    several: Any = optimizer
-    for each in several if isinstance(several, list | tuple) else [several]:
-        if each is not None:
-            each.zero_grad()
-    loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
-    does_rngs = restores_rngs and checkpoint.world_size == group.world_size
+    with contextlib.closing(checkpoint.folder):
+        source = checkpoint.source
+        if checkpoint.excludes_frozen:
+            frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
+            source = evolve(source, may_lack=frozen)
+        if optimizer is None:
+            source = evolve(source, states=None, own_said={})
+        planned = plan_load(sharded, source, is_strict=is_strict)
+        problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
+        if scheduler is not None and checkpoint.scheduler is None and is_strict:
+            problems.append("it was saved without a scheduler")
+        if average is not None and checkpoint.num_updates is not None:
+            problems += average.find_problems(of_average)
+        elif average is not None and is_strict:
+            problems.append("it was saved without an average")
+        verify = partial(_verify, checkpoint, group)
+        _check(planned, problems, checkpoint.path, verify=verify, what="load()", group=group)
+        several: Any = optimizer
+        for each in several if isinstance(several, list | tuple) else [several]:
+            if each is not None:
+                each.zero_grad()
+        loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
+        does_rngs = restores_rngs and checkpoint.world_size == group.world_size
 
-    def apply() -> None:
-        try:
-            planned.apply()
-            _fill_own_buffers(checkpoint, planned, sharded)
-            if scheduler is not None and checkpoint.scheduler is not None:
-                scheduler.load_state_dict(checkpoint.scheduler)
-            if average is not None and checkpoint.num_updates is not None:
-                average.load(of_average, checkpoint.num_updates)
-            if has_state:
-                restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", group.rank))
-            if does_rngs:
-                restore_rngs(checkpoint.read("rngs", group.rank), group.device)
-        except (CommError, AgreementError, FileError, LoadError, StateError):
-            raise
-        except Exception as error:  # of a file, or of a scheduler that its state does not suit
-            raise FileError(
-                f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some values "
-                "were written: load again before training goes on"
-            ) from error
+        def apply() -> None:
+            try:
+                planned.apply()
+                _fill_own_buffers(checkpoint, planned, sharded)
+                if scheduler is not None and checkpoint.scheduler is not None:
+                    scheduler.load_state_dict(checkpoint.scheduler)
+                if average is not None and checkpoint.num_updates is not None:
+                    average.load(of_average, checkpoint.num_updates)
+                if has_state:
+                    restore_loco(
+                        sharded, {} if loco_problem else checkpoint.read("loco", group.rank)
+                    )
+                if does_rngs:
+                    restore_rngs(checkpoint.read("rngs", group.rank), group.device)
+            except (CommError, AgreementError, FileError, LoadError, StateError):
+                raise
+            except Exception as error:  # of a file, or of a scheduler that its state does not suit
+                raise FileError(
+                    f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some "
+                    "values were written: load again before training goes on"
+                ) from error
 
-    together(apply, what="load()", group=group)
-    weights: dict[str, Any] = {**source.params, **source.buffers}
-    restored = [reader for name, reader in weights.items() if name not in planned.unexpected]
-    entries = [entry for state in (source.states or {}).values() for entry in state.values()]
-    return LoadReport(
-        path=checkpoint.path,
-        step=checkpoint.step,
-        extra=checkpoint.extra,
-        num_tensors=planned.num_tensors,
-        num_tensors_saved=len(weights) + len(entries),
-        num_bytes=sum(e.num_bytes for e in restored + entries if isinstance(e, Range)),
-        missing=planned.missing,
-        unexpected=planned.unexpected,
-        restores_rngs=does_rngs,
-        begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
-        engine=checkpoint.engine,
-    )
+        together(apply, what="load()", group=group)
+        weights: dict[str, Any] = {**source.params, **source.buffers}
+        restored = [reader for name, reader in weights.items() if name not in planned.unexpected]
+        entries = [entry for state in (source.states or {}).values() for entry in state.values()]
+        return LoadReport(
+            path=checkpoint.path,
+            step=checkpoint.step,
+            extra=checkpoint.extra,
+            num_tensors=planned.num_tensors,
+            num_tensors_saved=len(weights) + len(entries),
+            num_bytes=sum(e.num_bytes for e in restored + entries if isinstance(e, Range)),
+            missing=planned.missing,
+            unexpected=planned.unexpected,
+            restores_rngs=does_rngs,
+            begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
+            engine=checkpoint.engine,
+        )
 
 
 def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | None:

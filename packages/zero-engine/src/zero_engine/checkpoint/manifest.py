@@ -17,7 +17,7 @@ from zero_partition.seams import StateDictLayout
 
 from zero_engine.errors import ConfigError, FileError
 
-from .file_system import read_regular
+from .file_system import OpenFolder, read_regular
 
 T = TypeVar("T")
 Check = Callable[[Any, str], T]  # of what JSON says, and where that is; raises FileError
@@ -409,9 +409,9 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, "crc32": _crc32_of(content)}, indent=1).encode()
 
 
-def read_manifest(path: Path) -> Manifest:
-    """What a manifest says. Local; raises FileError with the field that is not as it should be."""
-    said = unsealed(path)
+def read_manifest(path: Path, folder: OpenFolder) -> Manifest:
+    """Read a manifest. Local; raises FileError with the field that is not as it should be."""
+    said = unsealed(path, folder)
     try:
         return Manifest.of(said)
     except FileError as error:
@@ -428,10 +428,10 @@ def read_fields(path: Path, *names: str) -> list[Any]:
         raise FileError(f"{path}: {error}") from error
 
 
-def unsealed(path: Path) -> dict[str, Any]:
+def unsealed(path: Path, folder: OpenFolder | None = None) -> dict[str, Any]:
     """The JSON of a manifest. Local; raises if it is damaged, or of another format or version."""
     try:
-        content = read_regular(path)
+        content = read_regular(path, folder)
         said = json.loads(content)
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from error

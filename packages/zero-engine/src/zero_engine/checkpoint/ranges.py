@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Any, BinaryIO, Final, TypeAlias, final
 
 import torch
 from attrs import frozen
@@ -19,7 +19,7 @@ from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 
-from .file_system import open_regular
+from .file_system import OpenFolder, open_regular
 
 # ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
 
@@ -103,14 +103,16 @@ class TensorFile:
     """A file to read from; its header is read when it is needed, and the file is not kept open."""
 
     path: Path
+    folder: OpenFolder | None = None  # that it is read from, whatever its path is by then
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
         """By key: dtype, shape, and where its bytes begin. FileError for what is no whole file."""
-        if not self.path.is_file():
-            raise FileError(f"{self.path}: no such file")
         try:
-            return _read_header(self.path)
+            with open_regular(self.path, self.folder) as file:
+                return _read_header(file)
+        except FileNotFoundError as error:
+            raise FileError(f"{self.path}: no such file") from error
         except (ArithmeticError, *_WHEN_READ) as error:  # of numbers that are too large, too
             raise FileError(
                 f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
@@ -118,13 +120,12 @@ class TensorFile:
             ) from error
 
 
-def _read_header(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes")
-        said = json.loads(file.read(length))
-        num_bytes = os.fstat(file.fileno()).st_size
+def _read_header(file: BinaryIO) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > _LARGEST_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    said = json.loads(file.read(length))
+    num_bytes = os.fstat(file.fileno()).st_size
     said.pop("__metadata__", None)
     tensors, cursor = {}, _LENGTH_BYTES + length
     for key, of in sorted(said.items(), key=lambda item: item[1]["data_offsets"]):
@@ -170,7 +171,7 @@ class FileRun:
         out = torch.empty(stop - start, dtype=dtype)
         first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
-            with open_regular(path) as file:
+            with open_regular(path, self.file.folder) as file:
                 while view and (count := os.preadv(file.fileno(), [view], first)):
                     first, view = first + count, view[count:]
         except OSError as error:

@@ -19,7 +19,7 @@ from zero_partition import ShardedAverage
 
 from zero_engine.errors import FileError
 
-from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular
+from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular, removing
 from .folder import (
     LATEST,
     REPLACED,
@@ -341,9 +341,9 @@ def _remove_leftovers(folder: Path, system: FileSystem) -> None:
         tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
         if was_replaced and (path / MANIFEST).exists() and complete.get(tag) == path:
             system.rename(path, folder / tag)
-        elif (
-            was_replaced or _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path))
-        ):
+        elif was_replaced:
+            _retire(path, tag, system)
+        elif _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path)):
             _remove(path, system)
         elif path.name.startswith(f".{LATEST}{_PARTIAL}"):
             system.unlink(path)
@@ -370,8 +370,8 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _remove(path: Path, system: FileSystem) -> None:
-    """One that is no complete checkpoint by its name. What cannot go now goes another time."""
-    with suppress(OSError):
+    """Remove what is no complete checkpoint by its name; another time, if somebody reads it."""
+    with suppress(OSError), removing(path):
         system.remove(path, last=_LOCK)
 
 
@@ -381,7 +381,12 @@ def _prune(newest: Path, keep: int, system: FileSystem) -> None:
     serials = {tag: n for tag, n in serials_of(found).items() if n and tag != newest.name}
     ranked = sorted(serials, key=serials.__getitem__)
     for name in ranked[: max(0, len(ranked) - (keep - 1))]:
-        aside = newest.with_name(f".{name}{_PRUNED}{secrets.token_hex(4)}")
-        system.rename(found[name], aside)
-        system.sync_folder(aside.parent)
-        _remove(aside, system)
+        _retire(found[name], name, system)
+
+
+def _retire(path: Path, tag: str, system: FileSystem) -> None:
+    """Make a checkpoint one that is complete no more, and remove it."""
+    aside = path.with_name(f".{tag}{_PRUNED}{secrets.token_hex(4)}")
+    system.rename(path, aside)
+    system.sync_folder(aside.parent)
+    _remove(aside, system)

@@ -1,0 +1,432 @@
+"""Change one operator, constant, condition or call at a time, and see which test fails.
+
+`hatch run mutate zero_partition.run.gradients zero_engine.checkpoint` draws `--count` changes of
+each module by `--seed`. All are compiled into the modules behind a switch that lies in a file, so
+test sessions keep their processes and ranks, and take one change after another. First every test
+runs with no change on, to learn which changes it reaches and how long it takes. Then each change is
+on while tests that reach it run, those first that have seen most per second, until one fails.
+Without the change that test must pass again, else the session begins anew. A change that no
+test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
+nor are messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import collections
+import contextlib
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any, Final
+
+_RUN: Final = "ZERO_MUTATE_RUN"  # environment: the file that says which changes there are
+_STATE: Final = "ZERO_MUTATE_STATE"  # and the one, of a session, that says which is on
+_COMPARES: Final = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_ARITHMETIC: Final = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+_ENOUGH: Final = 0.95  # of changes, seen
+_LOGS: Final = {"debug", "info", "warning", "warn", "exception", "error"}
+
+
+class _Changes(ast.NodeTransformer):
+    """Numbers the changes of a module, and puts `chosen` behind switches."""
+
+    def __init__(self, chosen: dict[int, int]) -> None:
+        self.chosen = chosen  # number in the module -> number in the run
+        self.found: list[str] = []
+        self.is_run = False  # within a function
+
+    def _switch(self, node: Any, changed: Any, what: str) -> Any:
+        """An expression that is `changed` while its switch is on."""
+        test = self._test(node, what)
+        return node if test is None else ast.copy_location(ast.IfExp(test, changed, node), node)
+
+    def _test(self, node: Any, what: str) -> ast.expr | None:
+        if not self.is_run:
+            return None
+        self.found.append(f"{node.lineno}: {what}: {ast.unparse(node).splitlines()[0][:90]}")
+        if (number := self.chosen.get(len(self.found) - 1)) is None:
+            return None
+        return ast.Call(ast.Name("__mutant__", ast.Load()), [ast.Constant(number)], [])
+
+    def _inside(self, node: Any, is_run: bool) -> Any:
+        before, self.is_run = self.is_run, is_run
+        node.body = (
+            [self.visit(each) for each in node.body]
+            if isinstance(node.body, list)
+            else self.visit(node.body)
+        )
+        self.is_run = before
+        return node
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        return self._inside(node, True)
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        return self._inside(node, False)
+
+    def visit_Raise(self, node: ast.Raise) -> Any:  # messages
+        return node
+
+    visit_JoinedStr = visit_match_case = visit_Assert = visit_Raise
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        node.value = node.value and self.visit(node.value)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        other = [_COMPARES[type(node.ops[0])](), *node.ops[1:]]
+        return self._switch(node, ast.Compare(node.left, other, node.comparators), "compare")
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        self.generic_visit(node)
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        return self._switch(node, ast.BoolOp(other, node.values), "and/or")
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        if (other := _ARITHMETIC.get(type(node.op))) is None:
+            return node
+        return self._switch(node, ast.BinOp(node.left, other(), node.right), "operator")
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        self.generic_visit(node)
+        if (other := _ARITHMETIC.get(type(node.op))) is None:
+            return node
+        return self._statement(node, ast.AugAssign(node.target, other(), node.value), "operator")
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if type(node.value) is bool:
+            return self._switch(node, ast.Constant(not node.value), "constant")
+        if type(node.value) is int:
+            return self._switch(node, ast.Constant(node.value + 1), "constant")
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.operand, ast.Constant):  # -1: one constant
+            return node
+        self.generic_visit(node)
+        return self._switch(node, node.operand, "not") if isinstance(node.op, ast.Not) else node
+
+    def visit_If(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.test = self._switch(node.test, ast.UnaryOp(ast.Not(), node.test), "condition")
+        return node
+
+    visit_While = visit_IfExp = visit_If
+
+    def visit_comprehension(self, node: ast.comprehension) -> Any:
+        self.generic_visit(node)
+        node.ifs = [
+            self._switch(each, ast.UnaryOp(ast.Not(), each), "condition") for each in node.ifs
+        ]
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        call = node.value
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") in _LOGS:
+            return node
+        self.generic_visit(node)
+        return self._statement(node, ast.Pass(), "call")
+
+    def _statement(self, node: Any, changed: Any, what: str) -> Any:
+        test = self._test(node, what)
+        return node if test is None else ast.copy_location(ast.If(test, [changed], [node]), node)
+
+
+def changes(source: str, chosen: dict[int, int]) -> tuple[ast.Module, list[str]]:
+    """The module with `chosen` behind switches, and a line for every change that there is."""
+    pass_ = _Changes(chosen)
+    tree = ast.fix_missing_locations(pass_.visit(ast.parse(source)))
+    return tree, pass_.found
+
+
+def sources(module: str) -> dict[str, Path]:
+    """Names and files of the module, or of the modules of a package."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"there is no module {module}")
+    origin = Path(spec.origin)
+    if origin.name != "__init__.py":
+        return {module: origin}
+    return {
+        f"{module}.{each.stem}": each
+        for each in sorted(origin.parent.glob("*.py"))
+        if each.stem != "__init__"
+    }
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    chosen: dict[int, int]
+
+    def get_code(self, fullname: str) -> Any:  # past the cache of bytecode
+        tree, _ = changes(self.get_data(self.path).decode(), self.chosen)
+        return compile(tree, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, modules: dict[str, dict[str, int]]) -> None:
+        self.modules = modules
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.modules:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin:
+            spec.loader = _Loader(name, spec.origin)
+            spec.loader.chosen = {int(at): number for at, number in self.modules[name].items()}
+        return spec
+
+
+def install() -> None:
+    """Compile modules with switches in this process; called by the run's `sitecustomize`."""
+    run = json.loads(Path(os.environ[_RUN]).read_text())
+    sys.meta_path.insert(0, _Finder(run["modules"]))
+    with Path(os.environ[_STATE]).open("r+b") as file:
+        flags = memoryview(mmap.mmap(file.fileno(), 0))
+    on = flags[:4].cast("I")  # the number of the change that is on; 0: none
+
+    def is_on(number: int) -> bool:
+        flags[3 + number] = 1  # reached
+        return on[0] == number
+
+    builtins.__mutant__ = is_on  # type: ignore[attr-defined]
+
+
+class Session:
+    """A plugin of pytest whose loop runs tests without changes, then with one after another."""
+
+    def __init__(self, part: str) -> None:
+        self.folder, self.part = Path(os.environ[_RUN]).parent, int(part)
+        self.run = json.loads(Path(os.environ[_RUN]).read_text())
+        with Path(os.environ[_STATE]).open("r+b") as file:
+            self.flags = mmap.mmap(file.fileno(), 0)
+        self.failed = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a failure."""
+        self.failed |= report.failed
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Learn in the first round, change in the second."""
+        if self.run["order"]:
+            self._change({item.nodeid: item for item in session.items})
+        else:
+            self._learn(session.items)
+        return True
+
+    def _fails(self, item: Any, number: int, limit_s: float) -> bool:
+        """Run one test with change `number`; all fixtures but the session's end with it."""
+
+        def late(*_: object) -> None:
+            raise TimeoutError(f"more than {limit_s} s")
+
+        self.failed = False
+        self.flags[:] = number.to_bytes(4, sys.byteorder) + bytes(len(self.flags) - 4)
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, 5)
+        faulthandler.dump_traceback_later(2 * limit_s + 30, exit=True)
+        try:
+            root = types.SimpleNamespace(listchain=lambda: [item.session])
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=root)
+        except TimeoutError:
+            self.failed = True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
+            self.flags[:4] = bytes(4)
+        return self.failed
+
+    def _learn(self, items: list[Any]) -> None:
+        """Note which changes each test reaches, and its seconds."""
+        claims = self.folder / "learnt"
+        for path in dict.fromkeys(item.path for item in items):
+            if _claims(claims / str(path).replace("/", "-")):
+                for item in (each for each in items if each.path == path):
+                    begun = time.monotonic()
+                    if not self._fails(item, 0, 600) and any(self.flags[4:]):
+                        reached = [
+                            at + 1 for at, is_reached in enumerate(self.flags[4:]) if is_reached
+                        ]
+                        took = time.monotonic() - begun
+                        self._write(
+                            "reach", {"test": item.nodeid, "took": took, "reached": reached}
+                        )
+
+    def _change(self, items: dict[str, Any]) -> None:
+        """Take changes that no session has taken, until all are."""
+        tests = read(self.folder, "reach")
+        is_fresh = True
+        for number in self.run["order"]:
+            claim = self.folder / "changed" / str(number)
+            if not _claims(claim):
+                continue
+            seen = collections.Counter(each["by"] for each in read(self.folder, "results"))
+            mine = [each for each in tests if number in each["reached"] and each["test"] in items]
+            mine.sort(key=lambda each: (1 + seen[each["test"]]) / (1 + each["took"]), reverse=True)
+            by, left, tried = "", self.run["seconds"], 0
+            for each in mine:
+                tried += 1
+                begun = time.monotonic()
+                claim.write_text(each["test"])  # should the process end with it
+                if self._fails(items[each["test"]], number, 30 + 5 * each["took"]):
+                    by = each["test"]
+                    break
+                if (left := left - (time.monotonic() - begun)) < 0:
+                    break
+            is_sound = not by or not self._fails(items[by], 0, 600)
+            if is_sound or is_fresh:
+                self._write(
+                    "results", {"number": number, "by": by, "tried": tried, "of": len(mine)}
+                )
+            else:  # what came before may have broken this session
+                claim.unlink()
+            if not is_sound:
+                os._exit(9)
+            is_fresh = False
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        with (self.folder / f"{name}-{self.part}").open("a") as file:
+            print(json.dumps(line), file=file)
+
+
+def _claims(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines that all sessions wrote."""
+    files = sorted(folder.glob(f"{name}-*"))
+    return [json.loads(line) for each in files for line in each.read_text().splitlines()]
+
+
+def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
+    """Run a session for each core, each again until it has ended of itself."""
+    own = Path(__file__).resolve().parent
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({str(own)!r})\nimport mutate\nmutate.install()\n"
+    )
+    code = (
+        "import sys, pytest, mutate\n"
+        "code = pytest.main(sys.argv[2:], [mutate.Session(sys.argv[1])])\n"
+        "sys.exit(0 if code == 1 else code)"  # 1: by faulthandler, of a test that hangs
+    )
+    options = ["-q", "-p", "no:cacheprovider", "-rN", "--tb=no", *tests]
+
+    def begin(part: int) -> subprocess.Popen[bytes]:
+        state = folder / f"state-{part}"
+        state.write_bytes(bytes(4 + num_changes))
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {_RUN: str(folder / "run.json"), _STATE: str(state), "PYTHONPATH": path}
+        out = (folder / f"out-{part}").open("ab")
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(part), *options],
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+    running = {part: begin(part) for part in range(os.cpu_count() or 1)}
+    while running:
+        time.sleep(1)
+        for part, process in [*running.items()]:
+            if (ended := process.poll()) is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if ended < 0 or ended in (1, 9):
+                running[part] = begin(part)
+            else:
+                del running[part]
+            if ended in (2, 3, 4, 5):
+                print(f"pytest ended with {ended}: {folder / f'out-{part}'}")
+
+
+def main() -> None:
+    """Draw changes, learn which tests reach them, see which fail."""
+    asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    asked.add_argument("modules", nargs="+", help="a module, or a package with all that is in it")
+    asked.add_argument("--count", type=int, default=60, help="changes of each")
+    asked.add_argument("--seed", type=int, default=int(time.time()))
+    asked.add_argument("--seconds", type=float, default=120, help="of tests for a change at most")
+    asked.add_argument("--tests", nargs="+", default=["packages", "integration-tests"])
+    asked.add_argument("--folder", type=Path, help="what was learnt is kept here, and used again")
+    args = asked.parse_args()
+    draw = random.Random(args.seed)
+    print(f"seed {args.seed}", flush=True)
+    lines, modules = {}, {}
+    for asked_for in args.modules:
+        found = [
+            (name, at, f"{path.name}:{line}")
+            for name, path in sources(asked_for).items()
+            for at, line in enumerate(changes(path.read_text(), {})[1])
+            if at not in modules.get(name, {})
+        ]
+        for name, at, line in draw.sample(found, min(args.count, len(found))):
+            lines[len(lines) + 1] = (asked_for, line)
+            modules.setdefault(name, {})[at] = len(lines)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="mutate-"))
+    for each in ("learnt", "changed"):
+        (folder / each).mkdir(parents=True, exist_ok=True)
+    run = {"modules": modules, "seconds": args.seconds, "order": []}
+    (folder / "run.json").write_text(json.dumps(run))
+    _run_sessions(folder, len(lines), args.tests)
+    run["order"] = draw.sample([*lines], len(lines))
+    (folder / "run.json").write_text(json.dumps(run))
+    _run_sessions(folder, len(lines), args.tests)
+    results = {each["number"]: each for each in read(folder, "results")}
+    said = []
+    for module in args.modules:
+        mine = [number for number, (name, _) in lines.items() if name == module]
+        # One without a result ended its session, which a test run would see.
+        unseen = [each for each in mine if each in results and not results[each]["by"]]
+        said.append(f"{module} {len(mine) - len(unseen)} of {len(mine)}")
+        for number in unseen:
+            tried = f"{results[number]['tried']} of {results[number]['of']} tests"
+            print(f"unseen: {module}: {lines[number][1]} ({tried})")
+    num_seen = sum(1 for each in lines if each not in results or results[each]["by"])
+    print(f"seed {args.seed}: seen {num_seen} of {len(lines)}: {', '.join(said)}")
+    sys.exit(num_seen < _ENOUGH * len(lines))
+
+
+if __name__ == "__main__":
+    main()
