@@ -3,8 +3,8 @@
 `hatch run mutate zero_partition.run.gradients zero_engine.checkpoint` draws `--count` changes of
 each module by `--seed`. All are compiled into the modules behind a switch that lies in a file, so
 test sessions keep their processes and ranks, and take one change after another. First every test
-runs with no change on, to learn which changes it reaches and how long it takes. Then each change is
-on while tests that reach it run, those first that have seen most per second, until one fails.
+runs with no change on, to learn how long it takes and which changes it reaches: of an expression,
+those that give another value in it. Then each change is on while tests that reach it run, those first that have seen most per second, until one fails.
 Without the change that test must pass again, else the session begins anew. A change that no
 test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
 nor are messages.
@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,16 +70,20 @@ class _Changes(ast.NodeTransformer):
 
     def _switch(self, node: Any, changed: Any, what: str) -> Any:
         """An expression that is `changed` while its switch is on."""
-        test = self._test(node, what)
-        return node if test is None else ast.copy_location(ast.IfExp(test, changed, node), node)
+        if (number := self._number(node, what)) is None:
+            return node
+        if any(isinstance(each, ast.NamedExpr | ast.Await | ast.Yield) for each in ast.walk(node)):
+            return ast.copy_location(ast.IfExp(_call("on", number), changed, node), node)
+        none = ast.arguments([], [], None, [], [], None, [])
+        both = (ast.Lambda(none, each) for each in (changed, node))
+        return ast.copy_location(_call("choose", number, *both), node)
 
-    def _test(self, node: Any, what: str) -> ast.expr | None:
+    def _number(self, node: Any, what: str) -> int | None:
+        """Count a change; its number in the run, if it was chosen."""
         if not self.is_run:
             return None
         self.found.append(f"{node.lineno}: {what}: {ast.unparse(node).splitlines()[0][:90]}")
-        if (number := self.chosen.get(len(self.found) - 1)) is None:
-            return None
-        return ast.Call(ast.Name("__mutant__", ast.Load()), [ast.Constant(number)], [])
+        return self.chosen.get(len(self.found) - 1)
 
     def _inside(self, node: Any, is_run: bool) -> Any:
         before, self.is_run = self.is_run, is_run
@@ -102,6 +107,10 @@ class _Changes(ast.NodeTransformer):
         return node
 
     visit_JoinedStr = visit_match_case = visit_Assert = visit_Raise
+
+    def visit_keyword(self, node: ast.keyword) -> Any:
+        """`strict=True` of zip and its like asserts."""
+        return node if node.arg == "strict" else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         node.value = node.value and self.visit(node.value)
@@ -164,8 +173,14 @@ class _Changes(ast.NodeTransformer):
         return self._statement(node, ast.Pass(), "call")
 
     def _statement(self, node: Any, changed: Any, what: str) -> Any:
-        test = self._test(node, what)
-        return node if test is None else ast.copy_location(ast.If(test, [changed], [node]), node)
+        if (number := self._number(node, what)) is None:
+            return node
+        return ast.copy_location(ast.If(_call("on", number), [changed], [node]), node)
+
+
+def _call(name: str, number: int, *arguments: ast.expr) -> ast.Call:
+    switch = ast.Attribute(ast.Name("__mutant__", ast.Load()), name, ast.Load())
+    return ast.Call(switch, [ast.Constant(number), *arguments], [])
 
 
 def changes(source: str, chosen: dict[int, int]) -> tuple[ast.Module, list[str]]:
@@ -218,13 +233,31 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder(run["modules"]))
     with Path(os.environ[_STATE]).open("r+b") as file:
         flags = memoryview(mmap.mmap(file.fileno(), 0))
-    on = flags[:4].cast("I")  # the number of the change that is on; 0: none
+    active = flags[:4].cast("I")  # the number of the change that is on; 0: none
+    is_learning = not run["order"]
 
     def is_on(number: int) -> bool:
         flags[3 + number] = 1  # reached
-        return on[0] == number
+        return active[0] == number
 
-    builtins.__mutant__ = is_on  # type: ignore[attr-defined]
+    def choose(number: int, changed: Callable[[], Any], original: Callable[[], Any]) -> Any:
+        """One of two values. Only where they differ a test can see it: that is "reached"."""
+        if not is_learning:
+            return (changed if active[0] == number else original)()
+        value = original()
+        if not flags[3 + number]:
+            flags[3 + number] = _differ(value, changed)
+        return value
+
+    builtins.__mutant__ = types.SimpleNamespace(on=is_on, choose=choose)  # type: ignore[attr-defined]
+
+
+def _differ(value: Any, changed: Callable[[], Any]) -> bool:
+    try:
+        other = changed()
+        return type(other) is not type(value) or bool(other != value)
+    except Exception:
+        return True
 
 
 class Session:
@@ -298,6 +331,13 @@ class Session:
             seen = collections.Counter(each["by"] for each in read(self.folder, "results"))
             mine = [each for each in tests if number in each["reached"] and each["test"] in items]
             mine.sort(key=lambda each: (1 + seen[each["test"]]) / (1 + each["took"]), reverse=True)
+            turns: collections.Counter[str] = collections.Counter()
+            order = []
+            for each in mine:  # files take turns: their laws differ more than those within one
+                path = each["test"].partition("::")[0]
+                order.append((turns[path], len(order)))
+                turns[path] += 1
+            mine = [mine[at] for _, at in sorted(order)]
             by, left, tried = "", self.run["seconds"], 0
             for each in mine:
                 tried += 1
@@ -339,7 +379,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
-    """Run a session for each core, each again until it has ended of itself."""
+    """Run two sessions a core, as ranks wait half of the time, until each has ended of itself."""
     own = Path(__file__).resolve().parent
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.append({str(own)!r})\nimport mutate\nmutate.install()\n"
@@ -365,7 +405,7 @@ def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
             start_new_session=True,
         )
 
-    running = {part: begin(part) for part in range(os.cpu_count() or 1)}
+    running = {part: begin(part) for part in range(2 * (os.cpu_count() or 1))}
     while running:
         time.sleep(1)
         for part, process in [*running.items()]:
@@ -381,6 +421,28 @@ def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
                 print(f"pytest ended with {ended}: {folder / f'out-{part}'}")
 
 
+def _forget(folder: Path) -> None:
+    """What is to be done again: tests that have changed, and changes that none has seen."""
+    unseen = {each["number"] for each in read(folder, "results") if not each["by"]}
+    for number in unseen:
+        (folder / "changed" / str(number)).unlink()
+    changed = set()
+    for path in (each for each in Path().rglob("test_*.py") if "_build" not in each.parts):
+        claim = folder / "learnt" / str(path.resolve()).replace("/", "-")
+        if claim.exists() and claim.stat().st_mtime < path.stat().st_mtime:
+            claim.unlink()
+            changed.add(str(path))
+    for file in [*folder.glob("results-*"), *folder.glob("reach-*")]:
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [
+            each
+            for each in lines
+            if each.get("number") not in unseen
+            and each.get("test", "").partition("::")[0] not in changed
+        ]
+        file.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+
+
 def main() -> None:
     """Draw changes, learn which tests reach them, see which fail."""
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -389,7 +451,9 @@ def main() -> None:
     asked.add_argument("--seed", type=int, default=int(time.time()))
     asked.add_argument("--seconds", type=float, default=120, help="of tests for a change at most")
     asked.add_argument("--tests", nargs="+", default=["packages", "integration-tests"])
-    asked.add_argument("--folder", type=Path, help="what was learnt is kept here, and used again")
+    asked.add_argument(
+        "--folder", type=Path, help="for what is found; again: only unseen changes, by all tests"
+    )
     args = asked.parse_args()
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
@@ -407,6 +471,7 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="mutate-"))
     for each in ("learnt", "changed"):
         (folder / each).mkdir(parents=True, exist_ok=True)
+    _forget(folder)
     run = {"modules": modules, "seconds": args.seconds, "order": []}
     (folder / "run.json").write_text(json.dumps(run))
     _run_sessions(folder, len(lines), args.tests)

@@ -13,6 +13,13 @@ import zero_engine
 from residences import Blocks, Cell, cpu_adam, sharded
 from torch import Tensor
 from zero_comm import Group
+from zero_partition.seams import find_sharded
+
+
+def _in_cpp(grad: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.mul_(2)
+
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "nobody": lambda grad: None,
@@ -20,6 +27,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda grad: grad.data.mul_(2),
     "numpy": lambda grad: grad.numpy().fill(1),
     "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),
+    "a kernel in C++": _in_cpp,
     "grad scaler": lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
         [grad], torch.zeros(1), torch.ones(()) / 2
     ),
@@ -50,4 +58,25 @@ def test_a_norm_is_that_of_what_is_stepped(tmp_path: Path, how: str, num_backwar
 
         expected = torch.cat([torch.flatten(grad * 1).double() for grad in grads]).norm()
         torch.testing.assert_close(found.double(), expected)
+        optimizer.zero_grad()
+
+
+def test_a_norm_is_kept_until_somebody_writes(tmp_path: Path) -> None:
+    """Else all gradients are read again from where they rest."""
+    cell = Cell(2, "disk", residence="poisoned")
+    with sharded(Group.solo(), cell, str(tmp_path), make=Blocks, make_optimizer=cpu_adam) as (
+        model,
+        optimizer,
+    ):
+        parity.loss_of(model, parity.batch(0, 0, 0)).backward()
+        reducer = find_sharded(model).reducer
+
+        norms = [
+            g.norm_of(at)
+            for g in reducer.gradients
+            for at, part in enumerate(g.parts)
+            if part.numel() and g.targets[at].grad is not None
+        ]
+
+        assert norms and None not in norms
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,6 +182,40 @@ def test_other_values_may_stand_in_a_parameter_for_a_while(
         param.data = torch.full_like(param, 3.0)
     zero_engine.unshard(model, optimizer)
     assert all((param == 3.0).all() for param in model.parameters())
+
+
+def _double_if_frozen(weight: nn.Parameter) -> None:
+    if not weight.requires_grad:
+        weight.data = weight.data * 2
+
+
+def _narrow_if_frozen(weight: nn.Parameter) -> None:
+    if not weight.requires_grad:
+        weight.data = weight.data.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"), [(_double_if_frozen, torch.float32), (_narrow_if_frozen, torch.bfloat16)]
+)
+def test_other_memory_of_a_frozen_parameter_has_the_same_values_or_is_refused(
+    group: Group, write: Callable[[nn.Parameter], None], dtype: torch.dtype
+) -> None:
+    """A forward computes with what it put there, and the next one with what rests."""
+    model = nn.Sequential(*(Writes(write) for _ in range(2)))
+    for module in model:
+        module.weight = nn.Parameter(module.weight.data.zero_().to(dtype), requires_grad=False)
+        module.forward = partial(_with_bias, module)
+    if dtype is torch.float32:
+        for module in model:
+            module.weight.data.fill_(1)
+    zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
+    with pytest.raises(StateError, match=r"'0\.weight'"):
+        model(torch.ones(2, WIDTH))
+
+
+def _with_bias(module: Writes, x: Tensor) -> Tensor:
+    module.write(module.weight)
+    return x * module.scale + module.weight.sum().float()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

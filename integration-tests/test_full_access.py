@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import parity
 import pytest
@@ -11,6 +12,7 @@ import zero_engine
 import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
 from zero_engine import (
     full_grad,
@@ -214,6 +216,53 @@ def test_inside_no_sync_a_gradient_is_the_ranks_own(group: Group, stage: int) ->
         for ours, theirs in ((local[name], param.grad), (averaged[name], expected)):
             assert (ours is None) == (theirs is None), name
             assert ours is None or torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_gradient_is_written_where_none_has_come(
+    group: Group, stage: int, is_inside: bool
+) -> None:
+    """Inside no_sync it is this rank's own, to which the next backward adds, as with DDP."""
+    kept = []
+    for is_ours in (True, False):
+        model = parity.build(_HalfUsed)
+        optimizer = parity.adamw(model)
+        if is_ours:
+            zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+            named, no_sync = model.named_parameters(), partial(zero_engine.no_sync, model)
+            called, put = model, zero_engine.set_full_grad
+        else:
+            called = DistributedDataParallel(model, find_unused_parameters=True)
+            named, no_sync, put = model.named_parameters(), called.no_sync, _put
+        with no_sync() if is_inside else nullcontext():
+            called(torch.ones(2, 4) * (group.rank + 1)).sum().backward()
+            for _, param in named:
+                own = group.rank + 1 if is_inside else 1
+                put(param, torch.linspace(-1, 1, param.numel()).view(param.shape) * own)
+        if is_inside:
+            called(torch.ones(2, 4) * (group.rank + 2), uses_all=True).sum().backward()
+        optimizer.step()
+        kept.append([full_param(p) if is_ours else p.detach() for p in model.parameters()])
+
+    for ours, theirs in zip(*kept, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _put(param: nn.Parameter, value: Tensor) -> None:
+    param.grad = value
+
+
+class _HalfUsed(nn.Module):
+    """The second of its units may get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, *, uses_all: bool = False) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[1](x) if uses_all else x
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -315,6 +315,38 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         _save_step(tmp_path / "file", model, optimizer, 1)
 
 
+def test_files_have_the_permissions_of_this_process(tmp_path: Path) -> None:
+    """Who works in a group reads what others of it have saved."""
+    model, optimizer = _make(Group.solo())
+    before = os.umask(0o027)
+    try:
+        _save_step(tmp_path, model, optimizer, 1)
+    finally:
+        os.umask(before)
+
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    folders = {name for name, mode in modes.items() if (tmp_path / name).is_dir()}
+    assert {modes.pop(name) for name in folders} == {0o750}
+    assert {*modes.values()} == {0o640}, modes
+
+
+def test_what_a_dead_job_has_left_is_removed_and_holds_nothing(tmp_path: Path) -> None:
+    """A descriptor a save, in a job that others restart beside, ends in EMFILE after a week."""
+    model, optimizer = _make(Group.solo())
+    _save_step(tmp_path, model, optimizer, 1)
+    for step in (2, 3):
+        (tmp_path / ".step-9.partial-0123abcd").mkdir()
+        (tmp_path / ".step-9.partial-0123abcd" / "lock").touch()
+        before = _num_descriptors()
+        _save_step(tmp_path, model, optimizer, step)
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        assert _num_descriptors() == before
+
+
+def _num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     """By when they were saved: a run that has gone back begins with smaller steps."""
     model, optimizer = _make(Group.solo())

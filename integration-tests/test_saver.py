@@ -77,6 +77,8 @@ def test_an_error_is_raised_on_every_rank_by_the_next_call(
         saver.save(step=2)
         with pytest.raises(FileError):
             act()
+        if group.rank == 0:  # who removes it
+            assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
         is_full.clear()
         assert zero_engine.load(tmp_path, model, optimizer).step == 1
     saver.save(step=4)
@@ -196,18 +198,24 @@ def test_what_rests_elsewhere_is_copied_at_once(group: Group, tmp_path: Path) ->
         assert parity.run_steps(model, optimizer, range(2, 4), rank=group.rank) == expected
 
 
-def test_a_write_that_waits_for_nothing_is_noticed(group: Group, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_a_write_that_waits_for_nothing_is_noticed(group: Group, tmp_path: Path, what: str) -> None:
     """Weights that are swapped for their average, say: no file may hold some of each."""
     for stage in (0, 1, 2):
         folder = tmp_path / str(stage)
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        written = next(model.parameters())
+        if what == "state":
+            param = next(p for p in optimizer.state if optimizer.state[p]["exp_avg"].numel())
+            written = optimizer.state[param]["exp_avg"]
         with Saver(folder, model, optimizer, overlap=True) as saver:
             saver.save(step=1)
             saver.wait()
             with held_copies() as may_copy:
                 saver.save(step=2)
                 with torch.no_grad():
-                    next(model.parameters()).mul_(2)
+                    written.mul_(2)
                 may_copy.set()
                 with pytest.raises(FileError, match=r"while it was copied.*overlap=True"):
                     saver.wait()

@@ -13,6 +13,7 @@ from torch import nn
 from zero_comm import Group, OperationTraffic, Sent, Traffic, all_gather_json, record_traffic
 from zero_engine import Wire
 from zero_partition import StateError, traffic_report
+from zero_partition.seams import find_sharded
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4
@@ -178,6 +179,26 @@ def _sum_of_subjects(traffic: Traffic) -> Totals:
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_every_unit_is_counted_under_its_own_name(group: Group, stage: int) -> None:
+    """A unit's gather and its reduction have tags of their own, by which peers and reports meet."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    subjects = traffic_report(model).subjects
+    operations = {name: {*found} for name, found in subjects.items() if name}
+    assert set(operations) == {str(index) for index in range(5)}
+    assert len({frozenset(found) for found in operations.values()}) == 1, operations
+    buffers = [buffer for unit in find_sharded(model).units for buffer in unit.buffers]
+    tags = [tag for buffer in buffers for tag in (buffer.gather_tag, buffer.reduce_tag)]
+    assert len({*tags}) == len(tags)
+
+
 def test_units_of_equal_size_cost_the_same(group: Group) -> None:
     """Each unit's share is its own: gathered across once, and reduced."""
     wire = Wire(levels=2, secondary=True)

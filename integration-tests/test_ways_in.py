@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+import parity
 import pytest
 import torch
 import training
@@ -187,12 +189,121 @@ def test_a_unit_that_returns_no_loss_is_told_to(group: Group) -> None:
     """Nothing says when its backward runs, which would read the values of another unit."""
     model = _Losses()
     zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
-    with pytest.raises(StateError, match=r"parameter 'heads\.\d.*return the loss"):
+    with pytest.raises(StateError, match=r"unit 'heads\.\d.*return the loss"):
         model(torch.ones(2, ways.WIDTH)).backward()
     for stage in (1, 2):
         model = _Losses()
         zero_engine.shard(model, None, ZeroConfig(stage, min_unit_bytes=0), group=group)
         model(torch.ones(2, ways.WIDTH)).backward()
+
+
+class _Speaks(nn.Module):
+    """Returns what it computes, or keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(ways.WIDTH, ways.WIDTH)
+
+    def forward(self, x: Tensor, *, is_quiet: bool = False) -> Tensor | None:
+        y = self.layer(x).square()
+        if is_quiet:
+            self.kept = y.mean()
+            return None
+        return y
+
+
+class _Repeats(nn.Module):
+    """Calls its units in turn, and in between the first of them again, which is quiet then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(_Speaks() for _ in range(4))
+
+    def forward(self, x: Tensor, *, is_quiet: bool = False) -> Tensor:
+        kept = 0.0
+        for number, head in enumerate(self.heads):
+            x = head(x)
+            if is_quiet and number == 1:
+                self.heads[0](x, is_quiet=True)
+                kept = self.heads[0].kept
+        return x.mean() + kept
+
+
+def test_a_unit_that_kept_one_loss_of_two_is_told_to(group: Group) -> None:
+    """Its gradients come when the other call has made it whole: values were wrong in silence."""
+    model = _Repeats()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, min_unit_bytes=0), group=group)
+    x = torch.ones(2, ways.WIDTH)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"unit 'heads\.0'.*they are sharded.*return the"):
+            model(x, is_quiet=True).backward()
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Balances(nn.Module):
+    """Keeps a second loss, before it computes what it returns or after."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.main, self.router = nn.Linear(ways.WIDTH, ways.WIDTH), nn.Linear(ways.WIDTH, 3)
+        self.is_late = is_late
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_late:
+            self.kept = self.router(x.tanh()).softmax(-1).square().mean()
+        y = self.main(x).tanh()
+        if self.is_late:
+            self.kept = self.router(x.tanh()).softmax(-1).square().mean()
+        return y
+
+
+class _Shares(nn.Module):
+    """Runs its units twice in a forward, or once."""
+
+    def __init__(self, is_late: bool, times: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Balances(is_late) for _ in range(4))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for block in [*self.blocks] * self.times:
+            x = block(x)
+            kept.append(block.kept)
+        return x.mean() + sum(kept)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_second_loss_is_right_or_refused(
+    group: Group, is_late: bool, num_forwards: int, times: int
+) -> None:
+    """A router's or a codebook's: computed last, its backward runs before any hook of the unit."""
+    model = parity.build(lambda: _Shares(is_late, times))
+    plain = copy.deepcopy(model)
+    optimizer, its = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    zero_engine.shard(model, optimizer, ZeroConfig(3, min_unit_bytes=0, window=2), group=group)
+
+    def step(module: nn.Module, chosen: torch.optim.Optimizer, number: int) -> None:
+        losses = [module(torch.ones(2, ways.WIDTH) * (number + at)) for at in range(num_forwards)]
+        sum(losses).backward()
+        chosen.step()
+        chosen.zero_grad()
+
+    if is_late:
+        with pytest.raises(StateError, match="return the loss"):
+            step(model, optimizer, 0)
+        return
+    for number in range(3):
+        step(model, optimizer, number)
+        step(plain, its, number)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(zero_engine.full_param(ours), theirs.detach())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -110,6 +110,7 @@ def test_one_file_is_what_the_safetensors_library_writes(saved, tmp_path: Path) 
     save_file({**_params(), **_buffers()}, tmp_path / "theirs", {"format": "pt"})
     ours = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert ours == (tmp_path / "theirs").read_bytes()
+    assert _names(tmp_path / "out") == ["model.safetensors"]  # no index, which is of several
 
 
 def test_chunks_are_of_no_consequence(by_hand, tmp_path: Path) -> None:

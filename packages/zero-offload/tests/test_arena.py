@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import re
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from zero_offload import BudgetError, HostArena, host_memory, set_host_budget
+from zero_offload.memory import arena
 from zero_offload.testing import budget as made
 from zero_offload.testing import budget_of, interleave, nodes_of_process, spread
 
+MADV_POPULATE_WRITE = 23  # of Linux
 MARGIN_BYTES = 128 * 2**20  # what is left to the rest of the process and the machine
 
 
@@ -158,9 +163,27 @@ def test_a_refusal_of_the_system_is_typed_and_holds_nothing() -> None:
             0,
             "memory.limit_in_bytes",
         ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,memory:/docker/x\n1:name=systemd:/\n",
+                "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "800000000\n",
+                "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": "100000000\n",
+            },
+            700_000_000,
+            "x/memory.limit_in_bytes",
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/a\n",
+                "sys/fs/cgroup/a/memory.max": "1000000000\n",
+                "sys/fs/cgroup/a/memory.current": "400000000\n",
+            },
+            600_000_000,
+            "a/memory.max",
+        ),
         ({"proc/self/cgroup": "4:memory:/\n"}, 1 << 60, "unknown"),
     ],
-    ids=["machine", "v2, an outer group", "v1 in a container, over", "nothing to read"],
+    ids=["machine", "v2, an outer group", "v1 in a container, over", "v1", "no stat", "nothing"],
 )
 def test_the_strictest_limit_counts(
     tmp_path: Path, files: dict[str, str], nbytes: int, source: str
@@ -215,3 +238,82 @@ def test_memory_is_page_locked_for_the_device() -> None:
     assert torch.equal(memory.to("cuda", non_blocking=True).cpu(), memory)
     del memory
     assert arena.allocate(3).is_pinned()  # the last was let go of, or this would be refused
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"), [([0], [1]), ([0, 63], [1 | 1 << 63]), ([1, 64, 130], [2, 1, 4])]
+)
+def test_nodes_are_the_bits_of_whole_words(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[int], words: list[int]
+) -> None:
+    """The kernel reads one bit less than it is told, and memory beyond the words is not ours."""
+    libc = mock.Mock()
+    libc.syscall.return_value = 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: libc)
+
+    assert spread(4096, 8192, nodes[:1]) == ""
+    assert not libc.syscall.called
+    assert interleave(4096, 8192, nodes) == ""
+
+    _, address, nbytes, _, mask, num_bits, _ = libc.syscall.call_args.args
+    assert (address.value, nbytes.value) == (4096, 8192)
+    assert list(mask) == words
+    assert num_bits.value - 1 == 64 * len(words)
+
+
+def test_nodes_are_those_whose_cores_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of other nodes is further away, and in a container may be somebody else's."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {5})
+    for node, cores in {"node0": "3-4", "node1": "6-9", "node2": "0,5", "node3": "2-7"}.items():
+        folder = tmp_path / "sys/devices/system/node" / node
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+
+    assert nodes_of_process(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize(("code", "is_refused"), [(errno.ENOMEM, True), (errno.EINVAL, False)])
+def test_pages_that_cannot_be_provided_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, code: int, is_refused: bool
+) -> None:
+    """A kernel before 5.14 does not know the request: there pages are touched one by one."""
+    real, unmapped = arena._libc, []
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        if advice != MADV_POPULATE_WRITE:
+            return 0
+        ctypes.set_errno(code)
+        return -1
+
+    def munmap(address: int, nbytes: int) -> int:
+        unmapped.append(nbytes)
+        return real.munmap(address, nbytes)
+
+    libc = mock.Mock(mmap=real.mmap, madvise=madvise, munmap=munmap)
+    monkeypatch.setattr(arena, "_libc", libc)
+    budget = made()
+
+    if is_refused:
+        with pytest.raises(BudgetError, match="ran out while providing them"):
+            HostArena("x", budget=budget).allocate(2**25)
+        assert unmapped == [2**25]
+    else:
+        before = _resident_bytes()
+        memory = HostArena("x", budget=budget).allocate(2**25)
+        assert _resident_bytes() - before > 0.9 * 2**25
+        del memory
+    assert budget.held() == {}
+
+
+def test_a_budget_of_nothing_is_a_budget() -> None:
+    """None is no limit, and less than nothing a mistake."""
+    set_host_budget(0)
+    try:
+        with pytest.raises(BudgetError):
+            HostArena("x").allocate(1)
+        with pytest.raises(ValueError, match="-1"):
+            set_host_budget(-1)
+    finally:
+        set_host_budget(None)

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -49,6 +50,12 @@ has_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 
 # Its subclasses see every operator that is called inside.
 DispatchMode = _python_dispatch.TorchDispatchMode
+
+# The innermost pair of functions that what nodes save goes through, or None.
+saved_tensors_hooks_on_top: Final = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,
+    False,  # those that only trace do not count
+)
 
 # What the autograd node made next on this thread will have as its number.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr

@@ -131,6 +131,11 @@ class CheckedStates(list[GradState]):
 
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
+COMES_BACK: Final = (
+    "Backward comes back to a unit through the tensors that its module returns: return the loss, "
+    "where the module keeps it in an attribute. Making the modules involved one unit "
+    "(ZeroConfig.units), or stage 2, avoids it too."
+)
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 
@@ -743,9 +748,7 @@ class GradientReducer:
         raise StateError(
             f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
             f"{g.unit.name!r} was sharded (rank {self.routes.whole.rank}): its backward may have "
-            "read other values. Backward comes back to a unit through the tensors that its module "
-            "returns: return the loss, where the module keeps it in an attribute. Making the "
-            "modules involved one unit (ZeroConfig.units), or stage 2, avoids it too."
+            f"read other values. {COMES_BACK}"
         )
 
     def collect(self, g: BufferGradients) -> None:

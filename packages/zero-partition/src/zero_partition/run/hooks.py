@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from traceback import walk_stack
@@ -38,6 +38,7 @@ from zero_partition.torch_private import (
     outside_functional_transforms,
     own_modules,
     plain_access,
+    saved_tensors_hooks_on_top,
     sequence_number,
     set_call_of,
     skip_frame,
@@ -46,7 +47,7 @@ from zero_partition.torch_private import (
     untraced,
 )
 
-from .gradients import SMALL_BYTES, BufferGradients
+from .gradients import COMES_BACK, SMALL_BYTES, BufferGradients
 from .schedule import Call
 from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
 from .unit import ShardState, Unit
@@ -81,7 +82,11 @@ class AroundCall(Bound):
         first_node = self._begin(is_compiled)
         call, output, raised = None, None, True
         try:
-            output = self.inside(*args, **kwargs)
+            if self.unit is not None and self.unit.is_watched and not is_compiled:
+                with WatchedReads.of(self.unit):
+                    output = self.inside(*args, **kwargs)
+            else:
+                output = self.inside(*args, **kwargs)
             raised = False
         finally:
             call = self._end(raised, is_compiled)
@@ -144,13 +149,10 @@ class AroundCall(Bound):
         if self.unit is not None:
             self.unit.keep_views(tensors)
         if torch.is_grad_enabled() and (self.is_model or call is not None):
-            hook, is_hooked = _InBackward(self.sharded, call), False
+            hook = _InBackward(self.sharded, call)
             for tensor in tensors:
                 if tensor.grad_fn is not None:  # on a leaf the hook would stay
                     _hook(tensor, hook, first_node)
-                    is_hooked = True
-            if call is not None and not is_hooked:
-                self.sharded.schedule.note_unreachable(call.unit)
 
     def _check_transform(self) -> None:
         if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
@@ -268,6 +270,51 @@ def wrap_call(
             del module.__dict__["compile"]
 
     return remove
+
+
+# NOTE(reads): a hook on each output of a call makes its unit whole in backward before any node of
+# the call runs, but those of a loss that the module kept for itself and computed last, or of a call
+# that returned nothing. A gradient that arrives while the unit is sharded tells of them
+# (`check_arrival`); of a unit that is called twice it arrives when the other call has made the unit
+# whole. So in calls of such units what nodes save goes through functions that look when it is used.
+# Until the first step, which shows what is called again, that is done in all calls.
+
+
+@define(eq=False)
+class WatchedReads:
+    """Nodes of a unit's call save through `pack`, and use what they saved through `unpack`."""
+
+    unit: Unit
+    address: int  # of the unit's slot
+
+    @classmethod
+    def of(cls, unit: Unit) -> AbstractContextManager[Any]:
+        """A context around a call of the unit; it does nothing where others watch what is saved."""
+        on_top = saved_tensors_hooks_on_top()
+        is_free = on_top is None or isinstance(getattr(on_top[0], "__self__", None), cls)
+        if not is_free or unit.slot is None or unit.slot.memory is None:
+            return nullcontext()
+        made = cls(unit, unit.slot.memory.data_ptr())
+        return torch.autograd.graph.saved_tensors_hooks(made.pack, made.unpack)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Mark a view of the unit's memory."""
+        try:
+            is_read = tensor.untyped_storage().data_ptr() == self.address
+        except NotImplementedError:  # sparse and opaque ones have none
+            is_read = False
+        return (tensor,) if is_read else tensor
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Raise StateError where one is used while the unit is sharded."""
+        if type(saved) is not tuple:
+            return saved
+        if self.unit.state is not ShardState.UNSHARDED:
+            raise StateError(
+                f"unit {self.unit.name!r}: backward reads its parameters while they are sharded "
+                f"(rank {self.unit.group.rank}). {COMES_BACK}"
+            )
+        return saved[0]
 
 
 # NOTE(hook cost): one call around that of a unit's module and a tensor hook per unit output. Not

@@ -90,9 +90,11 @@ class Schedule:
     _is_filling: bool = field(default=False, init=False)  # slots, or an exception has ended that
     _active: list[Call] = field(factory=list, init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
-    # By unit's index: the backward that reached a call of it; those with calls that none can reach.
-    _reached: dict[int, int] = field(factory=dict, init=False)
-    _unreachable: set[int] = field(factory=set, init=False)
+    _reached: dict[int, int] = field(factory=dict, init=False)  # unit index -> `_backward` then
+    # Unit indices with a forward since the last backward; those with two before some backward.
+    _called: set[int] = field(factory=set, init=False)
+    _called_again: set[int] = field(factory=set, init=False)
+    _has_stepped: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.training = self._trace = ExecutionOrder(len(self.units))
@@ -132,7 +134,13 @@ class Schedule:
         """Make the unit whole; launch gathers for those that follow."""
         if unit.depth == 0:
             unit.check_untouched()
-            self._use(unit, "recomputation" if is_in_backward() else "forward")
+            is_recomputed = is_in_backward()
+            self._use(unit, "recomputation" if is_recomputed else "forward")
+            if not is_recomputed and torch.is_grad_enabled():  # see NOTE(reads)
+                if unit.index in self._called:
+                    self._called_again.add(unit.index)
+                self._called.add(unit.index)
+                unit.is_watched = not self._has_stepped or unit.index in self._called_again
         self._clock += 1
         self._starts.append(self._clock)
         self._running.append(unit)
@@ -166,18 +174,13 @@ class Schedule:
                 other.unit.reshard()
         self._use(call.unit, "backward")
 
-    def note_unreachable(self, unit: Unit) -> None:
-        """A call returned nothing that backward could come back through, though it may."""
-        self._unreachable.add(unit.index)
-
     def was_reached(self, unit: Unit) -> bool:
         """Return whether this backward ran the unit's calls while it was whole.
 
         A gradient may arrive later: autocast remembers casts, and a Function returns gradients that
         a backward inside of it has computed.
         """
-        is_reached = self._reached.get(unit.index) == self._backward
-        return is_reached and unit.index not in self._unreachable
+        return self._reached.get(unit.index) == self._backward
 
     def keep_whole(self, unit: Unit) -> None:
         """A backward makes a graph that reads this unit's parameters: reshard none until its own.
@@ -198,6 +201,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
+        self._called.clear()
         self._backward += 1
         self._reshard_idle()
 
@@ -228,7 +232,7 @@ class Schedule:
         for unit in self.units:
             if self.is_in_use(unit):
                 return
-        self._unreachable.clear()  # graphs are out of date
+        self._has_stepped = True
         self._restart(is_training=True)
         recorded = self.training.recorded
         if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)

@@ -83,6 +83,7 @@ class Unit:
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
+    is_watched: bool = False  # in this call, what saves its parameters is; see NOTE(reads) in hooks
     slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
     errors: CodecErrors | None = None  # asks what is lost on the way
     is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
