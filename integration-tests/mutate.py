@@ -4,10 +4,10 @@
 each module by `--seed`. All are compiled into the modules behind a switch that lies in a file, so
 test sessions keep their processes and ranks, and take one change after another. First every test
 runs with no change on, to learn how long it takes and which changes it reaches: of an expression,
-those that give another value in it. Then each change is on while tests that reach it run, those first that have seen most per second, until one fails.
-Without the change that test must pass again, else the session begins anew. A change that no
-test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
-nor are messages.
+those that give another value in it. Then each change is on while tests that reach it run, until one
+fails: files take turns, and in each those come first that have seen most per second. Without the
+change that test must pass again, else the session begins anew. A change that no test sees within
+`--seconds` of tests is printed with its line. What runs at import is not changed, nor are messages.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _ARITHMETIC: Final = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
+_NOT_IN_LAMBDA: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _ENOUGH: Final = 0.95  # of changes, seen
 _LOGS: Final = {"debug", "info", "warning", "warn", "exception", "error"}
 
@@ -72,7 +73,7 @@ class _Changes(ast.NodeTransformer):
         """An expression that is `changed` while its switch is on."""
         if (number := self._number(node, what)) is None:
             return node
-        if any(isinstance(each, ast.NamedExpr | ast.Await | ast.Yield) for each in ast.walk(node)):
+        if any(isinstance(each, _NOT_IN_LAMBDA) or _is_super(each) for each in ast.walk(node)):
             return ast.copy_location(ast.IfExp(_call("on", number), changed, node), node)
         none = ast.arguments([], [], None, [], [], None, [])
         both = (ast.Lambda(none, each) for each in (changed, node))
@@ -176,6 +177,10 @@ class _Changes(ast.NodeTransformer):
         if (number := self._number(node, what)) is None:
             return node
         return ast.copy_location(ast.If(_call("on", number), [changed], [node]), node)
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "super"
 
 
 def _call(name: str, number: int, *arguments: ast.expr) -> ast.Call:
