@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from typing import Any, Final
+from typing import Final
 
-import torch
-import zero_engine
 from harness import OptionError, Row, check_known, proc_fields, ratio, say, suite
-from model import GPT, SHAPES
 from network import two_nodes, why_not
-from systems import OURS, SYSTEMS, Setting, our_config
-from training import Entry, check_options, run_heat, setting_arguments, training_options
-from zero_engine.planning import Rates, estimate_step
+from systems import SYSTEMS
+from training import Entry, check_options, run_heat, training_options
 
 REFERENCE: Final = "ddp"
 # What the hungriest system takes per rank, to judge how many fit side by side.
@@ -236,91 +232,3 @@ def _wire_row(entry: Entry, reference: Entry, gbit: float) -> Row:
         "byte_ratio": statistics.median(reference.round_sent_bytes) / node_bytes,
         "cable_s": node_bytes * 8 / gbit / 1e9,
     }
-
-
-# ---- plan ----
-
-PLANNED: Final = ("zero0", "zero1", "zero2", "zero3", "zero3_host_all")
-PLANNED_ON_DISK: Final = ("zero3_disk",)
-
-
-@suite(
-    ("system", "system"),
-    ("ms", "ms", ".1f"),
-    ("least", "least_s", ".1f", 1000),
-    ("most", "most_s", ".1f", 1000),
-    ("/ least", "of_least_s", ".2f"),
-    ("/ most", "of_most_s", ".2f"),
-    ("rounds", "of_most_s_range", ".2f"),
-    ("longest", "bottleneck"),
-    ("ms of each", "parts"),
-    **training_options(rounds=6),
-    path=("", "a folder on the disk; without it nothing rests there"),
-)
-def plan(options: Namespace) -> list[Row]:
-    """How long a step takes, against how long `estimate_step` says it does.
-
-    Stages, and stage 3 with parameters or state elsewhere, take turns with `probe`, so that rates
-    and steps are of the same round. Each configuration is planned from a model without memory; the
-    plan and the rates of a round give the time of a step if all that can overlap does (`least`),
-    and if nothing does (`most`). `/ least` and `/ most` are the measured over these: the medians
-    over the rounds.
-    """
-    check_options(options, list(OURS), (*PLANNED, *(PLANNED_ON_DISK if options.path else ())))
-    probed, *trained = (Entry(SYSTEMS[name]) for name in ("probe", *options.systems))
-    run_heat([probed, *trained], options)
-    if probed.error:
-        return [probed.figures(), *(entry.figures() for entry in trained)]
-    # Of each round: the medians of its probes, but for the one that wakes the caches.
-    found = probed.reports[0]["rates"][options.warmup :]
-    per_round = 1 + options.steps_per_round
-    options.rates = [
-        {
-            name: _median(probe[name] for probe in found[first + 1 : first + per_round])
-            for name in found[0]
-        }
-        for first in range(0, len(found), per_round)
-    ]
-    return [_plan_row(entry, options) for entry in trained]
-
-
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _plan_row(entry: Entry, options: Namespace) -> Row:
-    row = entry.figures()
-    if entry.error:
-        return row
-    shape, planned = SHAPES[options.model], _planned(entry.system.name, options)
-    tokens = shape.batch * shape.sequence
-    estimates = [estimate_step(planned, Rates(**each), tokens=tokens) for each in options.rates]
-    row |= {"estimates_s": [dict(each.seconds) for each in estimates]}
-    row |= {"bottleneck": estimates[0].bottleneck}
-    for name in ("least_s", "most_s"):
-        bounds = [getattr(each, name) for each in estimates]
-        row |= {name: statistics.median(bounds)}
-        row |= ratio([ms / 1000 for ms in _mean_ms(entry)], bounds, f"of_{name}")
-    row["seconds"] = {
-        part: statistics.median(each.seconds[part] for each in estimates)
-        for part in estimates[0].seconds
-    }
-    row["parts"] = ", ".join(f"{part} {1000 * value:.1f}" for part, value in row["seconds"].items())
-    return row
-
-
-def _planned(name: str, options: Namespace) -> Any:
-    shape = SHAPES[options.model]
-    setting = Setting(0, options.ranks, shape.batch, **setting_arguments(options, options.path))
-    arguments = dict(OURS[name])
-    reads_peers = arguments.pop("reads_peers", None)
-    with torch.device("meta"):
-        model = GPT(shape)
-    return zero_engine.plan(
-        model,
-        our_config(setting, **arguments),
-        world_size=options.ranks,
-        device="cpu",
-        reads_peers=reads_peers,
-    )

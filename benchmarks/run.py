@@ -12,7 +12,6 @@ SUITES: Final = {  # and the module that has it
     "step": "bench_step",  # one training step: ours, DDP, FSDP, DeepSpeed
     "residence": "bench_step",  # a step with state on host or disk, against one without
     "wire": "bench_step",  # a step on two nodes with a slow network between them
-    "plan": "bench_step",  # a step against how long it was estimated to take
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
     "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
     "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none

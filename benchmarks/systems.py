@@ -253,25 +253,6 @@ def _disk(model: GPT, setting: Setting) -> Step:
     return step
 
 
-def _probe(model: GPT, setting: Setting) -> Step:
-    """What `zero probe` measures, once a step."""
-    import attrs
-    import torch
-    import zero_engine
-    from zero_comm import Group
-
-    del model
-    group, path, done = Group.from_process_group(), setting.path or None, torch.zeros(())
-    found: list[dict[str, Any]] = []
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        del tokens, targets
-        found.append(attrs.asdict(zero_engine.planning.probe(group, path=path)))
-        return done
-
-    return ReportingStep(step, lambda: {"rates": found})
-
-
 def _compute(model: GPT, setting: Setting) -> Step:
     """Forward and backward, with everything on the device."""
     del setting
@@ -422,7 +403,6 @@ def _rows() -> Iterator[System]:
         is_variant = name not in _ALWAYS
         yield System(name, partial(_ours, **given), ("zero_engine",), is_variant=is_variant)
     yield System("disk", _disk, ("zero_offload",), is_variant=True)
-    yield System("probe", _probe, ("zero_engine",), is_variant=True)
     yield System("compute", _compute, is_variant=True)
     yield System("transfer", _transfer, is_variant=True)
     yield System("cpu_step", _cpu_step, ("zero_offload",), is_variant=True)

@@ -70,31 +70,41 @@ def test_scale_counters_and_scheduler_go_on(group: Group, tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_none_is_refused_on_all_ranks(group: Group, tmp_path: Path) -> None:
-    """An empty variable would fill the working directory; some scripts have one on rank 0 only.
-
-    DeepSpeed warns, and trains from scratch for a typo; `missing_ok` is for the first start.
-    """
+    """An empty variable would fill the working directory; some scripts have one on rank 0 only."""
     engine = build_engine(group, engine_config(group, 2))
     for nowhere in ("", None):
         with pytest.raises(ConfigError, match=r"expected the path of a folder .*got (''|None) \("):
             engine.save_checkpoint(nowhere)
         with pytest.raises(AgreementError, match="folder"):
             engine.save_checkpoint(nowhere if group.rank else tmp_path)
-    for missing in (tmp_path, tmp_path / "no"):
-        with pytest.raises(FileError, match="pass missing_ok=True"):
-            engine.load_checkpoint(missing)
-        with pytest.warns(UserWarning, match="holds no complete checkpoint"):
-            assert engine.load_checkpoint(missing, missing_ok=True) == (None, None)
 
     engine.save_checkpoint(tmp_path, tag=6)
 
     assert (tmp_path / "latest").read_text() == "6"
     with pytest.raises(FileError, match="expected a checkpoint '7', got 6"):
-        engine.load_checkpoint(tmp_path, tag=7, missing_ok=True)
+        engine.load_checkpoint(tmp_path, tag=7)
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
     with pytest.raises(ConfigError, match=r"extra\['f'\]: expected .* got a builtin_function"):
         engine.save_checkpoint(tmp_path, client_state={"f": print})
+
+
+def test_the_first_start_of_a_script_that_resumes_is_a_warning(
+    group: Group, tmp_path: Path
+) -> None:
+    """Scripts for DeepSpeed load before they have saved; what is something else stays an error."""
+    engine = build_engine(group, engine_config(group, 2))
+    for missing in (tmp_path, tmp_path / "no"):
+        with pytest.warns(UserWarning, match="holds no complete checkpoint"):
+            assert engine.load_checkpoint(missing) == (None, None)
+        with pytest.raises(FileError, match="pass missing_ok=True"):
+            engine.load_checkpoint(missing, missing_ok=False)
+    (tmp_path / "file").touch()
+    (tmp_path / "weights").mkdir(exist_ok=True)  # by each rank
+    (tmp_path / "weights" / "model.safetensors").touch()
+    for other in ("file", "weights"):
+        with pytest.raises(FileError, match="expected the folder of all checkpoints"):
+            engine.load_checkpoint(tmp_path / other)
 
 
 def test_parts_of_a_checkpoint_are_loaded_alone(group: Group, tmp_path: Path) -> None:

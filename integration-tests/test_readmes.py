@@ -35,7 +35,6 @@ MOVED: Final = {
         "Room": "planning",
         "StopSignals": "checkpoint",
         "plan_options": "planning",
-        "probe": "planning",
         "recommend": "planning",
     },
 }

@@ -242,13 +242,6 @@ def test_state_dicts_of_optimizers_by_themselves_load() -> None:
                 assert torch.equal(torch.as_tensor(found["state"][index][entry]), value), entry
 
 
-def test_rates_load() -> None:
-    """A machine is measured once."""
-    rates = zero_engine.planning.Rates.load(FILES / "rates.json")
-
-    assert (rates.matmul_flops, rates.device_bytes, rates.launch_s) == (3e9, 2e9, 1e-4)
-
-
 def test_what_a_killed_job_left_on_the_disk_is_removed(tmp_path: Path) -> None:
     """No process reads another's swap files; the next one here deletes what nobody holds."""
     folder = shutil.copytree(FILES / "swap-left", tmp_path / "swap")

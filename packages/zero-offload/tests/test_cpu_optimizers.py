@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final
 
 import pytest
@@ -18,8 +17,6 @@ from zero_offload import (
     CPUAdagrad,
     CPUAdam,
     CPULion,
-    RollbackError,
-    StepOrderError,
     UnsupportedTensorError,
 )
 from zero_offload.testing import native
@@ -168,82 +165,6 @@ def test_without_masters_stochastic_rounding_keeps_small_steps() -> None:
 
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(20 * 1e-4, rel=0.1)
-
-
-@pytest.mark.usefixtures("_path")
-def test_ranges_make_the_same_step() -> None:
-    """Sub-groups of a shard step as they arrive from disk; the result must not tell."""
-    for dtype, rounding in ((torch.float32, "nearest"), (torch.bfloat16, "stochastic")):
-        whole, parts = _params(dtype), _params(dtype)
-        at_once = CPUAdam(whole, rounding=rounding)
-        in_ranges = CPUAdam(parts, rounding=rounding)
-        numel = sum(p.numel() for p in parts)
-        for turn in range(3):
-            _train(at_once, whole, [turn])
-            _set_grads(parts, turn)
-            cuts = [0, 5, 5, 63, 64, 70, 600, numel]
-            for start, stop in reversed(list(pairwise(cuts))):
-                in_ranges.step_range(start, stop)
-
-        for p, q in zip(whole, parts, strict=True):
-            assert torch.equal(p, q)
-            if p.numel():
-                assert in_ranges.state[q]["step"].item() == 3
-
-
-def test_a_range_that_would_step_twice_is_refused() -> None:
-    """An element stepped twice trains wrongly in silence."""
-    params = _params()
-    optimizer = CPUAdam(params)
-    numel = sum(p.numel() for p in params)
-    _set_grads(params, 0)
-    optimizer.step_range(0, 10)
-
-    with pytest.raises(StepOrderError, match=r"\[0, 10\) was already stepped"):
-        optimizer.step_range(9, 12)
-    with pytest.raises(StepOrderError, match=f"10 of {numel} elements are done"):
-        optimizer.step()
-    with pytest.raises(StepOrderError, match=f"stop <= {numel}"):
-        optimizer.step_range(10, numel + 1)
-    optimizer.step_range(10, numel)
-    optimizer.step()
-
-
-@pytest.mark.usefixtures("_path")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rollback_is_exact(dtype: torch.dtype) -> None:
-    """A speculative step that turns out to have overflowed must leave no trace."""
-    params = [*_params(dtype), nn.Parameter(torch.randn(6, 4).to(dtype).t())]
-    optimizer = CPUAdam(params, amsgrad=True, keeps_last_step=True)
-    for turn in range(3):
-        before = copy.deepcopy((params, optimizer.state_dict()["state"]))
-        _train(optimizer, params, [turn])
-        optimizer.rollback()
-        if turn:  # before the first step there was no state
-            torch.testing.assert_close(optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
-        torch.testing.assert_close(params, before[0], rtol=0, atol=0)
-        _train(optimizer, params, [turn])
-    _set_grads(params, 9)
-    before = copy.deepcopy(params)
-    optimizer.step_range(3, 70)
-    optimizer.rollback()
-
-    torch.testing.assert_close(params, before, rtol=0, atol=0)
-    assert {optimizer.state[p]["step"].item() for p in params} == {3}
-
-
-def test_a_rollback_without_a_step_says_so() -> None:
-    """Doing nothing would be taken for success."""
-    params = _params()
-    with pytest.raises(RollbackError, match="keeps_last_step=True"):
-        CPUAdam(params).rollback()
-    optimizer = CPUAdam(params, keeps_last_step=True)
-    with pytest.raises(RollbackError, match="no step to roll back"):
-        optimizer.rollback()
-    _train(optimizer, params, [0])
-    optimizer.rollback()
-    with pytest.raises(RollbackError, match="no step to roll back"):
-        optimizer.rollback()
 
 
 @pytest.mark.parametrize("keeps", ["grads", "strides", "params", "options", "state"])

@@ -290,7 +290,6 @@ def test_a_sparse_gradient_is_refused_before_anything_is_stepped() -> None:
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss within its step"),
         ({"capturable": True}, "capturable=True"),
         ({"optimizer": CPUAdam, "rounding": "stochastic"}, "depend on how sub-groups are cut"),
-        ({"optimizer": CPUAdam, "keeps_last_step": True}, "keep all of the state in memory"),
     ],
     ids=lambda each: str(each) if isinstance(each, dict) else "",
 )

@@ -171,7 +171,6 @@ _MOVED: Final = {  # since 0.1
     "Room": "zero_engine.planning",
     "StopSignals": "zero_engine.checkpoint",
     "plan_options": "zero_engine.planning",
-    "probe": "zero_engine.planning",
     "recommend": "zero_engine.planning",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Final
 import attrs
 import torch
 import zero_comm
-from zero_comm import Levels, Loco
+from zero_comm import Loco
 from zero_offload import StoreError
 from zero_partition import PartitionError, Precision, Wire
 
@@ -25,21 +24,18 @@ from zero_engine.failure import summary
 from zero_engine.observe.verify import verify
 from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
-from zero_engine.planning.rates import Rates, estimate_step, probe
 from zero_engine.planning.sources import GPTSize
 from zero_engine.planning.tables import (
     options_table,
     plan_table,
     recommendation,
     save_picture,
-    times_table,
 )
 
 from .__about__ import __version__
 from .config import ZeroConfig
 from .errors import ConfigError, FileError
 from .offload import Offload
-from .reports import as_table
 
 DTYPES: Final = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
@@ -125,8 +121,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument("--encode-params", metavar="CODEC", help="int8, bf16, ...")
     training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
     training.add_argument("--loco", action="store_true", help="what that loses is fed back")
-    training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
-    training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
     room = parser.add_argument_group("what there is")
     for name, what in (
         ("device", "of each device"),
@@ -161,9 +155,6 @@ def _run(options: argparse.Namespace) -> None:
         activations=options.activations_memory or 0,
         reserve=options.reserve,
     )
-    if (options.rates is None) is not (options.tokens is None):
-        raise ConfigError("expected --rates and --tokens, or neither: a step takes both to time")
-    rates = None if options.rates is None else Rates.load(options.rates)
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
         planned = plan(model, detailed, **arguments)
@@ -182,13 +173,8 @@ def _run(options: argparse.Namespace) -> None:
             "reserve": room.reserve,
             "recommended": None if chosen is None else chosen.name,
         }
-    plans = [each.plan for each in every]
-    if rates is not None:
-        times = [estimate_step(each, rates, tokens=options.tokens) for each in plans]
-        table += "\n\n" + times_table(plans, times)
-        found["step_seconds"] = [dict(each.seconds) for each in times]
     if options.picture is not None:
-        save_picture(plans, options.picture)
+        save_picture([each.plan for each in every], options.picture)
     print(json.dumps(found, indent=1) if options.json else table)
 
 
@@ -252,55 +238,6 @@ def _number(text: str) -> int:
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"expected a whole number such as 7.5e9, got {text!r}")
     return int(value)
-
-
-_PRINTED: Final = {  # in words, in which unit, and how many of those one is
-    "matmul_flops": ("matrix products", "GFLOP/s", 1e-9),
-    "device_bytes": ("memory of the device, read and written", "GB/s", 1e-9),
-    "host_bytes": ("memory of the host, read and written", "GB/s", 1e-9),
-    "transfer_bytes": ("between device and host", "GB/s", 1e-9),
-    "send_bytes": ("sent by a rank", "GB/s", 1e-9),
-    "send_across_bytes": ("sent by a rank to other nodes", "GB/s", 1e-9),
-    "disk_read_bytes": ("read from disk", "GB/s", 1e-9),
-    "disk_write_bytes": ("written to disk", "GB/s", 1e-9),
-    "layer_s": ("forward and backward of the smallest layer", "us", 1e6),
-    "launch_s": ("the smallest collective", "us", 1e6),
-}
-
-
-def add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `zero`."""
-    parser = commands.add_parser(
-        "probe",
-        help="measure how fast this machine is",
-        description="Measure for a few seconds how fast this machine computes, copies, sends and "
-        "reads, which is what `zero plan --rates` takes to say how long a step is. Alone, or on "
-        "all ranks: torchrun --nproc-per-node=N -m zero_engine probe.",
-    )
-    parser.add_argument("--path", help="a folder on the disk to measure")
-    parser.add_argument("--dtype", type=dtype_of, default=torch.float32, help="of matrices")
-    parser.add_argument("--size", type=float, default=1.0, help="of what is moved: 0.1 is quicker")
-    parser.add_argument("--json", action="store_true", help="as `zero plan --rates` reads it")
-    parser.set_defaults(run=_cli_probe_run)
-
-
-def _cli_probe_run(options: argparse.Namespace) -> None:
-    group = zero_comm.init()
-    local, whole = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    levels = None if local == whole else Levels.of_nodes(group)  # as torchrun says
-    rates = probe(group, path=options.path, dtype=options.dtype, size=options.size, levels=levels)
-    if group.rank:
-        return
-    found = {name: value for name, value in attrs.asdict(rates).items() if value is not None}
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
-    rows = [
-        (words, found[name] * factor, unit)
-        for name, (words, unit, factor) in _PRINTED.items()
-        if name in found
-    ]
-    print(as_table(rows, floatfmt=".2f", tablefmt="plain"))
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -417,4 +354,4 @@ def _progress_bar() -> Iterator[Callable[[int], object] | None]:
         yield bar.update
 
 
-_COMMANDS: Final = (_add_export, add_plan, add_probe, _add_report, _add_verify)
+_COMMANDS: Final = (_add_export, add_plan, _add_report, _add_verify)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
         DepartedGradientError,
         NativeUnavailableError,
         OffloadError,
-        RollbackError,
-        StepOrderError,
         StoreError,
         TornStepError,
         UnsupportedOptimizerError,
@@ -55,8 +53,6 @@ __all__ = [
     "OffloadError",
     "OffloadedOptimizer",
     "OffloadedState",
-    "RollbackError",
-    "StepOrderError",
     "StoreError",
     "TornStepError",
     "UnsupportedOptimizerError",
@@ -79,8 +75,8 @@ _NAMES: Final = {
     "zero_offload.disk.store": "AbstractStore",
     "zero_offload.disk.tune": "tune",
     "zero_offload.errors": (
-        "BudgetError DepartedGradientError NativeUnavailableError OffloadError RollbackError "
-        "StepOrderError StoreError TornStepError UnsupportedOptimizerError "
+        "BudgetError DepartedGradientError NativeUnavailableError OffloadError "
+        "StoreError TornStepError UnsupportedOptimizerError "
         "UnsupportedTensorError"
     ),
     "zero_offload.memory.arena": "HostArena",

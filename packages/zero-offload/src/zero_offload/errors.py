@@ -13,14 +13,6 @@ class UnsupportedTensorError(OffloadError, TypeError):
     """A parameter or gradient that CPU optimizers do not step: its device, dtype or layout."""
 
 
-class StepOrderError(OffloadError):
-    """Ranges of one step overlap, or a step began before all ranges of the last were done."""
-
-
-class RollbackError(OffloadError):
-    """There is no step to roll back, or it was not kept."""
-
-
 class BudgetError(OffloadError, MemoryError):
     """Host memory was asked for that the budget, or the machine, does not have.
 

@@ -31,37 +31,6 @@ from zero_partition.values.runs import BATCH_BYTES
 from .report import MemoryReport, encoded_bytes
 
 
-@frozen(kw_only=True)
-class PlannedStep:
-    """Bytes that one rank's optimizer goes through in a step, wherever that is."""
-
-    num_bytes: int  # values, state and gradients read, values and state written
-    grads_bytes: int  # of gradients as they are reduced: what goes where an optimizer steps
-    params_bytes: int  # of parameters as the model has them: what comes back
-
-
-def plan_step(plan: ModelPlan, rank: int) -> PlannedStep:
-    """Say what a step goes through on one rank, of all that train the model. Local."""
-    mine = plan.routes.shard_rank(rank)
-    num_bytes = grads_bytes = params_bytes = 0
-    for unit, placement in zip(plan.units, plan.resting, strict=True):
-        for buffer in unit.buffers:
-            if not buffer.trainable:
-                continue
-            dtype = plan.rests.training_of(plan.precision, buffer, placement)
-            wire = plan.precision.wire_of(buffer.dtype)
-            for param, shape in stepped_params(plan, buffer, mine):
-                if param.name not in plan.group_of:
-                    continue
-                numel = math.prod(shape)
-                state = sum(state_bytes(plan, param, shape, dtype))
-                num_bytes += 2 * (numel * dtype.itemsize + state) + numel * dtype.itemsize
-                num_bytes += numel * buffer.dtype.itemsize * (dtype != buffer.dtype)
-                grads_bytes += numel * wire.itemsize
-                params_bytes += numel * buffer.dtype.itemsize
-    return PlannedStep(num_bytes=num_bytes, grads_bytes=grads_bytes, params_bytes=params_bytes)
-
-
 def stepped_params(
     plan: ModelPlan, buffer: BufferPlan, rank: int
 ) -> Iterator[tuple[ParameterPlan, tuple[int, ...]]]:

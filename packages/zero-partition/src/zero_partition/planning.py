@@ -7,10 +7,8 @@ from zero_partition.dry_run import (
     PlannedMemory,
     PlannedOperation,
     PlannedSave,
-    PlannedStep,
     plan_memory,
     plan_save,
-    plan_step,
     plan_traffic,
 )
 from zero_partition.enter.model_plan import ModelPlan, plan_model
@@ -31,7 +29,6 @@ __all__ = [
     "PlannedMemory",
     "PlannedOperation",
     "PlannedSave",
-    "PlannedStep",
     "TensorEntry",
     "choose_cuts",
     "choose_units",
@@ -40,7 +37,6 @@ __all__ = [
     "plan_memory",
     "plan_model",
     "plan_save",
-    "plan_step",
     "plan_traffic",
     "plan_units",
 ]

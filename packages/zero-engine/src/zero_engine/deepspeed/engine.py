@@ -580,7 +580,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
         *,
-        missing_ok: bool = False,
+        missing_ok: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """`zero_engine.load`, with what `save_checkpoint` saved; gradients are dropped. Collective.
 
@@ -596,11 +596,11 @@ class Engine(nn.Module):
             load_lr_scheduler_states: Whether the scheduler is.
             load_module_only: Restore weights and buffers, and no counters or generators either.
             custom_load_fn: Not supported: None.
-            missing_ok: Where there is no checkpoint yet, warn and return None twice, as DeepSpeed
-                does, which trains from scratch then.
+            missing_ok: False makes it an error that there is no checkpoint yet, or no folder; else
+                that is a warning, as in DeepSpeed, and the script trains from scratch.
 
         Returns:
-            The path of the checkpoint and the `client_state`.
+            The path of the checkpoint and the `client_state`; None twice where there is none yet.
 
         Raises:
             ConfigError: `load_dir` is no path, or `custom_load_fn` is given; or the loss scale does

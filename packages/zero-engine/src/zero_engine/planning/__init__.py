@@ -2,24 +2,18 @@
 
 from zero_engine.planning.options import Option, Room, plan_options, recommend
 from zero_engine.planning.plan import Plan, UnitRow
-from zero_engine.planning.rates import Rates, StepEstimate, estimate_step, probe
 from zero_engine.planning.sources import GPTSize
-from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
+from zero_engine.planning.tables import options_table, plan_table, save_picture
 
 __all__ = [
     "GPTSize",
     "Option",
     "Plan",
-    "Rates",
     "Room",
-    "StepEstimate",
     "UnitRow",
-    "estimate_step",
     "options_table",
     "plan_options",
     "plan_table",
-    "probe",
     "recommend",
     "save_picture",
-    "times_table",
 ]

@@ -18,11 +18,9 @@ from zero_partition.planning import (
     PlannedMemory,
     PlannedOperation,
     PlannedSave,
-    PlannedStep,
     plan_memory,
     plan_model,
     plan_save,
-    plan_step,
     plan_traffic,
 )
 from zero_partition.seams import RoomPlan, members_of, plan_room
@@ -31,7 +29,7 @@ from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload, homes_of, shares_of
 
-from .sources import OptimizerMaker, has_own_params, model_of, optimizer_of
+from .sources import OptimizerMaker, model_of, optimizer_of
 
 
 def _plan_elsewhere(
@@ -126,12 +124,9 @@ class Plan:
     config: ZeroConfig
     optimizer: str  # its class, or "none"
     numel: int  # parameters of the model, each once
-    num_layers: int  # modules with parameters of their own
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
     passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
-    shards_on_disk_bytes: int  # of parameters, among what rests on disk
-    step: PlannedStep  # what its optimizer goes through
     save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
     traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
     units: tuple[UnitRow, ...]
@@ -250,12 +245,9 @@ def plan(
         config=config,
         optimizer="none" if made is None else type(made).__name__,
         numel=sum(param.numel() for param in model.parameters()),
-        num_layers=sum(map(has_own_params, model.modules())),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         memory=plan_memory(planned, rank, **homes),
         passing_bytes=passing_bytes,
-        shards_on_disk_bytes=homes["home_disk_bytes"],
-        step=plan_step(planned, rank),
         save=plan_save(planned, rank),
         traffic=traffic,
         units=_rows(planned, mine, traffic),

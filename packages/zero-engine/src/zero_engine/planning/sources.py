@@ -96,11 +96,6 @@ def model_of(source: Any) -> nn.Module:
     )
 
 
-def has_own_params(module: nn.Module) -> bool:
-    """Whether it is a layer, and not only made of such."""
-    return next(module.parameters(recurse=False), None) is not None
-
-
 def optimizer_of(
     choice: str | OptimizerMaker | torch.optim.Optimizer | None, model: nn.Module
 ) -> torch.optim.Optimizer | None:

@@ -20,7 +20,6 @@ from zero_engine.reports import as_table, new_figure, save_figure
 
 from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow, plan
-from .rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
@@ -131,16 +130,6 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     headers.append("fits with activations" if room.activations else "fits, activations apart")
     table = as_table(rows, headers=headers, disable_numparse=True)
     return f"{table}\n\n{recommendation(options, room)}"
-
-
-def times_table(plans: Sequence[Plan], times: Sequence[StepEstimate]) -> str:
-    """How long a step takes by each plan, and what takes longest."""
-    rows = [
-        [name_of(plan.config), f"{each.least_s:.3g}", f"{each.most_s:.3g}", each.bottleneck]
-        for plan, each in zip(plans, times, strict=True)
-    ]
-    headers = ["", "s a step at least", "at most", "longest"]
-    return as_table(rows, headers=headers, disable_numparse=True)
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, Literal, final
@@ -19,7 +19,6 @@ SUPPORTED: Final = tuple(DTYPES)
 MASTER: Final = "master"
 MOMENTS: Final = ("first", "second", "largest")
 WRITTEN: Final = tuple(name for name in COLUMNS if name != "grad")
-END: Final = 2**63 - 1
 
 
 @define(eq=False)
@@ -177,34 +176,24 @@ class Plan:
     _counts: list[float] = field(factory=list, init=False)  # `steps`, when they are advanced
     _look: list[list[Any]] = field(factory=list, init=False)  # see `_look_at`
 
-    @property
-    def params(self) -> list[Tensor]:
-        """What is stepped."""
-        return [param for batch in self.batches.values() for param in batch.owners]
-
     def add(
         self,
         param: Tensor,
         grad: Tensor,
         entries: dict[str, Any],
-        span: tuple[int, int],
         *,
         index: int,
         group: int,
         names: tuple[str, ...],
-        advances: bool,
     ) -> None:
-        """Plan a step of elements `span`, in memory order, of a parameter of any strides.
+        """Plan the step of a parameter of any strides.
 
         Its first element has number `index` among those of all parameters; its state, of which
-        `names` are the moments, is as `StatePolicy.prepare` leaves it. `advances`: its step count
-        is yet to be raised.
+        `names` are the moments, is as `StatePolicy.prepare` leaves it.
         """
-        count = int(entries["step"].item())
-        if advances:
-            count += 1
-            self.steps.append(entries["step"])
-            self._counts.append(count)
+        count = int(entries["step"].item()) + 1
+        self.steps.append(entries["step"])
+        self._counts.append(count)
         plain = param
         if not param.is_contiguous():
             plain = param.detach().contiguous()
@@ -224,18 +213,9 @@ class Plan:
         for column, tensor in columns.items():
             batch.tensors[column].append(tensor)
         self._kept += [entries["step"], *columns.values()]
-        batch.starts.append(span[0])
-        batch.stops.append(span[1])
+        batch.starts.append(0)
+        batch.stops.append(param.numel())
         batch.indices.append(index)
-
-    def written(self) -> Iterator[Tensor]:
-        """All that the step overwrites, as views."""
-        yield from self.steps
-        for batch in self.batches.values():
-            for tensors in batch.written():
-                for tensor, start, stop in zip(tensors, batch.starts, batch.stops, strict=True):
-                    yield tensor.view(-1)[start:stop]
-        yield from (param for param, _ in self.copies)
 
     def keep(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Prepare this plan of a whole step to be renewed, and let gradients go before it does.

@@ -5,88 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Final, Literal, TypedDict, Unpack, final
 
 import numpy as np
 import torch
-from attrs import define, field
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_offload import _native
 from zero_offload._native.library import Formula, Rule
-from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
+from zero_offload.errors import UnsupportedTensorError
 
-from .batches import END, MASTER, Plan, StatePolicy, checked_grad
+from .batches import MASTER, Plan, StatePolicy, checked_grad
 from .parallel import Team, step_batch
-
-
-@final
-@define(eq=False)
-class Round:
-    """From the first range of a step until every element has had its turn."""
-
-    numel: int  # of all parameters
-    advanced: set[Tensor] = field(factory=set, init=False)
-    spans: list[tuple[int, int]] = field(factory=list, init=False)  # that have had their turn
-
-    @property
-    def num_done(self) -> int:
-        """How many elements have had their turn."""
-        return sum(stop - start for start, stop in self.spans)
-
-    def check(self, start: int, stop: int) -> None:
-        """Raise if [start, stop) is not a span of what is left to do.
-
-        Raises:
-            StepOrderError: It leaves the parameters' elements, or one of its elements was stepped.
-        """
-        if not 0 <= start <= stop <= self.numel:
-            raise StepOrderError(
-                f"step_range({start}, {stop}): expected 0 <= start <= stop <= {self.numel}, the "
-                f"number of elements of all parameters"
-            )
-        for low, high in sorted(self.spans):
-            if low < stop and start < high:
-                raise StepOrderError(
-                    f"step_range({start}, {stop}): [{low}, {high}) was already stepped; each "
-                    f"element is stepped once before the next step begins "
-                    f"({self.num_done} of {self.numel} elements are done)"
-                )
-
-
-@final
-@define(eq=False)
-class LastStep:
-    """Copies of what one step overwrote. Their memory is used again by the next."""
-
-    is_kept: bool = field(default=False, init=False)
-    _copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # of each tensor
-    _spare: list[Tensor] = field(factory=list, init=False)
-
-    def begin(self) -> None:
-        """Another step comes."""
-        self._spare = [copy for _, copy in reversed(self._copies)]
-        self._copies, self.is_kept = [], True
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what is about to be overwritten. Local, blocking."""
-        for tensor in tensors:
-            spare = self._spare.pop() if self._spare else None
-            if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
-                self._copies.append((tensor, tensor.clone()))
-            else:
-                self._copies.append((tensor, spare.copy_(tensor)))
-
-    def restore(self) -> None:
-        """Put everything back. Local, blocking."""
-        for tensor, copy in reversed(self._copies):
-            tensor.copy_(copy)
-        self.is_kept = False
-
 
 _AT_LEAST_0: Final = {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
 
@@ -104,9 +38,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     grad_scale: Tensor | float | None  # set by others, or missing
     found_inf: Tensor | float | None
 
-    def __init__(
-        self, params: Any, defaults: dict[str, Any], *, keeps_last_step: bool = False, **policy: Any
-    ) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], **policy: Any) -> None:
         for name in _AT_LEAST_0 & defaults.keys():
             if not float(defaults[name]) >= 0:
                 raise ValueError(f"{name}={defaults[name]}: expected at least 0.0")
@@ -114,7 +46,6 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
             raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
         self._policy = StatePolicy(**policy)
-        self._keeps_last_step = keeps_last_step
         self._reset()
         if self._kernels is None:
             _warn_once(_native.native_status().reason)
@@ -148,68 +79,14 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             The closure's loss, or None.
 
         Raises:
-            StepOrderError: A step of ranges is under way.
             UnsupportedTensorError: A gradient is sparse or not on the CPU.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._round is not None:
-            raise StepOrderError(
-                f"step() while a step of ranges is under way: {self._round.num_done} of "
-                f"{self._round.numel} elements are done. Finish it with step_range()"
-            )
-        if self._keeps_last_step:
-            self._last_step.begin()
-        self._step_span(0, END, set())
+        self._step()
         return loss
-
-    @torch.no_grad()
-    def step_range(self, start: int, stop: int) -> None:
-        """Step elements [start, stop) of all parameters, laid end to end. Local, blocking.
-
-        Ranges in any order make one step: it begins with the first, and ends when every element
-        has had its turn, with or without gradient. A parameter's step count advances once, with
-        the first range that touches it. The result is that of `step()`, to the bit.
-
-        Raises:
-            StepOrderError: The range leaves the parameters, or overlaps one of the same step.
-            UnsupportedTensorError: A gradient is sparse or not on the CPU.
-        """
-        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        under_way = self._round or Round(numel)
-        under_way.check(start, stop)
-        if self._round is None and self._keeps_last_step:
-            self._last_step.begin()
-        if start < stop:
-            self._step_span(start, stop, under_way.advanced)
-            under_way.spans.append((start, stop))
-        self._round = None if under_way.num_done == numel else under_way
-
-    @torch.no_grad()
-    def rollback(self) -> None:
-        """Take back the last step, or what was done of one by ranges. Local, blocking.
-
-        Parameters, masters, moments and step counts become what they were, to the bit. Needs
-        `keeps_last_step=True`, which keeps a copy of them: the formula cannot be inverted without
-        losing bits.
-
-        Raises:
-            RollbackError: Steps are not kept, none was made, or the last is already taken back.
-        """
-        if not self._keeps_last_step:
-            raise RollbackError(
-                f"{type(self).__name__} keeps no copy of its last step; construct it with "
-                f"keeps_last_step=True"
-            )
-        if not self._last_step.is_kept:
-            raise RollbackError(
-                "there is no step to roll back: none was made since construction, loading or the "
-                "last rollback"
-            )
-        self._last_step.restore()
-        self._round = None
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -218,20 +95,17 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             if MASTER in entries:
                 entries[MASTER].copy_(param)
 
-    def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
-        """Step elements [start, stop); `advanced`: parameters whose count this step has raised."""
+    def _step(self) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0:
             return
         factor = 1.0 if scale is None else 1.0 / float(scale)
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        plan, self._whole = self._whole if stop == END else None, None
+        plan, self._plan = self._plan, None
         amsgrad = [group.get("amsgrad") for group in self.param_groups]
         if plan is None or plan.amsgrad != amsgrad or not plan.renew(params, self.state):
-            plan = self._plan(start, stop, advanced)
+            plan = self._make_plan()
             plan.amsgrad = amsgrad
-        if self._keeps_last_step:
-            self._last_step.keep(plan.written())
         kernels = self._kernels
         if kernels is None:
             for step in plan.steps:
@@ -247,16 +121,12 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        if stop == END:
-            plan.keep(params, self.state)
-            self._whole = plan
-        else:
-            params = plan.params
-            advanced.update(params)
+        plan.keep(params, self.state)
+        self._plan = plan
         torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
 
-    def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
-        """Check and collect the tensors of a span; nothing is stepped yet."""
+    def _make_plan(self) -> Plan:
+        """Check and collect what has a gradient; nothing is stepped yet."""
         plan = Plan()
         index = 0
         for position, group in enumerate(self.param_groups):
@@ -265,10 +135,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 names += ("max_exp_avg_sq",)
             first = group.get("initial_accumulator_value", 0.0)
             for param in group["params"]:
-                numel = param.numel()
-                span = max(start - index, 0), min(stop - index, numel)
-                is_touched = span[0] < span[1] or (numel == 0 and stop == END)
-                if is_touched and param.grad is not None:
+                if param.grad is not None:
                     self._policy.check(param, where="step()")
                     grad, entries = checked_grad(param), self.state[param]
                     self._policy.prepare(entries, param, names, first, self.rooms.get(param, {}))
@@ -276,13 +143,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                         param,
                         grad,
                         entries,
-                        span,
                         index=index,
                         group=position,
                         names=names,
-                        advances=param not in advanced,
                     )
-                index += numel
+                index += param.numel()
         return plan
 
     # ---- State ----
@@ -319,8 +184,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                     self.state[param][name] = self._policy.shaped(name, value, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_policy": self._policy, "_keeps_last_step": self._keeps_last_step}
-        return super().__getstate__() | kept | {"_step_supports_amp_scaling": True}
+        kept = {"_policy": self._policy, "_step_supports_amp_scaling": True}
+        return super().__getstate__() | kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -333,10 +198,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Forget what no state dict and no copy carries."""
         self._kernels = _native.kernels()
         self._team = Team()
-        self._last_step = LastStep()
         self.rooms: Mapping[Tensor, Mapping[str, Tensor]] = {}  # for state to be made, by parameter
-        self._round: Round | None = None
-        self._whole: Plan | None = None  # of the last `step()`
+        self._plan: Plan | None = None  # of the last step
 
 
 class Kept(TypedDict, total=False):
@@ -346,7 +209,6 @@ class Kept(TypedDict, total=False):
     state_dtype: torch.dtype | None
     rounding: Literal["nearest", "stochastic"]
     seed: int
-    keeps_last_step: bool
 
 
 def _as_deepspeed(fp32_optimizer_states: bool) -> Kept:
@@ -379,7 +241,6 @@ class CPUAdam(AbstractCPUOptimizer):
         rounding: Of bf16 parameters: "nearest" (ties to even) or "stochastic", which loses nothing
             on average and so makes up for a missing master.
         seed: Of stochastic rounding; with the step count it gives the random bits.
-        keeps_last_step: Whether `rollback()` is possible; costs a copy of parameters and state.
 
     Raises:
         UnsupportedTensorError: A parameter is not a dense CPU tensor of these dtypes.
@@ -473,7 +334,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         initial_accumulator_value: What sums of squares begin with.
         eps: Added to their root.
         maximize: Step uphill.
-        kept: masters, state_dtype, rounding, seed, keeps_last_step: as for `CPUAdam`.
+        kept: masters, state_dtype, rounding, seed: as for `CPUAdam`.
 
     Raises:
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.
@@ -552,7 +413,7 @@ class CPULion(AbstractCPUOptimizer):
         betas: The gradient's share in the direction, and decay of the mean that is kept.
         weight_decay: Decoupled from the gradient; usually three to ten times Adam's.
         maximize: Step uphill.
-        kept: masters, state_dtype, rounding, seed, keeps_last_step: as for `CPUAdam`.
+        kept: masters, state_dtype, rounding, seed: as for `CPUAdam`.
 
     Raises:
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.

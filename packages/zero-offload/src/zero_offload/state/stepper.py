@@ -30,7 +30,6 @@ NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
 _REFUSED: Final = {
     ("capturable", True): "a graph of the device cannot hold a step on the host",
     ("differentiable", True): "autograd does not see a step on the host",
-    ("keeps_last_step", True): "it would keep all of the state in memory",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
 
