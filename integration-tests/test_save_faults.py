@@ -347,6 +347,20 @@ def _num_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+def test_what_was_being_replaced_survives_a_failed_save(tmp_path: Path) -> None:
+    """A kill between two renames leaves the only checkpoint under a name that begins with a dot."""
+    model, optimizer = _make(Group.solo())
+    _save_step(tmp_path, model, optimizer, 1, tag="same")
+    (tmp_path / "same").rename(tmp_path / ".same.replaced-0123abcd")
+    no_room = FileSystem(write=Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    for tag in ("same", "other"):
+        with pytest.raises(FileError, match="free some space"):
+            _save_step(tmp_path, model, optimizer, 2, tag=tag, system=no_room)
+
+    assert _check_newest(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"same", "latest"}
+
+
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     """By when they were saved: a run that has gone back begins with smaller steps."""
     model, optimizer = _make(Group.solo())

@@ -13,7 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, record_traffic
-from zero_partition import memory_report, schedule_report
+from zero_partition import StateError, memory_report, schedule_report
 from zero_partition.seams import find_sharded
 
 WIDTH = 64
@@ -168,6 +168,17 @@ def test_small_parameters_rest_whole_and_are_not_gathered(group: Group) -> None:
     # after the step.
     sent = traffic.payload_numel("all_gather")
     assert sent == sharded // 2 * 2 - 3 * (WIDTH * WIDTH) // 2 + whole // 2
+
+
+def test_a_small_parameter_with_other_memory_is_refused_by_the_models_call(group: Group) -> None:
+    """It is gathered by no call of a module of its own, which would look."""
+    model = parity.build(_with_biases)
+    zero_engine.shard(model, None, ZeroConfig(3, small_param_numel=WIDTH), group=group)
+    x = torch.ones(2, WIDTH)
+    model(x)
+    model[0].bias.data = torch.zeros(WIDTH, dtype=torch.float64)
+    with pytest.raises(StateError, match=r"'0\.bias'"):
+        model(x)
 
 
 def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(group: Group) -> None:
