@@ -178,7 +178,6 @@ def _sum_of_subjects(traffic: Traffic) -> Totals:
     return totals
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_every_unit_is_counted_under_its_own_name(group: Group, stage: int) -> None:
     """A unit's gather and its reduction have tags of their own, by which peers and reports meet."""
@@ -199,6 +198,7 @@ def test_every_unit_is_counted_under_its_own_name(group: Group, stage: int) -> N
     assert len({*tags}) == len(tags)
 
 
+@pytest.mark.ranks(4)
 def test_units_of_equal_size_cost_the_same(group: Group) -> None:
     """Each unit's share is its own: gathered across once, and reduced."""
     wire = Wire(levels=2, secondary=True)
