@@ -316,7 +316,7 @@ class PeerMemory:
     _waiting: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # by tag, in order
     _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
     _is_advancing: bool = field(default=False, init=False)
-    _is_broken: bool = field(default=False, init=False)  # an interrupt came in between
+    is_broken: bool = field(default=False, init=False)  # an interrupt came in between
     _lock: threading.RLock = field(default=Factory(threading.RLock), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -469,7 +469,7 @@ class PeerMemory:
 
     def _advance(self) -> None:
         """Read the news of all peers, and carry out what has become possible."""
-        if self._is_broken or not self._lock.acquire(blocking=False):
+        if self.is_broken or not self._lock.acquire(blocking=False):
             return  # another thread is at it
         try:
             if self._is_advancing:
@@ -484,14 +484,14 @@ class PeerMemory:
             self._is_advancing = False
         except BaseException:
             # Something is lost on the way. Nobody shall wait for it: peers take us for gone.
-            self._is_broken = True
+            self.is_broken = True
             self._journal.void()
             raise
         finally:
             self._lock.release()
 
     def _check_whole(self) -> None:
-        if self._is_broken:
+        if self.is_broken:
             raise CommError(
                 f"an earlier collective of rank {self.rank} was interrupted (Ctrl-C, an error in a "
                 "signal handler, a peer that could not be read), and this group can do no more; "
@@ -623,5 +623,5 @@ _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
 
 
 def any_peers() -> PeerMemory | None:
-    """Of any group of this process: `look_until` of one brings all further."""
-    return next(iter(_ALL), None)
+    """Of any group of this process that is whole: `look_until` of one brings all further."""
+    return next((peers for peers in tuple(_ALL) if not peers.is_broken), None)
