@@ -541,8 +541,9 @@ class Job:
             elif said == "step" and rank == "0":
                 check = losses.check_again if int(values[2]) == self.life.size else losses.check
                 check(int(values[0]), values[1])
-                num -= int(values[2]) == size
-                if num <= 0 and len(pids) >= size:
+                # Those that were said before the restart are not of it.
+                num -= int(values[2]) == size and len(pids) >= size
+                if num <= 0:
                     return pids
         raise LawError(f"{size} ranks have not trained {num} more steps in {limit_s:.0f} s")
 
@@ -567,7 +568,10 @@ def elastic(until: float, draw: random.Random) -> str:
                 pids = job.steps(draw.randint(1, 6), size, losses, 60)
                 for _ in range(draw.randint(1, 2)):
                     time.sleep(draw.uniform(0, 0.03))
-                    os.kill(draw.choice([*pids.values()]), signal.SIGKILL)
+                    for pid in draw.sample([*pids.values()], len(pids)):
+                        with contextlib.suppress(ProcessLookupError):  # it ends already
+                            os.kill(pid, signal.SIGKILL)
+                            break
                     pids = job.steps(draw.randint(1, 6), size, losses, 60)
                     counts["restarts"] += 1
     return f"{_list(counts)}; largest difference {losses.largest:.1e}; {nodes}"
