@@ -26,7 +26,7 @@ with warnings.catch_warnings(action="ignore"):  # of packages that some of its t
     from torch.testing._internal.common_modules import module_db
     from torch.testing._internal.common_optimizers import optim_db
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.ranks(2, timeout_s=120)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.ranks(2, timeout_s=300)]
 
 MODULES: Final = {info.name: info for info in module_db}
 OPTIMIZERS: Final = {info.optim_cls.__name__: info for info in optim_db}
