@@ -189,7 +189,7 @@ def test_a_unit_that_returns_no_loss_is_told_to(group: Group) -> None:
     """Nothing says when its backward runs, which would read the values of another unit."""
     model = _Losses()
     zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
-    with pytest.raises(StateError, match=r"unit 'heads\.\d.*return the loss"):
+    with pytest.raises(StateError, match=r"parameter 'heads\.\d.*return the loss"):
         model(torch.ones(2, ways.WIDTH)).backward()
     for stage in (1, 2):
         model = _Losses()
@@ -213,35 +213,53 @@ class _Speaks(nn.Module):
 
 
 class _Repeats(nn.Module):
-    """Calls its units in turn, and in between the first of them again, which is quiet then."""
+    """Calls its units in turn, and the first of them quietly at some place besides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.heads = nn.ModuleList(_Speaks() for _ in range(4))
 
-    def forward(self, x: Tensor, *, is_quiet: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, quiet_at: int = -1) -> Tensor:
         kept = 0.0
         for number, head in enumerate(self.heads):
-            x = head(x)
-            if is_quiet and number == 1:
+            if number == quiet_at:
                 self.heads[0](x, is_quiet=True)
                 kept = self.heads[0].kept
+            x = head(x)
         return x.mean() + kept
 
 
-def test_a_unit_that_kept_one_loss_of_two_is_told_to(group: Group) -> None:
+@pytest.mark.parametrize("quiet_at", [0, 2])
+def test_a_unit_that_kept_one_loss_of_two_is_told_to(group: Group, quiet_at: int) -> None:
     """Its gradients come when the other call has made it whole: values were wrong in silence."""
     model = _Repeats()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(3, min_unit_bytes=0), group=group)
     x = torch.ones(2, ways.WIDTH)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"unit 'heads\.0'.*they are sharded.*return the"):
-            model(x, is_quiet=True).backward()
+        with pytest.raises(StateError, match=r"unit 'heads\.0'.*return the loss"):
+            model(x, quiet_at=quiet_at).backward()
         optimizer.zero_grad()
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_forwards_without_a_graph_leave_nothing_around_the_calls_that_follow(
+    group: Group, times: int
+) -> None:
+    """Transforms of torch.func and code that forbids hooks on saved tensors met ours."""
+    model = parity.build(lambda: _Shares(False, times))
+    plain = copy.deepcopy(model)
+    zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
+    x = torch.linspace(-1, 1, 2 * ways.WIDTH).view(2, ways.WIDTH)
+    for _ in range(2):
+        model(x).backward()
+        with torch.no_grad(), torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            assert torch.equal(model(x), plain(x))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert torch.equal(model(x), plain(x))
 
 
 class _Balances(nn.Module):

@@ -40,7 +40,7 @@ from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientGuard, GradientShard
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of
 
-from .unit import ShardState, Unit
+from .unit import COMES_BACK, ShardState, Unit
 
 T = TypeVar("T")
 
@@ -131,11 +131,6 @@ class CheckedStates(list[GradState]):
 
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
-COMES_BACK: Final = (
-    "Backward comes back to a unit through the tensors that its module returns: return the loss, "
-    "where the module keeps it in an attribute. Making the modules involved one unit "
-    "(ZeroConfig.units), or stage 2, avoids it too."
-)
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 

@@ -34,6 +34,7 @@ from zero_partition.torch_private import (
     is_any_autocast_enabled,
     is_in_backward,
     is_in_functional_transform,
+    may_hook_saved_tensors,
     next_sequence_number,
     outside_functional_transforms,
     own_modules,
@@ -47,10 +48,10 @@ from zero_partition.torch_private import (
     untraced,
 )
 
-from .gradients import COMES_BACK, SMALL_BYTES, BufferGradients
+from .gradients import SMALL_BYTES, BufferGradients
 from .schedule import Call
 from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
-from .unit import ShardState, Unit
+from .unit import COMES_BACK, ShardState, Unit
 
 Result = TypeVar("Result")
 
@@ -149,10 +150,13 @@ class AroundCall(Bound):
         if self.unit is not None:
             self.unit.keep_views(tensors)
         if torch.is_grad_enabled() and (self.is_model or call is not None):
-            hook = _InBackward(self.sharded, call)
+            hook, is_hooked = _InBackward(self.sharded, call), False
             for tensor in tensors:
                 if tensor.grad_fn is not None:  # on a leaf the hook would stay
                     _hook(tensor, hook, first_node)
+                    is_hooked = True
+            if call is not None and not is_hooked:
+                self.sharded.schedule.note_unreachable(call.unit)
 
     def _check_transform(self) -> None:
         if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
@@ -276,8 +280,9 @@ def wrap_call(
 # the call runs, but those of a loss that the module kept for itself and computed last, or of a call
 # that returned nothing. A gradient that arrives while the unit is sharded tells of them
 # (`check_arrival`); of a unit that is called twice it arrives when the other call has made the unit
-# whole. So in calls of such units what nodes save goes through functions that look when it is used.
-# Until the first step, which shows what is called again, that is done in all calls.
+# whole. So from its second call on, what nodes of such a unit save goes through functions that look
+# when it is used; and where one of two calls returned nothing, `before_backward` refuses the other.
+# Not in all calls: who saves tensors otherwise, or compiles, would find these functions there.
 
 
 @define(eq=False)
@@ -289,10 +294,11 @@ class WatchedReads:
 
     @classmethod
     def of(cls, unit: Unit) -> AbstractContextManager[Any]:
-        """A context around a call of the unit; it does nothing where others watch what is saved."""
+        """Return a context around a call of the unit; where others watch, it does nothing."""
         on_top = saved_tensors_hooks_on_top()
         is_free = on_top is None or isinstance(getattr(on_top[0], "__self__", None), cls)
-        if not is_free or unit.slot is None or unit.slot.memory is None:
+        has_slot = unit.slot is not None and unit.slot.memory is not None
+        if not (is_free and has_slot and may_hook_saved_tensors()):
             return nullcontext()
         made = cls(unit, unit.slot.memory.data_ptr())
         return torch.autograd.graph.saved_tensors_hooks(made.pack, made.unpack)

@@ -29,7 +29,7 @@ from zero_partition.plan.slots import (
 from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import is_in_backward
 
-from .unit import ShardState, Unit
+from .unit import COMES_BACK, ShardState, Unit
 
 # NOTE(dealing): slots are taken at first use, by whoever comes. When a step has shown the order,
 # they are dealt anew, so that units that should be whole at once have slots of their own and others
@@ -94,7 +94,7 @@ class Schedule:
     # Unit indices with a forward since the last backward; those with two before some backward.
     _called: set[int] = field(factory=set, init=False)
     _called_again: set[int] = field(factory=set, init=False)
-    _has_stepped: bool = field(default=False, init=False)
+    _unreachable: set[int] = field(factory=set, init=False)  # with calls that returned nothing
 
     def __attrs_post_init__(self) -> None:
         self.training = self._trace = ExecutionOrder(len(self.units))
@@ -136,11 +136,12 @@ class Schedule:
             unit.check_untouched()
             is_recomputed = is_in_backward()
             self._use(unit, "recomputation" if is_recomputed else "forward")
+            unit.is_watched = False
             if not is_recomputed and torch.is_grad_enabled():  # see NOTE(reads)
                 if unit.index in self._called:
                     self._called_again.add(unit.index)
                 self._called.add(unit.index)
-                unit.is_watched = not self._has_stepped or unit.index in self._called_again
+                unit.is_watched = unit.index in self._called_again
         self._clock += 1
         self._starts.append(self._clock)
         self._running.append(unit)
@@ -164,6 +165,11 @@ class Schedule:
         if call.backward == self._backward:
             return  # an output that an earlier call made carries the hooks of both
         self._check_current(call)
+        if call.unit.index in self._unreachable:
+            raise StateError(
+                f"unit {call.unit.name!r} was called twice before this backward, and one of the "
+                f"calls returned nothing that backward could come back through. {COMES_BACK}"
+            )
         call.backward = self._reached[call.unit.index] = self._backward
         complete = [active for active in self._active if active.is_after(call)]
         for other in complete:  # see NOTE(backward order)
@@ -173,6 +179,10 @@ class Schedule:
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
         self._use(call.unit, "backward")
+
+    def note_unreachable(self, unit: Unit) -> None:
+        """Note a call that returned nothing that backward could come back through."""
+        self._unreachable.add(unit.index)
 
     def was_reached(self, unit: Unit) -> bool:
         """Return whether this backward ran the unit's calls while it was whole.
@@ -202,6 +212,7 @@ class Schedule:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
         self._called.clear()
+        self._unreachable.clear()
         self._backward += 1
         self._reshard_idle()
 
@@ -232,7 +243,6 @@ class Schedule:
         for unit in self.units:
             if self.is_in_use(unit):
                 return
-        self._has_stepped = True
         self._restart(is_training=True)
         recorded = self.training.recorded
         if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)

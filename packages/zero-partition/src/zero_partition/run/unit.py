@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
+from typing import Final
 
 import torch
 from attrs import define, field
@@ -52,6 +53,13 @@ class CodecErrors:
 
     params: LossByUnit = field(factory=LossByUnit)  # of its shards, in gathers
     gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
+
+
+COMES_BACK: Final = (
+    "Backward comes back to a unit through the tensors that its module returns: return the loss, "
+    "where the module keeps it in an attribute. Making the modules involved one unit "
+    "(ZeroConfig.units), or stage 2, avoids it too."
+)
 
 
 class ShardState(Enum):
