@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from typing import Final
 from unittest import mock
 
+from zero_ckpt.testing import fresh_default
 from zero_comm import Group
 from zero_comm.testing import RankPool
 
@@ -55,6 +56,7 @@ def _run(group: Group, script: str, arguments: list[str]) -> str:
         mock.patch.object(sys, "argv", [script, *arguments]),
         redirect_stdout(printed),
         warnings.catch_warnings(),
+        fresh_default(),  # the process runs other tests later, which must not split their inputs
     ):
         warnings.simplefilter("default")
         runpy.run_path(script, run_name="__main__")
