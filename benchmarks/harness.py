@@ -30,7 +30,9 @@ from zero_comm.torch_private import accelerator
 
 HERE: Final = Path(__file__).parent
 MIB: Final = 2**20
-OUR_PACKAGES: Final = ("zero-comm", "zero-partition", "zero-ckpt", "zero-offload", "zero-engine")
+OUR_PACKAGES: Final = (
+    *("zero-comm", "zero-partition", "zero-ckpt", "zero-offload", "zero-engine", "zero-deepspeed"),
+)
 DEEPSPEED: Final = ("", "interpreter of an environment with DeepSpeed, to time as well")
 # What says where things lie on this machine, and is not written beside the figures.
 PLACES: Final = {"deepspeed_python", "folder", "path", "plot", "pythons", "versions"}

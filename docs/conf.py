@@ -11,13 +11,16 @@ from typing import Any, Final
 import zero_engine
 
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = ("zero_engine", "zero_partition", "zero_offload", "zero_ckpt", "zero_comm")
+PACKAGES: Final = (
+    *("zero_engine", "zero_partition", "zero_offload", "zero_ckpt", "zero_comm", "zero_deepspeed"),
+)
 BLOCKS: Final = {  # what may be imported besides what a package's `__init__` lists
-    "zero_engine": ("checkpoint", "deepspeed", "planning"),
+    "zero_engine": ("checkpoint", "engine", "planning"),
     "zero_partition": ("plan", "planning", "seams"),
     "zero_offload": ("residence",),
     "zero_ckpt": (),
     "zero_comm": ("codecs", "planning"),
+    "zero_deepspeed": (),
 }
 
 # "See `that`" or "As `that`" says it by a link, in the first line of a docstring.

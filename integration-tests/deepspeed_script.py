@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import zero_deepspeed as deepspeed  # was: import deepspeed
 from torch import nn
 from torch.utils.data import TensorDataset
-from zero_engine.compat import deepspeed  # was: import deepspeed
-from zero_engine.compat.deepspeed.accelerator import get_accelerator
+from zero_deepspeed.accelerator import get_accelerator
 
 
 class Net(nn.Module):

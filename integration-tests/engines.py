@@ -13,7 +13,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Engine
-from zero_engine.deepspeed import EngineConfig
+from zero_engine.engine import EngineConfig
 
 
 def engine_config(

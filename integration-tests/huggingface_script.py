@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import torch
+import zero_deepspeed as deepspeed  # was: import deepspeed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import (
@@ -18,7 +19,6 @@ from transformers import (
     get_linear_schedule_with_warmup,
     set_seed,
 )
-from zero_engine.compat import deepspeed  # was: import deepspeed
 
 VOCABULARY = 29
 

@@ -12,7 +12,8 @@ import zero_engine
 from torch import nn
 from training import assert_weights_of
 from zero_comm import Group
-from zero_engine.deepspeed import EngineConfig, NamedSpec
+from zero_deepspeed.engine_config import NamedOptimizer, NamedScheduler
+from zero_engine.engine import EngineConfig
 
 OPTIMIZERS = {
     "Adam": {"lr": 1e-2},
@@ -32,8 +33,8 @@ def _build(
     model = parity.build(parity.tiny_float32)
     config = EngineConfig(
         zero=parity.ZeroConfig(stage),
-        optimizer=NamedSpec(optimizer, OPTIMIZERS[optimizer]),
-        scheduler=NamedSpec(scheduler, PARAMS[scheduler]),
+        optimizer=NamedOptimizer(optimizer, OPTIMIZERS[optimizer]),
+        scheduler=NamedScheduler(scheduler, PARAMS[scheduler]),
         train_batch_size=group.world_size,
         micro_batch_size=1,
     )
@@ -75,7 +76,7 @@ def _compare(group: Group, optimizer: str, scheduler: str, stages: tuple[int, ..
         if turn % 2 == 0:  # once more, after shard()
             for each in ours.param_groups:
                 each["lr"] = each.pop("initial_lr")
-            made = getattr(zero_engine.deepspeed, scheduler)(ours, **PARAMS[scheduler])
+            made = NamedScheduler(scheduler, PARAMS[scheduler])(ours)
         _train(model, ours, made)
         what = f"{optimizer}, {scheduler}, stage {stage}, before shard: {turn % 2 == 1}"
         assert_weights_of(model, alone, group=group, what=what)

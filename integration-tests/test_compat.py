@@ -13,18 +13,18 @@ import parity
 import pytest
 import torch
 import zero_ckpt
+import zero_deepspeed as deepspeed
+import zero_deepspeed.schedules
 import zero_engine
-import zero_engine.deepspeed
 from deepspeed_script import Net, images
 from scripts import WORLD_SIZE, launch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from training import assert_weights_of
 from zero_comm import Group
+from zero_deepspeed import utils
 from zero_engine import ConfigError, NotBuiltError, ZeroConfig
-from zero_engine.compat import deepspeed
-from zero_engine.compat.deepspeed import utils
-from zero_engine.deepspeed import EngineConfig
+from zero_engine.engine import EngineConfig
 from zero_partition import memory_report
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -77,7 +77,7 @@ def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
     size = settings["train_batch_size"] // WORLD_SIZE // count
     losses: list[list[float]] = [[] for _ in range(WORLD_SIZE)]
     norms = []
-    scheduler = zero_engine.deepspeed.WarmupLR(optimizer, **settings["scheduler"]["params"])
+    scheduler = zero_deepspeed.schedules.WarmupLR(optimizer, **settings["scheduler"]["params"])
     for epoch in range(2):
         orders = []
         for rank in range(WORLD_SIZE):

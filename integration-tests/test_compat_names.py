@@ -14,16 +14,16 @@ from typing import Any
 import parity
 import pytest
 import torch
+import zero_deepspeed as deepspeed
+import zero_deepspeed.schedules
 import zero_engine
-import zero_engine.deepspeed
 from deepspeed_folders import Form, save_as_deepspeed
 from packaging.version import Version
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
-from zero_engine.compat import deepspeed
-from zero_engine.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -186,7 +186,7 @@ def test_names_inside_deepspeed_are_there(ranks) -> None:
     runtime = deepspeed.runtime
 
     assert deepspeed.DeepSpeedEngine is runtime.engine.DeepSpeedEngine is zero_engine.Engine
-    assert runtime.lr_schedules.WarmupCosineLR is zero_engine.deepspeed.WarmupCosineLR
+    assert runtime.lr_schedules.WarmupCosineLR is zero_deepspeed.schedules.WarmupCosineLR
     assert runtime.zero.Init is deepspeed.zero.Init
     assert deepspeed.ops.adam.FusedAdam is FusedAdam
     assert Version(deepspeed.__version__) >= Version("0.19")
@@ -210,7 +210,7 @@ def test_an_accelerator_knows_its_dtypes() -> None:
 
 INSTALLED = """
     import importlib, sys
-    from zero_engine.compat import deepspeed as ours
+    import zero_deepspeed as ours
 
     sys.path.insert(0, sys.argv[1])
     try:
@@ -232,14 +232,14 @@ INSTALLED = """
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
     from deepspeed.utils import safe_get_full_grad
-    from zero_engine.compat.deepspeed import runtime, utils
+    from zero_deepspeed import runtime, utils
 
     assert deepspeed is ours and deepspeed.comm is dist
     assert deepspeed.utils is utils and utils.safe_get_full_grad is safe_get_full_grad
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "deepspeed":
-            assert module is sys.modules["zero_engine.compat." + name], name
-            assert module.__name__ == module.__spec__.name == "zero_engine.compat." + name
+            assert module is sys.modules["zero_" + name], name
+            assert module.__name__ == module.__spec__.name == "zero_" + name
     assert importlib.reload(deepspeed.runtime) is runtime
     for name in ("runtime.zero.stage3", "_install", "utils.numa", "pipe"):
         try:

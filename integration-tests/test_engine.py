@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from zero_comm import Group, record_traffic
 from zero_engine import ConfigError
-from zero_engine.deepspeed import DynamicLossScale, StaticLossScale
+from zero_engine.engine import DynamicLossScale, StaticLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")

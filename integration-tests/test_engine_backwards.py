@@ -20,7 +20,7 @@ from engines import (
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError
-from zero_engine.deepspeed import DynamicLossScale
+from zero_engine.engine import DynamicLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")

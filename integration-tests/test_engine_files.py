@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, Engine, FileError, Precision
-from zero_engine.deepspeed import DynamicLossScale
+from zero_engine.engine import DynamicLossScale
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "cur_scale")
 

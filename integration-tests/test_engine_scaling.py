@@ -15,7 +15,7 @@ import zero_engine
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine.deepspeed import DynamicLossScale, StaticLossScale
+from zero_engine.engine import DynamicLossScale, StaticLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")

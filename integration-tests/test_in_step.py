@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import Engine, LossScaleError, ZeroConfig
-from zero_engine.deepspeed import DynamicLossScale
+from zero_engine.engine import DynamicLossScale
 from zero_partition import StateError, unscale_and_clip_
 from zero_partition.seams import GradientReport
 

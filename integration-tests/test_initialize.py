@@ -18,8 +18,9 @@ import zero_engine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero_comm import Group
+from zero_deepspeed.schedules import WarmupLR
 from zero_engine import ConfigError, Engine, ZeroConfig
-from zero_engine.deepspeed import EngineConfig, WarmupLR
+from zero_engine.engine import EngineConfig
 from zero_offload import StoreError
 
 pytestmark = pytest.mark.xdist_group("ranks")

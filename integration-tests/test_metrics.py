@@ -24,8 +24,9 @@ from parity import ZeroConfig
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from zero_comm import Group, record_traffic
+from zero_deepspeed.monitor import Monitoring
 from zero_engine import ConfigError, FileError, Wire
-from zero_engine.deepspeed import DynamicLossScale
+from zero_engine.engine import DynamicLossScale
 from zero_partition import StateError, memory_report
 
 IO = Path("/proc/self/io")
@@ -200,7 +201,7 @@ def test_csv_monitor_writes_what_training_computed(
         2,
         accumulation_steps=accumulation_steps,
         loss_scale=DynamicLossScale(initial_power=4, hysteresis=1),
-        monitoring={f"csv_monitor.{name}": value for name, value in asked.items()},
+        monitor=Monitoring({f"csv_monitor.{name}": value for name, value in asked.items()}),
     )
     engine = build_engine(group, config)
     expected: dict[str, list[list[float]]] = {"train_loss": [], "lr": [], "loss_scale": []}
@@ -237,7 +238,7 @@ def test_boards_get_the_same_tags(group: Group, tmp_path: Path, monkeypatch: Any
     asked = {**board, "wandb.enabled": True, "wandb.team": "us"}
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "wandb", fake)
-        engine = build_engine(group, engine_config(group, 1, monitoring=asked))
+        engine = build_engine(group, engine_config(group, 1, monitor=Monitoring(asked)))
     losses = [run_micro_batch(engine, step) for step in range(3)]
     engine.destroy()
 
@@ -262,7 +263,11 @@ def test_a_missing_package_is_said_on_every_rank(
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=rf"^{section}.enabled: .* pip install"):
-            build_engine(group, engine_config(group, 1, monitoring={f"{section}.enabled": True}))
+            zero_engine.initialize(
+                model=parity.tiny_float32(),
+                config={"train_batch_size": group.world_size, section: {"enabled": True}},
+                group=group,
+            )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -271,7 +276,7 @@ def test_flops_are_those_of_the_plain_model(group: Group, tmp_path: Path, stage:
     file = tmp_path / "flops"
     asked = {"enabled": True, "profile_step": 2, "output_file": str(file), "module_depth": 1}
     monitoring = {f"flops_profiler.{name}": value for name, value in asked.items()}
-    config = engine_config(group, stage, accumulation_steps=2, monitoring=monitoring)
+    config = engine_config(group, stage, accumulation_steps=2, monitor=Monitoring(monitoring))
     engine = build_engine(group, config)
     with redirect_stdout(StringIO()):
         for step, micro in product(range(4), range(2)):
@@ -292,7 +297,7 @@ def test_what_is_printed_is_what_reports_say(group: Group, tmp_path: Path) -> No
     keys = ("wall_clock_breakdown", "memory_breakdown", "comms_logger.enabled")
     csv_monitor = {"csv_monitor.enabled": True, "csv_monitor.output_path": str(tmp_path)}
     asked = {**dict.fromkeys(keys, True), **csv_monitor}
-    engine = build_engine(group, engine_config(group, 2, monitoring=asked))
+    engine = build_engine(group, engine_config(group, 2, monitor=Monitoring(asked)))
     with redirect_stdout(StringIO()) as printed:
         run_micro_batch(engine, 0)
     said = [str(memory_report(engine.module)), zero_engine.report(engine.module)]

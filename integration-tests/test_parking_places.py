@@ -19,11 +19,11 @@ from one_dtype import OneDtype
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
-from zero_engine import ConfigError, Offload, Precision
-from zero_engine.compat.deepspeed.runtime.zero.offload_config import (
+from zero_deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from zero_engine import ConfigError, Offload, Precision
 from zero_offload import BudgetError, StoreError, host_memory, set_host_budget
 from zero_partition import StateError, memory_report
 

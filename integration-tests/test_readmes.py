@@ -24,14 +24,15 @@ PAGES: Final = sorted(
     if page.name != "CHANGELOG.md"  # says what was
 )
 IMPORTED: Final = re.compile(r"^\s*from (zero_[\w.]+) import (?:\(([^)]*)\)|([\w ,]+))", re.M)
-DOTTED: Final = re.compile(r"\bzero_(?:comm|partition|offload|ckpt|engine)(?:\.[A-Za-z]\w*)+")
+OURS: Final = "comm|partition|offload|ckpt|engine|deepspeed"
+DOTTED: Final = re.compile(rf"\bzero_(?:{OURS})(?:\.[A-Za-z]\w*)+")
 ALONE: Final = ("comm", "partition", "offload", "ckpt")
 MOVED: Final = {
     "zero_partition": {"STAGES": "plan", "Stage": "plan"},
     "zero_engine": {
-        "DynamicLossScale": "deepspeed",
-        "EngineConfig": "deepspeed",
-        "LossScaler": "deepspeed",
+        "DynamicLossScale": "engine",
+        "EngineConfig": "engine",
+        "LossScaler": "engine",
         "Room": "planning",
         "StopSignals": "checkpoint",
         "plan_options": "planning",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zero_comm
 from torch import nn
 from zero_ckpt import Checkpointer, RngTracker
-from zero_engine.compat.deepspeed import get_accelerator
+from zero_deepspeed import get_accelerator
 from zero_offload import HostArena
 
 ROOT: Final = Path(__file__).parents[1]

@@ -8,12 +8,12 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
+import zero_deepspeed as deepspeed
 import zero_engine
 from one_dtype import OneDtype
 from parity import ZeroConfig
 from zero_comm import Group
 from zero_engine import ConfigError, Engine, Precision, Wire
-from zero_engine.compat import deepspeed
 from zero_partition.seams import find_sharded
 
 FILES: dict[str, tuple[dict[str, Any], Wire]] = {

@@ -16,13 +16,13 @@ import parity
 import pytest
 import torch
 import training
+import zero_deepspeed as deepspeed
 from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_comm.testing import RankPool
 from zero_engine import initialize, shard
-from zero_engine.compat import deepspeed
 from zero_partition import PartitionError, StateError
 
 SETTINGS = {
@@ -149,7 +149,7 @@ def _loss_of(model: Any, step: int) -> Tensor:
 def _as_transformers_for_deepspeed(group: Group) -> Iterator[None]:
     """What its HfDeepSpeedConfig makes of from_pretrained, which asks for DeepSpeed's metadata."""
     from transformers.integrations import deepspeed as theirs
-    from zero_engine.compat.deepspeed import accelerator, zero
+    from zero_deepspeed import accelerator, zero
 
     modules = {"deepspeed": deepspeed, "deepspeed.accelerator": accelerator}
     inside = partial(zero.Init, data_parallel_group=group.process_group)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from zero_engine import ConfigError, LossScaleError
-from zero_engine.deepspeed import DynamicLossScale, LossScaler, StaticLossScale
+from zero_engine.engine import DynamicLossScale, LossScaler, StaticLossScale
 
 
 def _expected_scales(overflows: list[bool], value: DynamicLossScale) -> list[float]:

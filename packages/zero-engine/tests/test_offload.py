@@ -12,7 +12,7 @@ import pytest
 import torch
 import zero_engine
 from zero_engine import ConfigError, Offload, Precision, Wire, ZeroConfig
-from zero_engine.deepspeed import EngineConfig
+from zero_engine.engine import EngineConfig
 from zero_engine.planning import Room
 from zero_offload import DiskSettings
 from zero_partition import PartitionError

@@ -1,15 +1,15 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
-# Layers, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# state_offload, reports, failure, planning, sharding, checkpoint, observe, deepspeed, compat,
-# integrations, cli, testing.
+# Layers, lowest first: errors, torch_private, checks, offload, readers, config, state_offload,
+# reports, failure, planning, sharding, checkpoint, observe, engine, integrations, cli, testing,
+# moved.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from zero_engine import moved
 from zero_engine.__about__ import __version__
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from zero_engine.checkpoint.pretrained import load_pretrained
     from zero_engine.checkpoint.save import save
     from zero_engine.config import ZeroConfig
-    from zero_engine.deepspeed.engine import Engine
-    from zero_engine.deepspeed.initialize import initialize
+    from zero_engine.engine.engine import Engine
+    from zero_engine.engine.initialize import initialize
     from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
     from zero_engine.observe.metrics import metrics
     from zero_engine.observe.timeline import timeline
@@ -141,8 +141,8 @@ _NAMES: Final = {
     "zero_engine.checkpoint.pretrained": "load_pretrained",
     "zero_engine.checkpoint.save": "save",
     "zero_engine.config": "ZeroConfig",
-    "zero_engine.deepspeed.engine": "Engine",
-    "zero_engine.deepspeed.initialize": "initialize",
+    "zero_engine.engine.engine": "Engine",
+    "zero_engine.engine.initialize": "initialize",
     "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
     "zero_engine.observe.metrics": "metrics",
     "zero_engine.observe.timeline": "timeline",
@@ -164,30 +164,17 @@ _NAMES: Final = {
     ),
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MOVED: Final = {  # since 0.1
-    "DynamicLossScale": "zero_engine.deepspeed",
-    "EngineConfig": "zero_engine.deepspeed",
-    "LossScaler": "zero_engine.deepspeed",
-    "Room": "zero_engine.planning",
-    "StopSignals": "zero_engine.checkpoint",
-    "plan_options": "zero_engine.planning",
-    "recommend": "zero_engine.planning",
-}
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:
     """Load what a name needs when it is first asked for (PEP 562)."""
-    if name in {"checkpoint", "deepspeed", "planning"}:
+    if name in {"checkpoint", "engine", "planning"}:
         return import_module(f"zero_engine.{name}")
-    if name in _MOVED:
-        warnings.warn(
-            f"zero_engine.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-    elif name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULES.get(name) or _MOVED[name]), name)
+    if name not in _MODULES:
+        return moved.find(__name__, name)
+    found = getattr(import_module(_MODULES[name]), name)
     globals()[name] = found
     return found
 

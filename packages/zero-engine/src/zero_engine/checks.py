@@ -26,20 +26,30 @@ def check_flag(where: str, value: Any) -> bool:
     return value
 
 
+def check_number(
+    where: str,
+    value: Any,
+    minimum: float,
+    kind: type | tuple[type, ...],
+    *,
+    below: float | None = None,
+) -> Any:
+    """The number, if it is of at least `minimum`."""
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not value >= minimum or (below is not None and value >= below):
+        bound = "" if below is None else f" and below {below}"
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ConfigError(f"{where}: expected {names} of at least {minimum}{bound}, got {value!r}")
+    return value
+
+
 def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | None = None) -> Any:
     """A validator of attrs: a number of at least `minimum`, or None where that is the default."""
 
     def check(owner: Any, attribute: Attribute, value: Any) -> None:
-        if value is None and attribute.default is None:
-            return
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not value >= minimum or (below is not None and value >= below):
-            bound = "" if below is None else f" and below {below}"
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(
-                f"{type(owner).__name__}.{attribute.name}: expected {names} of at least {minimum}"
-                f"{bound}, got {value!r}"
-            )
+        if value is not None or attribute.default is not None:
+            where = f"{type(owner).__name__}.{attribute.name}"
+            check_number(where, value, minimum, kind, below=below)
 
     return check
 

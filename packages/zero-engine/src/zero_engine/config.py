@@ -15,6 +15,7 @@ from zero_partition.plan import STAGES, CutChoice, Limits, PartitionConfig, Plac
 from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError
 from .offload import Offload
+from .readers import reader_for
 
 
 def _check_stage(value: Any) -> Stage:
@@ -198,9 +199,8 @@ class ZeroConfig:
             ConfigError: Starts with the path of the key that is wrong.
             FileError: There is no such file, or it is not JSON.
         """
-        from zero_engine.deepspeed_file.settings import read_zero_arguments  # noqa: PLC0415 (a table of 200 keys)
-
-        return cls(**read_zero_arguments(source, model=model, auto=auto))
+        reader = reader_for("ZeroConfig.from_deepspeed()")
+        return cls(**reader.zero_arguments(source, model=model, auto=auto))
 
     @property
     def placements(self) -> Placements:

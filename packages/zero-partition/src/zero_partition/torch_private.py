@@ -58,7 +58,7 @@ saved_tensors_hooks_on_top: Final = partial(
 )
 
 # Whether there may be such a pair: code may forbid it for a while.
-may_hook_saved_tensors: Final = torch._C._autograd._saved_tensors_hooks_is_enabled
+may_hook_saved_tensors: Final = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 # What the autograd node made next on this thread will have as its number.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr

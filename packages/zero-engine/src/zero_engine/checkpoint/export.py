@@ -14,8 +14,8 @@ from attrs import frozen
 from torch import Tensor
 
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.readers import find_reader
 
-from .deepspeed import DeepSpeedFolder, is_deepspeed
 from .file_system import FILE_SYSTEM, NewFile, naming
 from .folder import Checkpoint
 from .manifest import MANIFEST
@@ -112,7 +112,7 @@ def export(
 
 def open_weights_of(
     path: Path, tag: str | None, *, has_frozen: bool = True
-) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, Range]]:
+) -> tuple[Any, dict[str, Range]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
     Files that have anything of these are verified first.
@@ -143,9 +143,9 @@ def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:
         )
 
 
-def _open(path: Path, tag: str | None) -> Checkpoint | DeepSpeedFolder:
-    if is_deepspeed(path, tag):
-        return DeepSpeedFolder.open(path, tag)
+def _open(path: Path, tag: str | None) -> Any:
+    if (reader := find_reader()) is not None and reader.is_checkpoint(path, tag):
+        return reader.open_checkpoint(path, tag)
     if tag is None and (path / MANIFEST).is_file():
         path = path.absolute()
         path, tag = path.parent, path.name

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
@@ -17,19 +16,14 @@ from zero_partition import LoadError, ShardedAverage, StateError
 from zero_partition.seams import (
     ShardedModel,
     StateLoad,
-    StateSource,
-    find_sharded,
-    load_ranges,
     loco_facts,
-    param_groups_of,
     plan_load,
     restore_loco,
 )
 
-from zero_engine.checks import default_group
 from zero_engine.errors import FileError
+from zero_engine.readers import find_reader, reader_for
 
-from .deepspeed import DeepSpeedFolder, holds_deepspeed
 from .folder import Checkpoint, check_folder, find_complete, holds_parts, together
 from .pretrained import holds_weights
 from .ranges import Range
@@ -41,7 +35,7 @@ _NUM_LOOKS: Final = 5
 T = TypeVar("T")
 
 
-def _open_together(
+def open_together(
     open_it: Callable[[], T],
     describe: Callable[[T], str],
     *,
@@ -65,7 +59,7 @@ def _open_together(
     return opened[0]
 
 
-def _check(
+def stop_unless_it_fits(
     planned: StateLoad,
     problems: Sequence[str],
     path: Path,
@@ -179,7 +173,7 @@ def load(
     check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
     group, has_state = sharded.whole, optimizer is not None
-    checkpoint = _open_together(
+    checkpoint = open_together(
         lambda: _open(Path(folder), tag, missing_ok=missing_ok),
         lambda found: "none" if found is None else f"{found.tag} ({found.serial})",
         what="load()",
@@ -207,7 +201,9 @@ def load(
         elif average is not None and is_strict:
             problems.append("it was saved without an average")
         verify = partial(_verify, checkpoint, group)
-        _check(planned, problems, checkpoint.path, verify=verify, what="load()", group=group)
+        stop_unless_it_fits(
+            planned, problems, checkpoint.path, verify=verify, what="load()", group=group
+        )
         several: Any = optimizer
         for each in several if isinstance(several, list | tuple) else [several]:
             if each is not None:
@@ -280,7 +276,7 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
     if holds_parts(path):
         own = "" if path.name.startswith(".") else f" and tag={path.name!r}"
         return f"the folder of one of them, {path}; pass {str(path.parent)!r}{own}"
-    if holds_deepspeed(path, tag):
+    if (reader := find_reader()) is not None and reader.holds_checkpoint(path, tag):
         return (
             f"{path}, which DeepSpeed saved; call load_deepspeed(folder, model, optimizer), or "
             "engine.load_checkpoint(folder)"
@@ -329,29 +325,6 @@ def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
 # ---- What DeepSpeed saved ----
 
 
-@final
-@frozen(kw_only=True)
-class DeepSpeedLoadReport:
-    """What was loaded."""
-
-    path: Path  # of the folder the files lie in
-    step: int  # DeepSpeed's global_steps
-    stage: int  # that saved it
-    world_size: int  # likewise
-    num_params: int  # in the files
-    num_states: int  # entries of optimizer state that were loaded, of whole parameters
-    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
-    unexpected: tuple[str, ...]  # that the model does not have
-    engine: Mapping[str, Any]  # what its engine kept besides: counters, scheduler; not restored
-    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
-
-    def __str__(self) -> str:
-        return (
-            f"loaded {self.num_params} parameters and {self.num_states} entries of optimizer state "
-            f"of step {self.step}, stage {self.stage}, {self.world_size} ranks, from {self.path}"
-        )
-
-
 @collective
 def load_deepspeed(
     folder: str | Path,
@@ -361,7 +334,7 @@ def load_deepspeed(
     tag: str | None = None,
     is_strict: bool = True,
     group: Group | None = None,
-) -> DeepSpeedLoadReport:
+) -> Any:
     """Go on from a checkpoint that DeepSpeed's ZeRO saved at stage 1, 2 or 3. Collective.
 
     Parameters and optimizer state go by name and element into what each rank keeps, at any world
@@ -387,6 +360,7 @@ def load_deepspeed(
         What was loaded; its `step` is where training goes on.
 
     Raises:
+        ConfigError: No package that reads DeepSpeed's files is installed.
         FileError: A file is missing, damaged, of tensor, pipeline or expert parallelism, or asks
             for more than tensors and plain values: it is named with what it asks for.
         zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing was
@@ -396,67 +370,6 @@ def load_deepspeed(
         zero_comm.AgreementError: Ranks see different files or pass different arguments.
         zero_comm.CommError: A rank did not take part in time.
     """
-    what, has_state = "load_deepspeed()", optimizer is not None
-    is_plain = not has_state and find_sharded(model) is None
-    sharded = None if is_plain else sharded_of(model, optimizer, what)
-    if sharded is not None:
-        group = sharded.whole
-    group = default_group(model) if group is None else group
-    found = _open_together(
-        lambda: DeepSpeedFolder.open(folder, tag),
-        _describe,
-        what=what,
-        group=group,
-        optimizer=has_state,
-        is_strict=is_strict,
+    return reader_for("load_deepspeed()").load_checkpoint(
+        folder, model, optimizer, tag=tag, is_strict=is_strict, group=group
     )
-    source = found.source
-    if sharded is None:
-        also = {alias: source.params[name] for alias, name in source.ties.items()}
-        readers = {**source.params, **also, **source.buffers}
-        report: Any = load_ranges(model, readers, group=group, strict=is_strict)
-    else:
-        names = [{"params": group["params"]} for group in param_groups_of(sharded)]
-        source = evolve(source, param_groups=names)
-        if optimizer is None:
-            source = evolve(source, states=None)
-        planned = report = plan_load(sharded, source, is_strict=is_strict)
-        problems = list(planned.problems)
-        if has_state and is_strict:
-            problems += _find_lacking_states(source, sharded)
-        _check(planned, problems, found.path, what=what, group=group)
-        if optimizer is not None:
-            optimizer.zero_grad()
-        together(planned.apply, what=what, group=group)
-    return DeepSpeedLoadReport(
-        path=found.path,
-        step=found.step,
-        stage=found.stage,
-        world_size=found.world_size,
-        num_params=len(source.params),
-        num_states=sum(map(len, (source.states or {}).values())) if has_state else 0,
-        missing=report.missing,
-        unexpected=report.unexpected,
-        engine=found.engine,
-        client_state=found.client_state,
-    )
-
-
-def _describe(found: DeepSpeedFolder) -> str:
-    params, states = found.source.params, found.source.states or {}
-    content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in states.items()}
-    crc32 = zlib.crc32(repr((sorted(params), content)).encode())
-    return f"step {found.step}, {len(params)} parameters ({crc32:08x})"
-
-
-def _find_lacking_states(source: StateSource, sharded: ShardedModel) -> list[str]:
-    """Trained parameters would begin anew if nothing was said."""
-    stepped = {name for options in source.param_groups for name in options["params"]}
-    lacking = [
-        place.name
-        for place in sharded.places
-        if place.is_trainable
-        and place.name in stepped
-        and not any(name in (source.states or {}) for name in place.plan.names)
-    ]
-    return [f"no optimizer state of {', '.join(map(repr, lacking))}"] if lacking else []

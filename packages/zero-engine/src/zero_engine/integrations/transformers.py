@@ -19,9 +19,8 @@ from transformers.integrations import deepspeed as host_deepspeed
 from zero_partition.seams import find_sharded
 
 import zero_engine
-import zero_engine.deepspeed
 from zero_engine import ConfigError, Precision, ZeroConfig
-from zero_engine.deepspeed import DynamicLossScale, EngineConfig, LossScaler
+from zero_engine.engine import DynamicLossScale, EngineConfig, LossScaler, StaticLossScale
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -106,7 +105,7 @@ class ZeroTrainer(transformers.Trainer):
         if scale is None and mixed == "fp16":
             scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
         elif scale is None and settings.checks_overflow:
-            scale = zero_engine.deepspeed.StaticLossScale(1.0)
+            scale = StaticLossScale(1.0)
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
@@ -120,10 +119,9 @@ class ZeroTrainer(transformers.Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also that of the file, with the numbers of steps that it leaves "auto"."""
-        spec = _read(self._zero, self.args, self.model, num_training_steps).scheduler
-        if self.lr_scheduler is None and spec is not None:
-            make = getattr(zero_engine.deepspeed, spec.type)
-            self.lr_scheduler = make(optimizer or self.optimizer, **spec.params)
+        make = _read(self._zero, self.args, self.model, num_training_steps).scheduler
+        if self.lr_scheduler is None and make is not None:
+            self.lr_scheduler = make(optimizer or self.optimizer)
             self._created_lr_scheduler = True  # so that the next train() makes another
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -306,9 +304,9 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
-    if settings.monitoring:
-        asked = ", ".join(settings.monitoring)
-        warnings.warn(f"{asked}: report_to and logging_steps say what is shown", stacklevel=3)
+    if settings.monitor is not None:
+        said = "report_to and logging_steps say what is shown"
+        warnings.warn(f"{settings.monitor}: {said}", stacklevel=3)
     return _checked(settings, args, model)
 
 

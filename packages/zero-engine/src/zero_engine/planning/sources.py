@@ -13,10 +13,12 @@ from attrs import field, frozen
 from torch import nn
 
 from zero_engine.checks import at_least
-from zero_engine.deepspeed_file.optimizers import make_optimizer
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.readers import find_reader
 
 _LONGEST: Final = 300  # characters of an error of others: some list all there is
+
+_OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor")
 
 # What makes an optimizer of parameters: the class, or a function that gives it its arguments.
 OptimizerMaker: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -103,8 +105,7 @@ def optimizer_of(
     if choice is None or isinstance(choice, torch.optim.Optimizer):
         return choice
     if isinstance(choice, str):
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        return make_optimizer(named, choice, {"lr": 1e-3})
+        return _optimizer_by_name(choice, model)
     if callable(choice):
         made = choice(param for param in model.parameters() if param.requires_grad)
         if isinstance(made, torch.optim.Optimizer):
@@ -112,6 +113,21 @@ def optimizer_of(
     raise ConfigError(
         "plan(): expected optimizer to be a name such as 'adamw', a torch optimizer, what makes "
         f"one of parameters, or None, got {choice!r}"
+    )
+
+
+def _optimizer_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """A class of torch.optim, in any case, or what a reader of other files knows by the name."""
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    of_torch = {kind.lower(): getattr(torch.optim, kind) for kind in _OPTIMIZERS}
+    if name.lower() in of_torch:
+        made: torch.optim.Optimizer = of_torch[name.lower()](params, lr=1e-3)
+        return made
+    if (reader := find_reader()) is not None:
+        return reader.make_optimizer(params, name, {"lr": 1e-3})
+    raise ConfigError(
+        f"plan(): expected one of {', '.join(of_torch)}, or another by zero-deepspeed, which is "
+        f"not installed, got optimizer={name!r}; pass what makes it of parameters"
     )
 
 

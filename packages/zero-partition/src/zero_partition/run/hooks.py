@@ -297,10 +297,10 @@ class WatchedReads:
         """Return a context around a call of the unit; where others watch, it does nothing."""
         on_top = saved_tensors_hooks_on_top()
         is_free = on_top is None or isinstance(getattr(on_top[0], "__self__", None), cls)
-        has_slot = unit.slot is not None and unit.slot.memory is not None
-        if not (is_free and has_slot and may_hook_saved_tensors()):
+        memory = None if unit.slot is None else unit.slot.memory
+        if memory is None or not (is_free and may_hook_saved_tensors()):
             return nullcontext()
-        made = cls(unit, unit.slot.memory.data_ptr())
+        made = cls(unit, memory.data_ptr())
         return torch.autograd.graph.saved_tensors_hooks(made.pack, made.unpack)
 
     def pack(self, tensor: Tensor) -> Any:

@@ -1,0 +1,173 @@
+"""DeepSpeed's names, so that a script written for it runs: change its one import line.
+
+    import zero_deepspeed as deepspeed        # was: import deepspeed
+
+`from deepspeed.x import y` becomes `from zero_deepspeed.x import y`; or, where
+DeepSpeed is not installed, `deepspeed.install()` lets both lines stay as they are. Names and
+meanings are DeepSpeed's; what they return is ours. A name that is missing here is an AttributeError
+that says so: nothing is accepted and then ignored.
+"""
+
+# Layers, lowest first: leaf_modules, configuration, optimizers, schedules, monitor, engine_config,
+# saved, load, reader, accelerator, checkpointing, comm, zero, utils, ops, runtime, _install.
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, final
+
+import torch
+import zero_engine
+from attrs import frozen
+from torch import nn
+from torch.utils.data import Dataset
+from zero_engine import ConfigError, Engine
+from zero_engine.engine import DynamicLossScale
+
+from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from ._install import install
+from .accelerator import get_accelerator
+from .comm import init_distributed
+from .runtime.config import DeepSpeedConfigError
+from .runtime.engine import DeepSpeedEngine
+from .utils import log_dist, logger
+
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "__version__",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "install",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+__version__: Final = "0.19.8+zero"  # DeepSpeed's whose behaviour this is: scripts compare it
+
+
+def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    auto: Mapping[str, Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
+
+    What the arguments are, and what is raised, is said there. The model's parameters may be sharded
+    already, by `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none;
+    `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
+    scripts alone; `mesh_param`, for sequence parallelism, is not built: None.
+
+    The optimizer has `cur_scale`, `loss_scale` and `loss_scaler` besides, for reading.
+    """
+    if mesh_param is not None:
+        raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
+    if config is not None and config_params is not None:
+        raise ConfigError("initialize(): expected config or config_params, got both")
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    _hide_loss_scale(optimizer)
+    made = zero_engine.initialize(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu,
+        dist_init_required,
+        collate_fn,
+        config_params if config is None else config,
+        auto=auto,
+    )
+    _show_loss_scale(made[0])
+    return made
+
+
+_PLAIN: Final = "_zero_plain_class"
+
+
+@final
+@frozen(eq=False)
+class _LossScale:
+    """The engine's loss scale, as it is when asked for; 1 where losses are not scaled."""
+
+    _engine: Engine
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now."""
+        return self._engine.cur_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes."""
+        return isinstance(self._engine.config.loss_scale, DynamicLossScale)
+
+
+def _hide_loss_scale(optimizer: object) -> None:
+    """Undo `_show_loss_scale`, so that an optimizer of another engine is known by its class."""
+    plain = vars(type(optimizer)).get(_PLAIN)
+    if plain is not None:
+        optimizer.__class__ = plain
+
+
+def _show_loss_scale(engine: Engine) -> None:
+    """Give the engine's optimizer, the same object, `loss_scaler`, `cur_scale` and `loss_scale`."""
+    optimizer, scale = engine.optimizer, _LossScale(engine)
+    if optimizer is None:
+        return
+    # Properties need a class: a scale that was copied would be out of date after an overflow.
+    kind = type(optimizer)
+    names = {
+        _PLAIN: kind,
+        "__module__": kind.__module__,
+        # A copy or a pickle is of the plain class: no engine steps it, and this one has no module.
+        "__reduce_ex__": lambda self, _: (object.__new__, (kind,), self.__getstate__()),
+        "loss_scaler": property(lambda _: scale),
+        "cur_scale": property(lambda _: scale.cur_scale),
+        "loss_scale": property(lambda _: scale.cur_scale),
+    }
+    optimizer.__class__ = type(kind.__name__, (kind,), names)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to a command line. Returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "read by initialize(args=...)")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="for scripts that ask whether to use it"
+    )
+    group.add_argument(
+        "--deepspeed_config", type=str, default=None, help="path of a JSON file, or its base64"
+    )
+    return parser
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"deepspeed.{name}: zero_deepspeed has no such name; what there is: {', '.join(__all__)}"
+    )

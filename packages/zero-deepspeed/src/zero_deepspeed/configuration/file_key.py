@@ -1,0 +1,262 @@
+"""FileKey: one documented key of DeepSpeed's configuration file, and what becomes of it here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+from attrs import frozen
+from zero_engine import ConfigError
+
+
+@frozen
+class ValueKind:
+    """What values a key may have."""
+
+    expected: str  # ends the sentence "expected ..."
+    fits: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value  # to what is kept, of those that fit
+
+    def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
+        """What is kept of it; ConfigError, which says where, if it does not fit."""
+        if not self.fits(value):
+            null = ", or null" if or_null else ""
+            raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}")
+        return self.convert(value)
+
+
+def shown(value: Any) -> str:
+    """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
+def _is_number(value: Any) -> bool:
+    # A bool is an int to Python and a flag to whoever wrote the file.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # neither inf nor nan, nor an int beyond both
+
+
+def _range(minimum: float, maximum: float) -> str:
+    if minimum == -math.inf:
+        return ""
+    return (
+        f" of at least {minimum:g}" if maximum == math.inf else f" from {minimum:g} to {maximum:g}"
+    )
+
+
+def integer(minimum: float = -math.inf, maximum: float = math.inf) -> ValueKind:
+    """Whole numbers; 5e8 is a float to JSON and whole all the same."""
+
+    def fits(value: Any) -> bool:
+        return _is_number(value) and value == int(value) and minimum <= value <= maximum
+
+    return ValueKind("an integer" + _range(minimum, maximum), fits, int)
+
+
+def number(
+    minimum: float = -math.inf, maximum: float = math.inf, *, below: float = math.inf
+) -> ValueKind:
+    """Finite numbers."""
+    bound = f" and below {below:g}" if below < math.inf else ""
+    return ValueKind(
+        "a finite number" + _range(minimum, maximum) + bound,
+        lambda value: _is_number(value) and minimum <= value <= maximum and value < below,
+    )
+
+
+def choice(*names: str) -> ValueKind:
+    """One of several words, in any case; the spelling of `names` is kept."""
+    return _one_of(", ".join(map(repr, names)), {name.lower(): name for name in names})
+
+
+def _one_of(words: str, known: Mapping[Any, Any]) -> ValueKind:
+    def as_known(value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    return ValueKind(
+        f"one of {words}",
+        lambda value: isinstance(value, str | torch.dtype) and as_known(value) in known,
+        lambda value: known[as_known(value)],
+    )
+
+
+def several(kind: ValueKind, *, exactly: int | None = None) -> ValueKind:
+    """A list of values of one kind; kept as a tuple."""
+
+    def fits(value: Any) -> bool:
+        is_list = isinstance(value, list | tuple) and exactly in (None, len(value))
+        return is_list and all(map(kind.fits, value))
+
+    count = "values" if exactly is None else f"{exactly} values"
+    return ValueKind(
+        f"a list of {count}, each {kind.expected}",
+        fits,
+        lambda value: tuple(map(kind.convert, value)),
+    )
+
+
+def either(first: ValueKind, second: ValueKind) -> ValueKind:
+    """What fits one of two kinds."""
+    return ValueKind(
+        f"{first.expected}, or {second.expected}",
+        lambda value: first.fits(value) or second.fits(value),
+        lambda value: (first if first.fits(value) else second).convert(value),
+    )
+
+
+def is_off(value: Any, switch: str = "enabled") -> bool:
+    """Whether a flag, or a section that is not looked into, asks for nothing."""
+    return not value or (isinstance(value, Mapping) and not value.get(switch))
+
+
+# Flags are written 0 and 1 too, as DeepSpeed reads them.
+FLAG: Final = ValueKind(
+    "true or false", lambda value: isinstance(value, bool | int | float) and value in (0, 1), bool
+)
+ANYTHING: Final = ValueKind("anything", lambda _: True)
+TEXT: Final = ValueKind("a string", lambda value: isinstance(value, str))
+FOLDER: Final = ValueKind(
+    "the path of a folder",
+    lambda value: isinstance(value, str | os.PathLike) and str(value) != "",
+    Path,
+)
+OBJECT: Final = ValueKind("an object ({...})", lambda value: isinstance(value, Mapping))
+NAMES: Final = either(several(TEXT), TEXT)
+COUNT: Final = integer(0)
+POSITIVE: Final = integer(1)
+
+_DTYPES: Final = {
+    torch.float32: ("fp32", "float32", "float"),
+    torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16"),
+}
+_SPELLED: Final[dict[Any, torch.dtype]] = {
+    spelled: dtype
+    for dtype, names in _DTYPES.items()
+    for spelled in (dtype, *names, *(f"torch.{name}" for name in names))
+}
+DTYPE: Final = _one_of("'fp32', 'fp16', 'bf16'", _SPELLED)
+
+
+@frozen
+class FileKey:
+    """A row of the table. It says one of three: `becomes`, `idle` or `remedy`.
+
+    Args:
+        path: From the top of the file, joined by dots: "fp16.loss_scale".
+        kind: What values it may have. None, JSON's null, is one of them where it is the default.
+        default: What holds where the key is absent.
+        becomes: The key is honoured: it is, or is part of, this field of `EngineConfig`, as in
+            "zero.prefetch_numel"; several keys may say it, and then agree.
+        off: Further values that ask for nothing: those that DeepSpeed defaults to where we do
+            not, or that turn the feature off.
+        convert: From the file's value to the field's.
+        idle: The key cannot matter: why there is nothing here that it could change, a clause. Of a
+            key that is honoured: the same as other keys are, which it is given a function to look
+            up; None where it may change something.
+        remedy: It is not built, and refused unless its value asks for nothing: what is missing, or
+            what to do instead; a clause.
+        aliases: Other paths under which DeepSpeed accepts it.
+        gates: The keys that turn its section on; one is enough. They are themselves always read.
+        opened_by: Which value of theirs does; whatever is not off when None.
+        min_stage: Not read below it, and an error there unless it is off.
+    """
+
+    path: str
+    kind: ValueKind
+    default: Any
+    becomes: str | None = None
+    off: tuple[Any, ...] = ()
+    convert: Callable[[Any], Any] = lambda value: value
+    idle: str | Callable[[Callable[[str], Any]], str | None] | None = None
+    remedy: str | None = None
+    aliases: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    opened_by: Any = None
+    min_stage: int = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Under which it may be written."""
+        return (self.path, *self.aliases)
+
+    @property
+    def closed(self) -> str:
+        """What holds where its section is off; a clause."""
+        verb = "is" if len(self.gates) == 1 else "are"
+        state = "off" if self.opened_by is None else f"not {self.opened_by!r}"
+        return f"{' and '.join(self.gates)} {verb} {state}"
+
+    def is_off(self, value: Any) -> bool:
+        """Whether it asks for nothing but what is done without the key."""
+        return value == self.default or value in self.off
+
+    def read(self, where: str, value: Any) -> Any:
+        """The value to keep; ConfigError, which says where, if it is of another kind."""
+        if value is None and self.default is None:
+            return None
+        return self.kind.read(where, value, or_null=self.default is None)
+
+    def check_built(self, where: str, value: Any) -> None:
+        """Raise ConfigError if it asks for what is not built."""
+        if self.remedy is not None and not self.is_off(value):
+            expected = "nothing" if self.default is None else json.dumps(self.default)
+            raise ConfigError(
+                f"{where}: expected {expected}, as what it asks for is not built yet, got "
+                f"{shown(value)}: {self.remedy}"
+            )
+
+
+def idle(path: str, default: Any, reason: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
+    """A key that cannot matter."""
+    return FileKey(path, kind, default, idle=reason, **more)
+
+
+def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
+    """A key that is refused unless its value asks for nothing."""
+    return FileKey(path, kind, default, remedy=remedy, **more)
+
+
+def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
+    """A section that is not ours: refused whole, unless it is off. What is in it is not looked at.
+
+    `switch` is the key that turns it on; None where anything in it does.
+    """
+
+    def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        asks = any(value.values()) if switch is None else not is_off(value, switch)
+        return value if asks else None
+
+    return FileKey(path, attrs.evolve(OBJECT, convert=read), None, remedy=remedy)
+
+
+def section(
+    name: str, *keys: FileKey, alias: str | None = None, **gate: Any
+) -> tuple[FileKey, ...]:
+    """Keys whose paths are written relative to a section, with their whole paths.
+
+    `alias` is another name of it; `gate` is `gates` and `opened_by` of keys that have none.
+    """
+    return tuple(
+        attrs.evolve(
+            key,
+            path=f"{name}.{key.path}",
+            aliases=(
+                *(f"{name}.{other}" for other in key.aliases),
+                *(f"{alias}.{path}" for path in key.paths if alias),
+            ),
+            **({} if key.gates else gate),
+        )
+        for key in keys
+    )

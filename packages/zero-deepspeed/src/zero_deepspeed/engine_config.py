@@ -1,0 +1,272 @@
+"""What a configuration file says to EngineConfig; optimizers, schedulers and monitors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import attrs
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.engine import DynamicLossScale, EngineConfig, SourceRow, StaticLossScale
+from zero_partition.plan import Stage
+
+from .configuration.file_key import shown
+from .configuration.settings import (
+    UNRESOLVED,
+    Setting,
+    Settings,
+    Source,
+    implied_values,
+    monitoring_of,
+    read_settings,
+    state_dtype_of,
+    zero_arguments,
+)
+from .leaf_modules import LeafModules
+from .monitor import Monitoring
+from .optimizers import make_optimizer
+from .schedules import make_scheduler
+
+
+@final
+@frozen
+class NamedOptimizer:
+    """The optimizer that the section `optimizer` of a file asks for, when called with parameters.
+
+    Args:
+        type: Which one.
+        params: Its arguments; a copy of what is given.
+        state_dtype: Of its moments; see `make_optimizer`.
+        rests_on_device: Whether its state is not offloaded.
+    """
+
+    type: str
+    params: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
+    state_dtype: torch.dtype | None = None
+    rests_on_device: bool = True
+
+    def __call__(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """As `make_optimizer`. Local."""
+        params = list(params)
+        is_on_host = any(param.device.type == "cpu" for param in _parameters_in(params))
+        return make_optimizer(
+            params,
+            self.type,
+            self.params,
+            state_dtype=self.state_dtype,
+            on_host=is_on_host or not self.rests_on_device,
+        )
+
+
+@final
+@frozen
+class NamedScheduler:
+    """The scheduler that the section `scheduler` of a file asks for, when called with an optimizer.
+
+    Args:
+        type: Which one.
+        params: Its arguments; a copy of what is given.
+    """
+
+    type: str
+    params: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """As `make_scheduler`. Local."""
+        return make_scheduler(optimizer, self.type, self.params)
+
+
+def _parameters_in(params: Iterable[Any]) -> Iterable[Tensor]:
+    """Of parameters, named parameters or param groups."""
+    for each in params:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, dict):
+            members = each["params"]
+            yield from _parameters_in([members] if isinstance(members, Tensor) else members)
+        else:
+            yield each[1]
+
+
+def read_engine_config(
+    source: Source,
+    *,
+    world_size: int = 1,
+    model: nn.Module | None = None,
+    auto: Mapping[str, Any] | None = None,
+    implied: Mapping[str, Any] | None = None,
+) -> EngineConfig:
+    """See `EngineConfig.from_deepspeed`. Local."""
+    settings = read_settings(source, model=model, auto=auto, implied=implied)
+    settings = _with_batch_sizes(settings, world_size=world_size)
+    settings.check_resolved()
+    value = settings.value
+    zero = ZeroConfig(**zero_arguments(settings))
+    autocast_dtype = None
+    if value("torch_autocast.enabled"):
+        autocast_dtype = value("torch_autocast.dtype") or torch.bfloat16
+    loss_scale, is_bf16 = _loss_scale_of(settings, autocast_dtype), value("bf16.enabled")
+    optimizer, scheduler = _named(settings, "optimizer"), _named(settings, "scheduler")
+    state_dtype, rests = state_dtype_of(settings), zero.offload and zero.offload.optimizer
+    leaves, shown_by_monitors = _leaf_modules(settings), monitoring_of(settings)
+    config = EngineConfig(
+        zero=zero,
+        loss_scale=loss_scale,
+        max_norm=float(value("gradient_clipping")),
+        train_batch_size=value("train_batch_size"),
+        micro_batch_size=value("train_micro_batch_size_per_gpu"),
+        accumulation_steps=value("gradient_accumulation_steps"),
+        manages_accumulation=value("managed_gradient_accumulation"),
+        optimizer=optimizer and NamedOptimizer(*optimizer, state_dtype, rests in (None, "device")),
+        scheduler=scheduler and NamedScheduler(*scheduler),
+        steps_per_print=value("steps_per_print") or None,
+        # Steps with inf or nan in a gradient are skipped where the mode is a 16-bit one.
+        checks_overflow=value("bf16.check_grad_overflow") if is_bf16 else bool(loss_scale),
+        autocast_dtype=autocast_dtype,
+        drop_last=value("dataloader_drop_last"),
+        activation_checkpointing={
+            name: setting.value
+            for name, setting in settings.under("activation_checkpointing.").items()
+            if not setting.key.is_off(setting.value)
+        },
+        prepare=LeafModules(leaves) if leaves else None,
+        state_dtype=state_dtype,
+        monitor=Monitoring(shown_by_monitors) if shown_by_monitors else None,
+    )
+    return attrs.evolve(config, sources=_rows(settings))
+
+
+def config_of_engine(
+    source: Source,
+    *,
+    world_size: int,
+    model: nn.Module,
+    auto: Mapping[str, Any] | None,
+    args: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+) -> EngineConfig:
+    """The configuration of `initialize`, in which a file means what it does to DeepSpeed. Local.
+
+    It has masters without ZeRO too; ours lie beside shards: stage 1 at least. It leaves inputs as
+    they are. At stage 3 its scripts call state_dict() for the names, also on one rank alone.
+    """
+    settings = read_engine_config(
+        source,
+        world_size=world_size,
+        model=model,
+        auto=auto,
+        implied=implied_values(args, optimizer, lr_scheduler),
+    )
+    if isinstance(settings.monitor, Monitoring):
+        settings.monitor.check_packages()
+    zero, precision = settings.zero, settings.zero.precision
+    if zero.stage is Stage.THREE:
+        zero = attrs.evolve(zero, state_dict="names")
+    if precision is not None:
+        stage = zero.stage if precision.masters is None else max(zero.stage, Stage.ONE)
+        precision = attrs.evolve(precision, cast_inputs=False)
+        zero = attrs.evolve(zero, stage=stage, precision=precision)
+    return attrs.evolve(settings, zero=zero)
+
+
+def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
+    """Fill in what the file leaves open, as DeepSpeed does: one step where nothing says more."""
+    paths = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    known = [settings.by_path[path].value for path in paths]
+    sizes: list[Any] = [None if value is UNRESOLVED else value for value in known]
+    train, micro, steps = sizes
+    if train is None and micro is None:
+        settings.check_resolved()  # they may be "auto", beside others
+        raise ConfigError(
+            "train_batch_size: expected it, or train_micro_batch_size_per_gpu, got neither"
+        )
+    if steps is None:
+        steps = 1 if train is None or micro is None else train // (micro * world_size)
+    if train is None:
+        train = micro * steps * world_size
+    if micro is None:
+        micro = train // (steps * world_size)
+    if train != micro * steps * world_size:
+        raise ConfigError(
+            f"train_batch_size: expected train_micro_batch_size_per_gpu {micro} * "
+            f"gradient_accumulation_steps {steps} * world size {world_size} = "
+            f"{micro * steps * world_size}, got {train}; leave one of the three out to have it "
+            "inferred"
+        )
+    found = zip(paths, sizes, (train, micro, steps), strict=True)
+    return settings.replaced({path: size for path, old, size in found if old is None}, "inferred")
+
+
+def _loss_scale_of(
+    settings: Settings, autocast_dtype: torch.dtype | None
+) -> StaticLossScale | DynamicLossScale | None:
+    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
+    value = settings.value
+    if not value("fp16.enabled"):
+        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
+        is_half = autocast_dtype is torch.float16
+        return DynamicLossScale(window=2000, hysteresis=1) if is_half else None
+    scale = value("fp16.loss_scale")
+    if scale != 0:
+        return StaticLossScale(float(scale))
+    has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
+    return DynamicLossScale(
+        initial_power=value("fp16.initial_scale_power"),
+        window=value("fp16.loss_scale_window"),
+        hysteresis=value("fp16.hysteresis") if has_patience else 1,
+        consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
+        minimum=float(value("fp16.min_loss_scale")),
+        raises_at_minimum=has_patience,
+    )
+
+
+def _named(settings: Settings, name: str) -> tuple[str, dict[str, Any]] | None:
+    kind, given = settings.value(f"{name}.type"), settings.under(f"{name}.params.")
+    params = {option: setting.value for option, setting in given.items() if setting.key.becomes}
+    if kind is None and params:
+        raise ConfigError(
+            f"{name}.type: expected a name beside {name}.params, got none; say which {name}"
+        )
+    return None if kind is None else (kind, params)
+
+
+def _leaf_modules(settings: Settings) -> dict[str, Any]:
+    """What to make leaves, those of the default included; nothing below stage 3."""
+    prefix = "zero_optimization.leaf_module."
+    return {
+        path.removeprefix(prefix): setting.value
+        for path, setting in settings.by_path.items()
+        if path.startswith(prefix) and settings.is_read(setting.key)
+    }
+
+
+def _rows(settings: Settings) -> tuple[SourceRow, ...]:
+    rows = []
+    for setting in settings.by_path.values():
+        meaning, value = _meaning(settings, setting), setting.value
+        if meaning is not None:
+            if value is UNRESOLVED:
+                value = value.value
+            elif isinstance(value, Mapping):  # may hold what has no str(): an int of 5,000 digits
+                value = shown(value)
+            rows.append(SourceRow(setting.key.path, value, setting.origin, meaning))
+    return tuple(rows)
+
+
+def _meaning(settings: Settings, setting: Setting) -> str | None:
+    """The last column; None for what need not be shown."""
+    key = setting.key
+    if setting.origin == "default":
+        is_shown = settings.is_read(key) and ".params." not in key.path
+        return key.becomes if is_shown else None
+    if settings.is_gated_off(key):
+        return f"not read: {key.closed}"
+    if settings.is_below_stage(key):
+        return f"not read below stage {key.min_stage}"
+    reason = settings.idle(setting)
+    return f"none: {reason}" if reason else key.becomes or "off"

@@ -1,0 +1,126 @@
+"""Loads a checkpoint of DeepSpeed's ZeRO into a model, sharded or not."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import evolve, frozen
+from torch import nn
+from zero_comm import Group
+from zero_engine.checkpoint.folder import together
+from zero_engine.checkpoint.load import open_together, stop_unless_it_fits
+from zero_engine.checkpoint.save import sharded_of
+from zero_engine.checks import default_group
+from zero_partition.seams import (
+    ShardedModel,
+    StateSource,
+    find_sharded,
+    load_ranges,
+    param_groups_of,
+    plan_load,
+)
+
+from .saved import DeepSpeedFolder
+
+
+@final
+@frozen(kw_only=True)
+class DeepSpeedLoadReport:
+    """What was loaded."""
+
+    path: Path  # of the folder the files lie in
+    step: int  # DeepSpeed's global_steps
+    stage: int  # that saved it
+    world_size: int  # likewise
+    num_params: int  # in the files
+    num_states: int  # entries of optimizer state that were loaded, of whole parameters
+    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
+    unexpected: tuple[str, ...]  # that the model does not have
+    engine: Mapping[str, Any]  # what its engine kept besides: counters, scheduler; not restored
+    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
+
+    def __str__(self) -> str:
+        return (
+            f"loaded {self.num_params} parameters and {self.num_states} entries of optimizer state "
+            f"of step {self.step}, stage {self.stage}, {self.world_size} ranks, from {self.path}"
+        )
+
+
+def load_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    tag: str | None,
+    is_strict: bool,
+    group: Group | None,
+) -> DeepSpeedLoadReport:
+    """See `zero_engine.load_deepspeed`. Collective."""
+    what, has_state = "load_deepspeed()", optimizer is not None
+    is_plain = not has_state and find_sharded(model) is None
+    sharded = None if is_plain else sharded_of(model, optimizer, what)
+    if sharded is not None:
+        group = sharded.whole
+    group = default_group(model) if group is None else group
+    found = open_together(
+        lambda: DeepSpeedFolder.open(folder, tag),
+        _describe,
+        what=what,
+        group=group,
+        optimizer=has_state,
+        is_strict=is_strict,
+    )
+    source = found.source
+    if sharded is None:
+        also = {alias: source.params[name] for alias, name in source.ties.items()}
+        readers = {**source.params, **also, **source.buffers}
+        report: Any = load_ranges(model, readers, group=group, strict=is_strict)
+    else:
+        names = [{"params": group["params"]} for group in param_groups_of(sharded)]
+        source = evolve(source, param_groups=names)
+        if optimizer is None:
+            source = evolve(source, states=None)
+        planned = report = plan_load(sharded, source, is_strict=is_strict)
+        problems = list(planned.problems)
+        if has_state and is_strict:
+            problems += _find_lacking_states(source, sharded)
+        stop_unless_it_fits(planned, problems, found.path, what=what, group=group)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        together(planned.apply, what=what, group=group)
+    return DeepSpeedLoadReport(
+        path=found.path,
+        step=found.step,
+        stage=found.stage,
+        world_size=found.world_size,
+        num_params=len(source.params),
+        num_states=sum(map(len, (source.states or {}).values())) if has_state else 0,
+        missing=report.missing,
+        unexpected=report.unexpected,
+        engine=found.engine,
+        client_state=found.client_state,
+    )
+
+
+def _describe(found: DeepSpeedFolder) -> str:
+    params, states = found.source.params, found.source.states or {}
+    content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in states.items()}
+    crc32 = zlib.crc32(repr((sorted(params), content)).encode())
+    return f"step {found.step}, {len(params)} parameters ({crc32:08x})"
+
+
+def _find_lacking_states(source: StateSource, sharded: ShardedModel) -> list[str]:
+    """Trained parameters would begin anew if nothing was said."""
+    stepped = {name for options in source.param_groups for name in options["params"]}
+    lacking = [
+        place.name
+        for place in sharded.places
+        if place.is_trainable
+        and place.name in stepped
+        and not any(name in (source.states or {}) for name in place.plan.names)
+    ]
+    return [f"no optimizer state of {', '.join(map(repr, lacking))}"] if lacking else []

@@ -1,1 +1,0 @@
-"""Other libraries' names on top of ours, for scripts that exist."""

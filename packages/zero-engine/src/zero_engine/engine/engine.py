@@ -1,0 +1,924 @@
+"""Engine: the training loop of DeepSpeed's shape, over what shard() has made."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, Final, final
+
+import torch
+import zero_partition
+import zero_partition.seams
+from torch import Tensor, nn
+from zero_comm import Group, collective
+from zero_comm.ranges import ranged
+from zero_partition import StateError
+
+from zero_engine.checkpoint.export import write_weights
+from zero_engine.checkpoint.folder import check_folder, find_complete, together
+from zero_engine.checkpoint.load import load, load_deepspeed
+from zero_engine.checkpoint.save import save_as, warn_of_gradients
+from zero_engine.checkpoint.writer import SaveRequest
+from zero_engine.checks import check_flag, check_number
+from zero_engine.errors import ConfigError, LossScaleError
+from zero_engine.readers import find_reader
+from zero_engine.state_offload import offload_as_deepspeed, reload_states
+from zero_engine.torch_private import current_backward, is_in_functional_transform
+
+from .engine_config import EngineConfig
+from .loss_scale import LossScaler, PendingOverflow, StaticLossScale, has_state, remember
+
+# NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
+# and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
+# optimizer steps: so it does not matter who calls backward, and on what.
+
+# NOTE(direct): in a backward that no engine runs, gradients are divided by the number of
+# micro-batches where they enter the model, at what `forward` returned. An output may be computed
+# from another one, as a loss is from logits: where there are several, the user gets views of them,
+# through which only gradients from outside pass, so that nothing is divided twice.
+
+# NOTE(scale): a loss is multiplied by the loss scale in fp32: in fp16 the product would overflow.
+
+_TIMEOUT_S: Final = 60.0
+_COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_steps")
+
+
+@final
+class Engine(nn.Module):
+    """A sharded model with its optimizer and scheduler; made by `initialize`.
+
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+    Call all three once per micro-batch; `step` does something at a boundary only, once in
+    `gradient_accumulation_steps()`. Attributes that it lacks are looked for in the model. Names of
+    parameters begin with "module.", as in DeepSpeed; those of `engine.module` are the model's own.
+
+    `loss.backward()` works as well: for losses of several engines added up, or gradients given by
+    hand. Gradients are divided by the number of micro-batches then where they enter what the engine
+    returned, as in DeepSpeed; not those of `engine.module(batch)`. Where the loss is scaled (fp16),
+    call backward of `engine.scale(loss)` instead: with a scale that changes by itself a
+    `loss.backward()` raises; with a static one nobody can tell, and `step` warns.
+
+    Attributes:
+        module: The model, as `shard` left it.
+        optimizer: The torch optimizer, over shards; None for inference.
+        global_steps: Boundaries so far, those of skipped steps included.
+        micro_steps: Calls of `step` so far.
+        global_samples: Samples of all ranks in those global steps; where every step is a boundary,
+            of as many micro-batches as there were calls of `backward`.
+    """
+
+    _running: ClassVar[list[Engine]] = []  # in backward(); a loss may be of several
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: EngineConfig,
+        *,
+        group: Group,
+        lr_scheduler: Any = None,
+        across: Group | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self.config = config
+        self.group = group
+        self._across = across
+        self._is_late = self.device.type != "cpu"  # see NOTE(verdict)
+        scale = config.loss_scale
+        self._loss_scaler = None if scale is None else LossScaler(scale)
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._skipped_steps = 0
+        self._num_micro_batches = config.accumulation_steps  # of one global step
+        self._num_pending = 0  # micro-batches since the last boundary
+        # Whether the next micro-batch is one, decided by hand; counted when None.
+        self._is_boundary = None if config.manages_accumulation else True
+        self._micro_batch_size = config.micro_batch_size
+        self._norm: Tensor | None = None
+        self._was_applied = False
+        self._verdict: PendingOverflow | None = None  # of the last step; None if it is known
+        self._was_scaled = self._is_destroyed = False
+        self._scaled_backward = -1  # the last one to pass through a loss that was scaled
+        self._num_backwards = 0  # since the last boundary, where those are the user's
+        self._open_no_sync = 0  # the user's
+        self._monitor = None
+        if config.monitor is not None and self.global_rank == 0:
+            self._monitor = config.monitor(module)
+        self._waiting = ExitStack()  # see NOTE(boundary)
+        self._wait_or_not()
+
+    # ---- The loop ----
+
+    @ranged("forward")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; under the configuration's autocast. Collective."""
+        self._check_alive("forward")
+        with self._autocast():
+            outputs = self.module(*args, **kwargs)
+        return self._watched(outputs)
+
+    @ranged("backward")
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        gradient: Tensor | None = None,
+    ) -> Tensor:
+        """Run backward of a loss, divided by the number of micro-batches and scaled. Collective.
+
+        Args:
+            loss: A scalar; or of any shape, with `gradient`.
+            retain_graph: Whether another backward of the same graph follows.
+            scale_wrt_gas: Divide by `gradient_accumulation_steps()`.
+            gradient: Of the loss's shape: what `loss.backward(gradient)` is given.
+
+        Returns:
+            The loss divided as it was, not scaled.
+
+        Raises:
+            ConfigError: `loss` is no tensor, or no scalar and there is no `gradient`.
+            zero_partition.StateError: The engine was destroyed, or `loss` requires no gradient.
+        """
+        self._check_alive("backward()")
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"Engine.backward(): expected a tensor, got {loss!r}")
+        if gradient is None and loss.numel() != 1:
+            raise ConfigError(
+                f"Engine.backward(): expected a scalar, got a loss of shape {tuple(loss.shape)}; "
+                "pass its mean, or gradient=... of that shape"
+            )
+        if not loss.requires_grad:
+            raise StateError(
+                "Engine.backward(): the loss depends on no trainable parameter "
+                f"(rank {self.group.rank}); was it computed under no_grad, or detached?"
+            )
+        count = self.gradient_accumulation_steps()
+        if scale_wrt_gas and count > 1:
+            loss = loss / count
+        if self._monitor is not None:
+            self._monitor.note_loss(self.global_samples, loss.detach().float().mean())
+        self._num_backwards += 1
+        self._running.append(self)
+        try:
+            self.scale(loss).backward(gradient, retain_graph=retain_graph)
+        finally:
+            self._running.remove(self)
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply by the loss scale: for a backward that the engine does not run. Local."""
+        self._was_scaled = True
+        if self._verdict is not None and self._verdict.loss_scale is not None:
+            scaled = loss.float() * self._verdict.loss_scale
+        elif self._loss_scaler is None:
+            return loss
+        else:
+            scaled = loss.float() * self.cur_scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)
+        return scaled
+
+    @collective
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch. At a boundary: unscale, clip, step, advance the scheduler. Collective.
+
+        Gradients are dropped then. Where a gradient on any rank is inf or nan, no rank steps:
+        weights, optimizer and scheduler stay as they are, and `was_step_applied()` is False. An
+        engine that neither scales losses nor `checks_overflow` steps all the same, unclipped.
+
+        On CUDA a fused optimizer skips on the device, and the host learns of it in the next `step`,
+        or when it asks: `was_step_applied()`, `cur_scale`, `get_lr()`, `lr_scheduler` wait. Until
+        then a scheduler held outside the engine is a step ahead after a skipped one.
+
+        Args:
+            lr_kwargs: What `lr_scheduler.step` is given.
+
+        Raises:
+            ConfigError: The engine has no optimizer, or `lr_scheduler.step` takes something else;
+                nothing was done.
+            LossScaleError: As the loss scale is configured: it would have to get too small.
+            zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, or after
+                `destroy`; nothing was done.
+        """
+        self._check_alive("step()")
+        self._settle()
+        if self._open_no_sync:
+            raise StateError(
+                "Engine.step() inside no_sync() or coalesce_grad_reduction(): gradients were not "
+                f"reduced yet (rank {self.group.rank}); leave the context first"
+            )
+        if self.cur_scale != 1.0 and not self._was_scaled and self.group.rank == 0:
+            warnings.warn(
+                f"Engine.step(): gradients are divided by the loss scale {self.cur_scale:g}, but "
+                "the engine multiplied no loss by it; unless you did, use engine.backward(loss), "
+                "or engine.scale(loss).backward()",
+                stacklevel=2,
+            )
+        is_boundary, optimizer = self.is_gradient_accumulation_boundary(), self.optimizer
+        if is_boundary and optimizer is None:
+            raise ConfigError(
+                "Engine.step(): the engine has no optimizer; pass one to initialize()"
+            )
+        if is_boundary and self._lr_scheduler is not None:
+            _check_step(self._lr_scheduler, lr_kwargs or {})
+        self._was_applied = self._was_scaled = False
+        if is_boundary and optimizer is not None:
+            self._take_step(optimizer, lr_kwargs or {})
+        self.micro_steps += 1
+        self._num_pending = 0 if is_boundary else self._num_pending + 1
+        self._wait_or_not()
+
+    def _take_step(self, optimizer: torch.optim.Optimizer, lr_kwargs: dict[str, Any]) -> None:
+        checks = self.config.checks_overflow or self._loss_scaler is not None
+        report = zero_partition.unscale_and_clip_(
+            self.module,
+            scale=self.cur_scale,
+            max_norm=self.config.max_norm or None,
+            across=self._across,
+            in_step=checks and (self._lr_scheduler is None or has_state(self._lr_scheduler)),
+        )
+        self._norm = report.norm
+        self.global_steps += 1
+        self.global_samples += self._num_samples()
+        self._num_backwards = 0
+        is_late = report.is_in_step and self._is_late  # see NOTE(verdict)
+        may_apply = is_late or not checks or report.is_finite
+        if report.is_in_step or may_apply:
+            optimizer.step()
+        optimizer.zero_grad()
+        if is_late:
+            undo = remember(self._lr_scheduler, optimizer)
+            self._verdict = PendingOverflow.of(report.finite, self._loss_scaler, undo)
+        if may_apply and self._lr_scheduler is not None:
+            self._lr_scheduler.step(**lr_kwargs)
+        if not is_late:
+            self._learn(may_apply)
+        if self._monitor is not None:
+            scale = {} if self._loss_scaler is None else {"loss_scale": self.cur_scale}
+            row = {"lr": float(self.get_lr()[0]), **scale}
+            self._monitor.step(self.global_steps, self.global_samples, row)
+
+    # ---- Between phases ----
+
+    @collective
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As `zero_engine.offload_states`, with DeepSpeed's names. Collective.
+
+        Args:
+            include: Of "lp_params", "hp_params" (masters), "lp_grads", "optim_states" and
+                "contiguous_grad_buffer", or enumeration members of those values; all when None.
+            device: "cpu", or an enumeration member of that value.
+            pin_memory: Page-lock host memory, where there is CUDA.
+            non_blocking: Return before a device's copies are done.
+
+        Raises:
+            ConfigError: Another state or device.
+            zero_partition.StateError: As for `zero_engine.offload_states`; or after `destroy`.
+        """
+        self._check_alive("offload_states()")
+        self._settle()
+        offload_as_deepspeed(
+            self.module, include, device, pin_memory=pin_memory, non_blocking=non_blocking
+        )
+
+    @collective
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As `zero_engine.reload_states`. Every rank calls it."""
+        self._check_alive("reload_states()")
+        non_blocking = check_flag("Engine.reload_states()", non_blocking)
+        reload_states(self.module, non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """As `zero_engine.release_buffers`, and the device gets back what torch caches. Local."""
+        self._check_alive("empty_partition_cache()")
+        zero_partition.release_buffers(self.module)
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    # ---- The end ----
+
+    def destroy(self) -> None:
+        """Drop gradients and give buffers back. Local; twice is as good as once.
+
+        The engine cannot be used any more. The model stays sharded, as no rank may have the memory
+        for all of it: `zero_engine.unshard(engine.module, engine.optimizer)` makes it plain again.
+        Counters and scheduler are as of the last step; that its loss scale would have to get too
+        small is no error any more.
+        """
+        if self._is_destroyed:
+            return
+        with suppress(LossScaleError):  # it asks for another scale, and nothing is scaled any more
+            self._settle()
+        self._is_destroyed = True
+        if self._monitor is not None:
+            self._monitor.close()
+        self._waiting.close()
+        if zero_partition.seams.find_sharded(self.module) is not None:
+            self.zero_grad()
+            zero_partition.release_buffers(self.module)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.config.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    # ---- Micro-batches ----
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide it by hand, before backward, on every rank alike, until None is passed. Local.
+
+        Raises:
+            ConfigError: `is_boundary` is neither a bool nor None; or the configuration says that
+                every `step` is a boundary.
+        """
+        where = "Engine.set_gradient_accumulation_boundary()"
+        if is_boundary is not None:
+            check_flag(where, is_boundary)
+        if not self.config.manages_accumulation:
+            raise ConfigError(
+                f"{where}: expected managed_gradient_accumulation, got {is_boundary} where it is "
+                "false and every step() is a boundary; leave out step() instead"
+            )
+        self._is_boundary = is_boundary
+        self._wait_or_not()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As `zero_engine.no_sync`, at any stage: backwards inside reduce nothing. Local."""
+        return self._without_steps("no_sync()", zero_partition.no_sync)
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """As `zero_engine.coalesce_reduction`: one reduction, on leaving. Collective.
+
+        Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
+        """
+        reduce = nullcontext if self._is_waiting() else zero_partition.coalesce_reduction
+        return self._without_steps("coalesce_grad_reduction()", reduce)
+
+    @contextmanager
+    def _without_steps(
+        self, what: str, context: Callable[[nn.Module], AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        self._check_alive(what)
+        self._open_no_sync += 1
+        try:
+            with context(self.module):
+                yield
+        finally:
+            self._open_no_sync -= 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those on their way too. Local."""
+        target = self.module if self.optimizer is None else self.optimizer
+        target.zero_grad(set_to_none=set_to_none)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches, right after a boundary, on every rank alike. Local.
+
+        Raises:
+            ConfigError: Not a whole multiple of the samples that all ranks have in a micro-batch.
+            zero_partition.StateError: Gradients of some micro-batches are there.
+        """
+        each = self.train_micro_batch_size_per_gpu() * self.group.world_size
+        where = "Engine.set_train_batch_size()"
+        train_batch_size = check_number(where, train_batch_size, 1, int)
+        if train_batch_size % each:
+            raise ConfigError(
+                f"{where}: expected a multiple of {each}, which is the "
+                f"micro-batch size times the world size, got {train_batch_size}"
+            )
+        self._set_num_micro_batches(where, train_batch_size // each)
+
+    def set_gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        """The same by the number of micro-batches itself: `train_batch_size()` follows. Local.
+
+        Raises:
+            ConfigError: No whole number of at least 1.
+            zero_partition.StateError: Gradients of some micro-batches are there.
+        """
+        where = "Engine.set_gradient_accumulation_steps()"
+        count = check_number(where, gradient_accumulation_steps, 1, int)
+        self._set_num_micro_batches(where, count)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell how many samples a rank has in a micro-batch, on every rank alike. Local.
+
+        The number of micro-batches stays, and `train_batch_size()` follows. Right after a boundary
+        only. What is trained does not change by it: the loader that `initialize` has made goes on
+        with batches of the size that it was made with, as DeepSpeed's does, and others are yours.
+
+        Raises:
+            ConfigError: No whole number of at least 1.
+            zero_partition.StateError: Gradients of some micro-batches are there.
+        """
+        where = "Engine.set_train_micro_batch_size()"
+        micro_batch_size = check_number(where, micro_batch_size, 1, int)
+        self._check_at_boundary(where)
+        self._micro_batch_size = micro_batch_size
+
+    def _num_samples(self) -> int:
+        """Of all ranks in the step at hand: of as many backwards as there were, or are to be."""
+        if self.config.manages_accumulation:
+            return self.train_batch_size()
+        return self._num_backwards * self._micro_batch_size * self.group.world_size
+
+    def _begin_anew(self) -> None:
+        """Forget micro-batches since the last boundary, and their gradients."""
+        self.zero_grad()
+        self._num_pending = self._num_backwards = 0
+        self._was_applied = self._was_scaled = False
+        if self._monitor is not None:
+            self._monitor.forget()
+        self._wait_or_not()
+
+    def _watched(self, outputs: Any) -> Any:
+        """What `forward` returned, with hooks for a direct backward; see NOTE(direct)."""
+        if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
+            return outputs
+        if is_in_functional_transform():  # its gradients are the caller's, and no micro-batch's
+            return outputs
+        entries = {id(tensor): tensor for tensor in _tensors_in(outputs) if tensor.grad_fn}
+        if len(entries) > 1:
+            entries = {key: tensor.view_as(tensor) for key, tensor in entries.items()}
+            outputs = _replaced(outputs, entries)
+        for tensor in entries.values():
+            tensor.register_hook(self._enter)
+        return outputs
+
+    def _enter(self, grad: Tensor) -> Tensor | None:
+        """A backward reaches an output."""
+        if self in self._running:
+            return None
+        if self.config.needs_scaled_loss and self._scaled_backward != current_backward():
+            raise StateError(
+                f"backward() of a loss that was not multiplied by the loss scale {self.cur_scale:g}"
+                f" (rank {self.group.rank}); use engine.backward(loss), or "
+                "engine.scale(loss).backward(); losses of several engines are scaled by their own "
+                "before they are added up. Gradients of other models may be there: drop them"
+            )
+        count = 1 if self._running else self.gradient_accumulation_steps()
+        return None if count == 1 else grad / count
+
+    def _note_scaled(self, _: Tensor) -> None:
+        """A backward begins, or goes on, at a loss that was scaled."""
+        self._scaled_backward = current_backward()
+
+    def _set_num_micro_batches(self, where: str, count: int) -> None:
+        self._check_at_boundary(where)
+        self._num_micro_batches = count
+        self._wait_or_not()
+
+    def _is_waiting(self) -> bool:
+        return self.config.zero.stage < 2 and not self.is_gradient_accumulation_boundary()
+
+    def _wait_or_not(self) -> None:
+        """See NOTE(boundary)."""
+        self._waiting.close()
+        if self._is_waiting():
+            self._waiting.enter_context(zero_partition.no_sync(self.module))
+
+    def _check_at_boundary(self, where: str) -> None:
+        self._check_alive(where)
+        if self._num_pending:
+            raise StateError(
+                f"{where}: expected to be called right after a boundary, but {self._num_pending} "
+                f"micro-batches have been accumulated (rank {self.group.rank}); call it after the "
+                "step() of a boundary"
+            )
+
+    def _check_alive(self, what: str) -> None:
+        if self._is_destroyed:
+            raise StateError(
+                f"Engine: {what} after destroy(); to train on, zero_engine.unshard() the model and "
+                "initialize() another engine"
+            )
+
+    # ---- Files ----
+
+    @collective
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """`zero_engine.save`, with the scheduler, the loss scale and the counters. Collective.
+
+        Gradients of micro-batches since the last boundary are not saved: there is a warning then,
+        and `load_checkpoint` begins the global step anew.
+
+        Args:
+            save_dir: Of all checkpoints; every rank sees it.
+            tag: The name of the checkpoint's folder; "global_step" and their number when None.
+            client_state: What `load_checkpoint` returns; see `extra` of `zero_engine.save`.
+            save_latest: Whether it is found without its tag.
+            exclude_frozen_parameters: Leave out parameters that do not train.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: `save_dir` is empty or None; or see `zero_engine.save`, as for all else
+                that it raises.
+        """
+        self._check_alive("save_checkpoint()")
+        self._settle()
+        if self._num_pending:
+            warn_of_gradients(stacklevel=2)
+        scaler = self.loss_scaler
+        save_as(
+            SaveRequest(
+                model=self.module,
+                optimizer=self.optimizer,
+                folder=save_dir,
+                tag=f"global_step{self.global_steps}" if tag is None else str(tag),
+                step=self.global_steps,
+                extra={} if client_state is None else client_state,
+                scheduler=self._lr_scheduler if has_state(self._lr_scheduler) else None,
+                exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
+                is_latest=check_flag("save_latest", save_latest),
+                engine={
+                    "counters": {name: getattr(self, name) for name in _COUNTERS},
+                    "loss_scaler": None if scaler is None else scaler.state_dict(),
+                },
+            )
+        )
+        return True
+
+    @collective
+    def load_checkpoint(  # noqa: PLR0917 - the order is DeepSpeed's
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        missing_ok: bool = True,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """`zero_engine.load`, with what `save_checkpoint` saved; gradients are dropped. Collective.
+
+        What DeepSpeed's ZeRO saved is read as `zero_engine.load_deepspeed` does, with the counters
+        and the scheduler; the loss scale and random numbers begin anew.
+
+        Args:
+            load_dir: Of all checkpoints.
+            tag: Of one of them; the newest when None.
+            load_module_strict: Whether names that are missing or unexpected are an error.
+            load_optimizer_states: Whether moments, options of param groups and the loss scale are
+                restored. Masters are in any case: they are the weights.
+            load_lr_scheduler_states: Whether the scheduler is.
+            load_module_only: Restore weights and buffers, and no counters or generators either.
+            custom_load_fn: Not supported: None.
+            missing_ok: False makes it an error that there is no checkpoint yet, or no folder; else
+                that is a warning, as in DeepSpeed, and the script trains from scratch.
+
+        Returns:
+            The path of the checkpoint and the `client_state`; None twice where there is none yet.
+
+        Raises:
+            ConfigError: `load_dir` is no path, or `custom_load_fn` is given; or the loss scale does
+                not fit.
+            FileError: See `zero_engine.load`, as for all else that it raises.
+        """
+        self._check_alive("load_checkpoint()")
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(): expected custom_load_fn to be None: names and shapes are "
+                "matched by zero_engine.load; rename keys with zero_engine.load_pretrained()"
+            )
+        check_folder("load_checkpoint()", load_dir)
+        self._settle()
+        has_all, folder = not load_module_only, Path(load_dir)
+        optimizer = self.optimizer if has_all and load_optimizer_states else None
+        has_scheduler = has_all and load_lr_scheduler_states and has_state(self._lr_scheduler)
+        scheduler = self._lr_scheduler if has_scheduler else None
+        tag = None if tag is None else str(tag)
+        theirs = together(
+            lambda: _is_theirs(folder, tag),
+            what="load_checkpoint()",
+            group=self.group,
+            timeout_s=_TIMEOUT_S,
+        )
+        if any(theirs):
+            found = load_deepspeed(
+                folder, self.module, optimizer, tag=tag, is_strict=load_module_strict
+            )
+            self._begin_anew()
+            if has_all:
+                self._take_up(found, scheduler)
+            return str(found.path), dict(found.client_state)
+        report = load(
+            folder,
+            self.module,
+            optimizer,
+            scheduler=scheduler,
+            tag=tag,
+            is_strict=load_module_strict,
+            restores_rngs=has_all,
+            missing_ok=missing_ok,
+        )
+        if report is None:
+            warnings.warn(f"{load_dir}: holds no complete checkpoint", stacklevel=2)
+            return None, None
+        for what in report.begins_anew:
+            warnings.warn(f"{report.path}: begins anew: {what}", stacklevel=2)
+        self._begin_anew()
+        if has_all:
+            saved = report.engine or {"counters": {"global_steps": report.step}}
+            for name, value in saved["counters"].items():
+                if name in _COUNTERS:
+                    setattr(self, name, value)
+            if load_optimizer_states and self._loss_scaler is not None and saved.get("loss_scaler"):
+                self._loss_scaler.load_state_dict(saved["loss_scaler"])
+        return str(report.path), report.extra
+
+    def _take_up(self, found: Any, scheduler: Any) -> None:
+        """Counters and the scheduler of DeepSpeed's engine. Local."""
+        said = found.engine
+        self.global_steps = found.step
+        self.micro_steps = found.step * self.gradient_accumulation_steps()
+        self.global_samples = said.get("global_samples", found.step * self.train_batch_size())
+        self._skipped_steps = said.get("skipped_steps", 0)
+        anew = ["the loss scale"] if self.loss_scale() == 0.0 else []
+        if scheduler is not None and said.get("lr_scheduler") is None:
+            anew.append("the scheduler, which was saved without state")
+        elif scheduler is not None:
+            scheduler.load_state_dict(said["lr_scheduler"])
+            rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") else ()
+            for options, rate in zip(self._groups(), rates, strict=False):
+                options["lr"] = rate
+        if anew:
+            warnings.warn(f"{found.path}: begins anew: {', '.join(anew)}", stacklevel=3)
+
+    @collective
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights alone, in the dtype that the model computes with. Collective.
+
+        Rank 0 needs host memory for all of them.
+
+        Args:
+            save_dir: Made if need be.
+            save_filename: With ".safetensors" at its end it is such a file, in which tied
+                parameters are under the first of their names; else what `torch.save` writes.
+            exclude_frozen_parameters: Leave out parameters that do not train.
+
+        Returns:
+            True.
+
+        Raises:
+            FileError: It could not be written; a file that was there before is as it was.
+        """
+        self._check_alive("save_16bit_model()")
+        state = zero_partition.full_state_dict(self.module)
+        path = Path(save_dir) / save_filename
+        left_out = set()
+        if exclude_frozen_parameters:
+            named_params = self.module.named_parameters(remove_duplicate=False)
+            left_out = {name for name, param in named_params if not param.requires_grad}
+        chosen = {name: value for name, value in state.items() if name not in left_out}
+
+        def write() -> None:
+            if self.group.rank == 0:
+                write_weights(chosen, path)
+
+        together(write, what="save_16bit_model()", group=self.group)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # ---- Facts, all of them local ----
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Whatever has `step()`; advanced where the optimizer has stepped, only."""
+        self._settle()
+        return self._lr_scheduler
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """None where losses are not scaled."""
+        self._settle()
+        return self._loss_scaler
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those at which a gradient on any rank was inf or nan."""
+        self._settle()
+        return self._skipped_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` lets the optimizer step."""
+        if self._is_boundary is not None:
+            return self._is_boundary
+        return self._num_pending + 1 >= self._num_micro_batches
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights: False off a boundary, and where skipped."""
+        self._settle()
+        return self._was_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Over all ranks at the last boundary, before clipping; inf or nan as it was. Waits for it.
+
+        None before the first boundary.
+        """
+        return None if self._norm is None else self._norm.item()
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now."""
+        scaler = self.loss_scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    def loss_scale(self) -> float:
+        """As configured: 0 where it is dynamic, 1 where nothing is scaled."""
+        chosen = self.config.loss_scale
+        if chosen is None:
+            return 1.0
+        return chosen.scale if isinstance(chosen, StaticLossScale) else 0.0
+
+    def get_lr(self) -> list[Any]:
+        """The learning rate of each param group."""
+        self._settle()
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """The betas, or else the momentum, of each param group; 0.0 where there is neither."""
+        self._settle()
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """What each param group says as its "type"; 0.0 where it says nothing."""
+        return self._of_groups("type")
+
+    def train_batch_size(self) -> int:
+        """Samples of one global step, over all ranks."""
+        return self._micro_batch_size * self.group.world_size * self._num_micro_batches
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one rank in one micro-batch."""
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one global step."""
+        return self._num_micro_batches
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; every `step` is a boundary otherwise."""
+        return self.config.manages_accumulation
+
+    def gradient_clipping(self) -> float:
+        """The largest norm; 0 where nothing is clipped."""
+        return self.config.max_norm
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return int(self.config.zero.stage)
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.config.zero.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are in fp16."""
+        return self._params_dtype() is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are in bf16."""
+        return self._params_dtype() is torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.group.device
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine's group."""
+        return self.group.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Position in the whole job."""
+        group = self.group
+        return 0 if group.process_group is None else group.global_rank(group.rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the job's ranks on this host, as torchrun says."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not yet there: __init__ is running
+                raise
+        return getattr(self.module, name)
+
+    def _settle(self) -> None:
+        """Have the last step's outcome, which on CUDA may be waited for. Local."""
+        if self._verdict is not None:
+            verdict, self._verdict = self._verdict, None
+            self._learn(verdict.settle())
+
+    def _learn(self, was_applied: bool) -> None:
+        self._was_applied = was_applied
+        self._skipped_steps += not was_applied
+        self._tell()
+        if self._loss_scaler is not None:
+            self._loss_scaler.update(not was_applied)  # may raise: last
+
+    def _tell(self) -> None:
+        """The line that `steps_per_print` asks for."""
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.group.rank == 0:
+            print(
+                f"step={self.global_steps}, skipped={self._skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}",
+                flush=True,
+            )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _of_groups(self, key: str) -> list[Any]:
+        return [group.get(key, 0.0) for group in self._groups()]
+
+    def _params_dtype(self) -> torch.dtype | None:
+        precision = self.config.zero.precision
+        return None if precision is None else precision.params
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dictionaries, which is where DeepSpeed looks for them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """The same with other tensors in it; lists and dictionaries are changed in place."""
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if not isinstance(value, tuple | list | dict):
+        return value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: new for key, item in items if (new := _replaced(item, by_id)) is not item}
+    if changed and isinstance(value, tuple):
+        content = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*content) if hasattr(value, "_fields") else type(value)(content)
+    if isinstance(value, list | dict):
+        for key, new in changed.items():
+            value[key] = new
+    return value
+
+
+def _is_theirs(folder: Path, tag: str | None) -> bool:
+    """Whether it is DeepSpeed's checkpoint that is asked for."""
+    reader, complete = find_reader(), find_complete(folder)
+    if reader is None:
+        return False
+    if complete:
+        return tag not in complete and reader.is_checkpoint(folder, tag)
+    return reader.holds_checkpoint(folder, tag)
+
+
+def _check_step(scheduler: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `scheduler.step(**given)` can be called: some need a metric."""
+    try:
+        signature(scheduler.step).bind(**given)
+    except TypeError as error:
+        name = type(scheduler).__name__
+        raise ConfigError(
+            f"Engine.step(): expected lr_kwargs to be what {name}.step() takes, got "
+            f"{dict(given)!r}: {error}; as in engine.step(lr_kwargs={{'metrics': loss}}) for "
+            "ReduceLROnPlateau; nothing was done"
+        ) from error

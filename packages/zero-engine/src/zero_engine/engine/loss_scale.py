@@ -1,0 +1,250 @@
+"""What a loss is multiplied by so that fp16 gradients stay in range, and when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import copy, deepcopy
+from typing import Any, Final, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from zero_engine.checks import at_least, check_number, is_kind
+from zero_engine.errors import ConfigError, LossScaleError
+
+# The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
+SMALLEST_SCALE: Final = 2.0**-126
+LARGEST_SCALE: Final = 2.0**127
+
+
+@frozen
+class StaticLossScale:
+    """The same scale in every step; steps whose gradients overflow are skipped all the same.
+
+    Args:
+        scale: What the loss is multiplied by, in the range of fp32.
+
+    Raises:
+        ConfigError: Names the field, what was expected and what came.
+    """
+
+    scale: float = field(validator=at_least(SMALLEST_SCALE, (int, float), below=2 * LARGEST_SCALE))
+
+
+@frozen(kw_only=True)
+class DynamicLossScale:
+    """A scale that halves where gradients overflow and doubles after many steps without.
+
+    Args:
+        initial_power: The first scale is two to this power.
+        window: So many steps in a row without overflow, and the scale doubles in the next one, if
+            that has none either; from there on, in every window-th step until the next overflow.
+        hysteresis: Halves at the so many-th overflow; those before it only skip their step. At
+            every further overflow it halves at once, until this count starts again: when the scale
+            doubles, or after any step without overflow where `consecutive_hysteresis`.
+        consecutive_hysteresis: Whether only overflows in a row count.
+        minimum: The scale never gets smaller. It stays a power of two, so that unscaling rounds
+            nothing: a minimum between two of them stops at the larger one.
+        raises_at_minimum: Whether an overflow that would have to halve it below is an error.
+
+    Raises:
+        ConfigError: Names the field, what was expected and what came.
+    """
+
+    initial_power: int = field(default=16, validator=at_least(0, int, below=128))
+    window: int = field(default=1000, validator=at_least(1, int))
+    hysteresis: int = field(default=2, validator=at_least(1, int))
+    consecutive_hysteresis: bool = field(default=False, validator=is_kind(bool))
+    minimum: float = field(
+        default=1.0, validator=at_least(0, (int, float), below=2 * LARGEST_SCALE)
+    )
+    raises_at_minimum: bool = field(default=False, validator=is_kind(bool))
+
+    def __attrs_post_init__(self) -> None:
+        if self.minimum > 2.0**self.initial_power:
+            raise ConfigError(
+                f"DynamicLossScale.minimum: expected at most the first scale, "
+                f"2**{self.initial_power} = {2.0**self.initial_power:g}, got {self.minimum:g}"
+            )
+
+
+@final
+class LossScaler:
+    """The scale of the step at hand. Local: equal on ranks that report equal overflows.
+
+    The rule is DeepSpeed's (deepspeed.ai/docs/config-json, "FP16 training options").
+
+    Args:
+        value: Which scale, and how it changes.
+
+    Raises:
+        ConfigError: `value` is neither of the two kinds.
+    """
+
+    def __init__(self, value: StaticLossScale | DynamicLossScale) -> None:
+        if not isinstance(value, StaticLossScale | DynamicLossScale):
+            raise ConfigError(
+                f"LossScaler: expected a StaticLossScale or a DynamicLossScale, got {value!r}"
+            )
+        self._value = value
+        self._clean_steps = 0  # in a row, since the last overflow
+        self._hysteresis = 1  # the scale halves at this many-th overflow from here
+        if isinstance(value, StaticLossScale):
+            self._scale = float(value.scale)
+        else:
+            self._scale = 2.0**value.initial_power
+            self._hysteresis = value.hysteresis
+
+    @property
+    def scale(self) -> float:
+        """What to multiply the next loss by, and to divide its gradients by."""
+        return self._scale
+
+    def update(self, overflowed: bool) -> None:
+        """Once per step, when its gradients are known to be finite or not.
+
+        Args:
+            overflowed: Whether any gradient on any rank was inf or nan.
+
+        Raises:
+            LossScaleError: The scale would have to get smaller than its minimum, and the
+                configuration asks for an error; nothing was changed.
+        """
+        value = self._value
+        if isinstance(value, StaticLossScale):
+            return
+        if overflowed:
+            self._back_off(value)
+            self._clean_steps = 0
+            return
+        is_window_over = self._clean_steps > 0 and self._clean_steps % value.window == 0
+        self._clean_steps += 1
+        if is_window_over or value.consecutive_hysteresis:
+            self._hysteresis = value.hysteresis
+        if is_window_over:
+            self._scale = min(2 * self._scale, LARGEST_SCALE)
+
+    def scale_after(self, overflowed: bool) -> float:
+        """What the scale would be after `update(overflowed)`; as it is where that raises."""
+        other = copy(self)
+        with suppress(LossScaleError):
+            other.update(overflowed)
+        return other.scale
+
+    def _back_off(self, value: DynamicLossScale) -> None:
+        if self._hysteresis > 1:
+            self._hysteresis -= 1
+        elif self._scale / 2 >= max(value.minimum, SMALLEST_SCALE):
+            self._scale /= 2
+        elif value.raises_at_minimum:
+            raise LossScaleError(
+                f"gradients overflow at loss scale {self._scale:g}, and it may not get smaller "
+                f"(minimum {value.minimum:g}): training has diverged, or the inputs hold inf or "
+                "nan. Lower the learning rate, look for the first loss that is not finite, or "
+                "train in bf16, which needs no scale."
+            )
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The scale and, where it changes, its counters: plain numbers."""
+        state: dict[str, float | int] = {"scale": self._scale}
+        if isinstance(self._value, DynamicLossScale):
+            state |= {"clean_steps": self._clean_steps, "hysteresis": self._hysteresis}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. A static scale is configuration and stays.
+
+        A count of overflows left that a smaller hysteresis rules out is cut down to it.
+
+        Raises:
+            ConfigError: A key is missing, unknown or not of its type; nothing was changed.
+        """
+        value = self._value
+        if isinstance(value, StaticLossScale):
+            return
+        where, keys = "LossScaler.load_state_dict()", {"scale", "clean_steps", "hysteresis"}
+        if set(state_dict) != keys:
+            raise ConfigError(
+                f"{where}: expected the keys {sorted(keys)}, got {sorted(map(str, state_dict))}; "
+                "after training with a static scale, a dynamic one starts anew: load nothing"
+            )
+        scale, clean_steps, hysteresis = (
+            check_number(f"{where}: {name}", state_dict[name], minimum, kind, below=below)
+            for name, minimum, kind, below in (
+                ("scale", SMALLEST_SCALE, (int, float), 2 * LARGEST_SCALE),
+                ("clean_steps", 0, int, None),
+                ("hysteresis", 1, int, None),
+            )
+        )
+        self._scale, self._clean_steps = float(scale), clean_steps
+        self._hysteresis = min(hysteresis, value.hysteresis)
+
+
+# NOTE(verdict): on CUDA a fused optimizer skips its step on the device, and the host goes on as if
+# it had not. It learns at the end of the next micro-batch, when the answer has long arrived, and
+# only then takes back what it did: the scheduler's step. Losses in between are scaled by a number
+# that the device has chosen.
+
+
+@frozen
+class PendingOverflow:
+    """Of the last step, on its way to the host."""
+
+    finite: Tensor  # bool scalar: whether the step was applied; in pinned memory of the host
+    arrived: torch.Event | None  # None if it is there
+    loss_scale: Tensor | None  # float32 scalar on the device: what comes next; None if not scaled
+    _undo: Callable[[], None]
+
+    @classmethod
+    def of(
+        cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]
+    ) -> PendingOverflow:
+        """Send it off; `undo` takes back what an applied step has changed on the host. Local."""
+        scale = None
+        if scaler is not None:
+            clean, overflowed = (
+                finite.new_full((), scaler.scale_after(overflowed), dtype=torch.float32)
+                for overflowed in (False, True)
+            )
+            scale = torch.where(finite, clean, overflowed)
+        if finite.device.type == "cpu":
+            return cls(finite, None, scale, undo)
+        landing = torch.empty((), dtype=torch.bool, pin_memory=True)
+        landing.copy_(finite, non_blocking=True)
+        arrived = torch.Event(finite.device)
+        arrived.record()
+        return cls(landing, arrived, scale, undo)
+
+    def settle(self) -> bool:
+        """Whether the step was applied; what it was not is undone. Waits until it is known."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        is_applied = bool(self.finite)
+        if not is_applied:
+            self._undo()
+        return is_applied
+
+
+def has_state(scheduler: Any) -> bool:
+    """Whether it saves and loads its state: a step can be taken back then."""
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
+
+
+def remember(scheduler: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What brings a scheduler, and the rates in the optimizer's groups, back to where they are."""
+    if scheduler is None:
+        return lambda: None
+    state = deepcopy(scheduler.state_dict())
+    rates = [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    def undo() -> None:
+        scheduler.load_state_dict(state)
+        for group, before in zip(optimizer.param_groups, rates, strict=True):
+            group.update(before)
+
+    return undo

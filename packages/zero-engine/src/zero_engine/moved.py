@@ -1,0 +1,98 @@
+"""Old paths, which work until zero 0.3 and warn; the only file that names packages above."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final, final
+
+# The longest that fits goes first. Of a module, all of what is in it.
+_MOVED: Final = {
+    "zero_engine.DynamicLossScale": "zero_engine.engine.DynamicLossScale",
+    "zero_engine.EngineConfig": "zero_engine.engine.EngineConfig",
+    "zero_engine.LossScaler": "zero_engine.engine.LossScaler",
+    "zero_engine.Room": "zero_engine.planning.Room",
+    "zero_engine.StopSignals": "zero_engine.checkpoint.StopSignals",
+    "zero_engine.plan_options": "zero_engine.planning.plan_options",
+    "zero_engine.recommend": "zero_engine.planning.recommend",
+    "zero_engine.compat.deepspeed": "zero_deepspeed",
+    "zero_engine.deepspeed": "zero_engine.engine",
+    "zero_engine.deepspeed.LRRangeTest": "zero_deepspeed.runtime.lr_schedules.LRRangeTest",
+    "zero_engine.deepspeed.NamedSpec": "zero_deepspeed.engine_config.NamedOptimizer",
+    "zero_engine.deepspeed.OneCycle": "zero_deepspeed.runtime.lr_schedules.OneCycle",
+    "zero_engine.deepspeed.WarmupCosineLR": "zero_deepspeed.runtime.lr_schedules.WarmupCosineLR",
+    "zero_engine.deepspeed.WarmupDecayLR": "zero_deepspeed.runtime.lr_schedules.WarmupDecayLR",
+    "zero_engine.deepspeed.WarmupLR": "zero_deepspeed.runtime.lr_schedules.WarmupLR",
+}
+
+
+def _new_path(old: str) -> str | None:
+    for prefix in sorted(_MOVED, key=len, reverse=True):
+        if f"{old}.".startswith(f"{prefix}."):
+            return _MOVED[prefix] + old.removeprefix(prefix)
+    return None
+
+
+@final
+class OldPaths(MetaPathFinder, Loader):
+    """Makes modules by their old paths; each name in them is looked for by its new path. Local."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of what was a module, and of a package that had one."""
+        del path, target
+        new = _new_path(fullname)
+        if new is None:
+            is_found = any(old.startswith(f"{fullname}.") for old in _MOVED)
+        else:
+            is_found = _is_module(fullname, new)
+        return ModuleSpec(fullname, self, is_package=True) if is_found else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Empty, but for what is asked of it."""
+        module, old = ModuleType(spec.name), spec.name
+        vars(module)["__getattr__"] = lambda name: find(old, name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs."""
+
+
+def _is_module(old: str, new: str) -> bool:
+    try:
+        return find_spec(new) is not None
+    except ModuleNotFoundError as error:
+        package = new.partition(".")[0]
+        if error.name != package:
+            return False  # it is a name in a module
+        raise ModuleNotFoundError(
+            f"{old} is {new} now; install {package.replace('_', '-')}", name=package
+        ) from error
+
+
+def find(module: str, name: str) -> Any:
+    """What a name of a module is now; AttributeError if it never was one. Warns. Local."""
+    old = f"{module}.{name}"
+    home, _, attribute = (_new_path(old) or "").rpartition(".")
+    if not home or (name.startswith("__") and name != "__all__"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    found = getattr(import_module(home), attribute)
+    warnings.warn(
+        f"{old} is {home}.{attribute} now; zero 0.3 forgets the old name",
+        DeprecationWarning,
+        stacklevel=3,  # who asked the module
+    )
+    vars(sys.modules[module])[name] = found
+    return found
+
+
+def install() -> None:
+    """Have old paths found from now on, after all that is there. Local."""
+    sys.meta_path.append(OldPaths())
