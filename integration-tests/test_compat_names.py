@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import itertools
 import pickle
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import torch
 import zero_deepspeed as deepspeed
 import zero_deepspeed.schedules
 import zero_engine
+import zero_offload
 from deepspeed_folders import Form, save_as_deepspeed
 from packaging.version import Version
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from zero_comm import Group
 from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
+from zero_engine.engine import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -91,6 +95,30 @@ def _cpu_adam(*arguments: Any) -> DeepSpeedCPUAdam:
         return DeepSpeedCPUAdam(*arguments)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Lion"])
+def test_deepspeeds_other_cpu_optimizers_train_as_ours(group: Group, name: str) -> None:
+    """Arguments go by position; fp32 state of 16-bit parameters, without masters."""
+    kind = getattr(getattr(deepspeed.ops, name.lower()), f"DeepSpeedCPU{name}")
+    plain = getattr(zero_offload, f"CPU{name}")
+    given = (0.1, 1e-6, 0.2) if name == "Adagrad" else (0.1, (0.8, 0.9), 0.2)
+    named = {"lr": 0.1, "weight_decay": 0.2} | (
+        {"eps": 1e-6} if name == "Adagrad" else {"betas": (0.8, 0.9)}
+    )
+    models = [parity.build(parity.tiny_float32).bfloat16() for _ in range(2)]
+    theirs = kind(models[0].parameters(), *given)
+    ours = plain(models[1].parameters(), **named, masters=False, state_dtype=torch.float32)
+    for model, optimizer in zip(models, (theirs, ours), strict=True):
+        for step, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.5 + step)
+        optimizer.step()
+
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, other)
+    if name == "Adagrad":
+        with pytest.raises(ConfigError, match="amsgrad"):
+            kind(models[0].parameters(), amsgrad=True)
+
+
 def test_what_torchs_fused_adam_cannot_do_is_refused() -> None:
     """Else another rule would be trained by."""
     params = [nn.Parameter(torch.ones(2))]
@@ -115,6 +143,7 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
 
     for step, factor in enumerate((1.0, float("inf"), 1.0)):
         expected = 16.0 if step < 2 else 8.0
+        assert optimizer.overflow == loss_scaler.overflow == (step == 2)
         assert optimizer.cur_scale == optimizer.loss_scale == engine.cur_scale == expected
         assert loss_scaler.cur_scale == loss_scaler.loss_scale == expected
         loss = engine(torch.full((2, 4), 0.5 + group.rank, dtype=torch.float16)).float().mean()
@@ -123,6 +152,7 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
 
     assert same is optimizer and loss_scaler.dynamic and engine.skipped_steps == 1
     assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
+    assert optimizer.optimizer is optimizer and optimizer.dynamic_loss_scale
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     _, plain, *_ = deepspeed.initialize(model=other, optimizer=parity.adamw(other), config=config)
     for copied in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
@@ -178,7 +208,198 @@ def _check_state_dict(folder: Path, tag: str, expected: dict[str, Tensor]) -> No
         get_fp32_state_dict_from_zero_checkpoint(folder, "elsewhere")
 
 
+def test_weights_go_into_a_plain_model_and_into_a_folder(ranks, tmp_path: Path) -> None:
+    """As evaluation and conversion want them, without ranks."""
+    names = deepspeed.utils.zero_to_fp32
+    expected = ranks(2).run(_save, folder=str(tmp_path / "run"))[0]
+    model = parity.build(parity.tiny_float32)
+    same = names.load_state_dict_from_zero_checkpoint(model, tmp_path / "run")
+    names.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "torch")
+    names.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "run", tmp_path / "safe", max_shard_size="1KB", safe_serialization=True
+    )
+
+    assert same is model
+    of_torch = torch.load(tmp_path / "torch" / "pytorch_model.bin")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name].float())
+        assert torch.equal(of_torch[name], value)
+    assert len([*(tmp_path / "safe").glob("*.safetensors")]) > 1
+    for wrong in ({"max_shard_size": "5 apples"}, {"exclude_frozen_parameters": True}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            names.convert_zero_checkpoint_to_fp32_state_dict(
+                tmp_path / "run", tmp_path / "other", safe_serialization=True, **wrong
+            )
+
+
+def test_what_is_cloned_is_written_without_what_is_beside_it(tmp_path: Path) -> None:
+    """torch.save writes the whole memory that a tensor is a part of."""
+    large = torch.arange(100_000.0)
+    state = {"a": large[:4], "b": [large[4:6], ("c", large[6:7])], "n": 3}
+
+    cloned = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(state)
+
+    torch.save(cloned, tmp_path / "cloned")
+    assert (tmp_path / "cloned").stat().st_size < 4_000 < large.nbytes
+    assert cloned["n"] == 3 and cloned["b"][1][0] == "c"
+    assert torch.equal(cloned["a"], large[:4]) and torch.equal(cloned["b"][1][1], large[6:7])
+
+
 # ---- Other names ----
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("returns_bias", [True, False])
+def test_a_tiled_layer_computes_what_the_whole_layer_does(
+    group: Group, bias: bool, returns_bias: bool
+) -> None:
+    """Of whole numbers, whose sums have no order; at stage 3, with gradients of each tile."""
+
+    class ReturnsBias(nn.Linear):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return nn.functional.linear(x, self.weight), self.bias
+
+    torch.manual_seed(0)
+    whole = nn.Linear(7, 5, bias=bias)
+    for param in whole.parameters():
+        param.data = torch.randint(-4, 5, param.shape).float()
+    names = deepspeed.zero
+    tiled = (names.TiledLinearReturnBias if returns_bias else names.TiledLinear)(
+        *(7, 5, bias),
+        in_splits=3,
+        out_splits=2,
+        linear_cls=ReturnsBias if returns_bias else nn.Linear,
+        init_linear=whole,
+    )
+    x = torch.randint(-4, 5, (2, 7)).float()
+    expected = whole(x)
+    expected.sum().backward()
+    engine, *_ = deepspeed.initialize(
+        model=tiled,
+        optimizer=torch.optim.SGD(tiled.parameters(), 1.0),
+        config={"train_batch_size": group.world_size, "zero_optimization": {"stage": 3}},
+    )
+
+    got = engine(x)
+    if returns_bias:
+        assert (got[1] is not None) == bias
+        got = got[0] if got[1] is None else got[0] + got[1]
+    assert torch.equal(got, expected)
+    engine.backward(got.sum())
+    tops, lefts = tiled.out_parts, tiled.in_parts
+    for o, i in itertools.product(range(2), range(3)):
+        grad = zero_engine.full_grad(tiled.linears[o][i].weight)
+        assert torch.equal(grad, whole.weight.grad[tops[o] : tops[o + 1], lefts[i] : lefts[i + 1]])
+
+    for wrong in ({"in_splits": 8}, {"out_splits": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} from 1"):
+            names.TiledLinear(7, 5, **wrong)
+    with pytest.raises(ConfigError, match=r"shape \(5, 7\)"):
+        names.TiledLinear(7, 5, init_linear=nn.Linear(5, 7))
+
+
+def test_parameters_of_stage_3_have_deepspeeds_attributes(group: Group) -> None:
+    """Scripts choose by them what to gather before they read."""
+    status = deepspeed.runtime.zero.partition_parameters.ZeroParamStatus
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = {"stage": 3, "stage3_param_persistence_threshold": 8}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=parity.adamw(model),
+        config={"train_batch_size": group.world_size, "zero_optimization": config},
+    )
+    weight, bias = model[1].weight, model[1].bias
+
+    assert [param.ds_id for param in model.parameters()] == [0, 1, 2, 3]
+    assert (weight.ds_numel, weight.ds_shape, weight.ds_persist) == (64, weight.shape, False)
+    assert bias.ds_persist and bias.ds_status == status.AVAILABLE
+    assert weight.ds_status == status.NOT_AVAILABLE != bias.ds_status
+    local = zero_engine.local_param(weight)
+    assert weight.ds_tensor.ds_numel == weight.ds_tensor.numel() == local.numel() < 64
+    fetched = [p for p in model.parameters() if p.ds_status == status.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(fetched):
+        assert weight.ds_status == status.AVAILABLE
+        values = weight.clone()
+    assert weight.ds_status == status.NOT_AVAILABLE and values.shape == (8, 8)
+    engine(torch.ones(1, 8))
+    zero_engine.unshard(model, engine.optimizer)
+    again = pickle.loads(pickle.dumps(model))[1].weight
+    assert torch.equal(again, weight) and again.ds_status is status.AVAILABLE
+
+
+def test_estimates_are_those_of_the_plan(capsys) -> None:
+    """DeepSpeed's formulas know nothing of what is allocated here."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    live = deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live
+    cold = deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs
+    two = deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs
+
+    live(model, num_gpus_per_node=4, num_nodes=2)
+    table = capsys.readouterr().out
+    host, device, largest = cold(10**6, 10**5, 4, 2, cpu_offload=False, cpu_offload_params=False)
+    config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
+    layers = nn.Sequential(*(nn.Linear(10**5, 1, False, device="meta") for _ in range(10)))
+    planned = zero_engine.plan(layers, config, world_size=8, ranks_per_node=4)
+
+    assert table.count("\n") == 5 and "2 nodes of 4 GPUs" in table
+    assert (host, device, largest) == (0, planned.memory.before_step.total_bytes, 2 * 10**5)
+    assert two(10**6, 4, 2, True)[0] >= 12 * 10**6 / 2 > two(10**6, 4, 2, False)[0] == 0
+
+
+def test_a_loader_repeats_and_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Loops over steps draw batches for ever; and say now and then what is in use."""
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    with caplog.at_level("INFO"):
+        deepspeed.runtime.utils.see_memory_usage("not forced")
+        deepspeed.runtime.utils.see_memory_usage("after a step", force=True)
+
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert [record.message[:12] for record in caplog.records] == ["after a step"]
+    assert "GiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("zero_engine.compat.deepspeed.initialize", deepspeed.initialize),
+        ("zero_engine.compat.deepspeed.zero.Init", deepspeed.zero.Init),
+        ("zero_engine.compat.deepspeed.ops.adam.FusedAdam", FusedAdam),
+        ("zero_engine.deepspeed.EngineConfig", EngineConfig),
+        ("zero_engine.deepspeed.WarmupLR", zero_deepspeed.schedules.WarmupLR),
+    ],
+)
+def test_old_paths_work_and_say_the_new_one(old: str, new: Any) -> None:
+    """For one version; as they were written: modules are imported, names come from them."""
+    module, _, name = old.rpartition(".")
+    home = importlib.import_module(module)
+    vars(home).pop(name, None)  # a name that was asked for is kept
+
+    with pytest.warns(DeprecationWarning, match=rf"^{old} is zero_\w+\.") as caught:
+        found = getattr(home, name)
+
+    assert found is new and caught[0].filename == __file__
+    assert getattr(home, name) is new
+    with pytest.raises(AttributeError, match="nothing"):
+        home.nothing  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        importlib.import_module(f"{module}.nothing")
+
+
+def test_without_the_package_its_files_are_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zero_engine is installed without it by whoever writes a plain loop."""
+    monkeypatch.setattr(zero_engine.readers, "find_reader", lambda: None)
+    model, file = nn.Linear(2, 2), {"train_batch_size": 2}
+    for call in (
+        lambda: ZeroConfig.from_deepspeed(file),
+        lambda: EngineConfig.from_deepspeed(file),
+        lambda: zero_engine.initialize(model=model, config=file),
+        lambda: zero_engine.load_deepspeed(tmp_path, model),
+    ):
+        with pytest.raises(ConfigError, match=r"install zero-deepspeed$"):
+            call()
 
 
 def test_names_inside_deepspeed_are_there(ranks) -> None:
@@ -241,14 +462,14 @@ INSTALLED = """
             assert module is sys.modules["zero_" + name], name
             assert module.__name__ == module.__spec__.name == "zero_" + name
     assert importlib.reload(deepspeed.runtime) is runtime
-    for name in ("runtime.zero.stage3", "_install", "utils.numa", "pipe"):
+    for name in ("runtime.pipe", "configuration", "utils.numa", "pipe"):
         try:
             __import__("deepspeed." + name)
         except ModuleNotFoundError as error:
             assert error.name == "deepspeed." + name
             assert "here, by deepspeed.install(); what there is: deepspeed.acc" in str(error)
             assert ", deepspeed.runtime.lr_schedules, " in str(error)
-            assert ", deepspeed._" not in str(error)
+            assert "deepspeed.names" not in str(error)
         else:
             raise AssertionError(name)
     import torch

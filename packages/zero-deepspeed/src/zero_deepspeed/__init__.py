@@ -9,13 +9,13 @@ that says so: nothing is accepted and then ignored.
 """
 
 # Layers, lowest first: leaf_modules, configuration, optimizers, schedules, monitor, engine_config,
-# saved, load, reader, accelerator, checkpointing, comm, zero, utils, ops, runtime, _install.
+# saved, load, reader, weights, accelerator, comm, parameters, memory, tiling, zero, names.
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import zero_engine
@@ -25,13 +25,18 @@ from torch.utils.data import Dataset
 from zero_engine import ConfigError, Engine
 from zero_engine.engine import DynamicLossScale
 
-from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
-from ._install import install
+from . import accelerator, comm, zero
 from .accelerator import get_accelerator
 from .comm import init_distributed
-from .runtime.config import DeepSpeedConfigError
-from .runtime.engine import DeepSpeedEngine
-from .utils import log_dist, logger
+from .names import install, make_modules
+from .parameters import log_dist, logger
+
+if TYPE_CHECKING:
+    checkpoint: Any
+    checkpointing: Any
+    ops: Any
+    runtime: Any
+    utils: Any
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -39,6 +44,7 @@ __all__ = [
     "__version__",
     "accelerator",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "get_accelerator",
@@ -53,6 +59,8 @@ __all__ = [
     "zero",
 ]
 
+DeepSpeedConfigError = ConfigError
+DeepSpeedEngine = Engine
 __version__: Final = "0.19.8+zero"  # DeepSpeed's whose behaviour this is: scripts compare it
 
 
@@ -80,7 +88,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
     scripts alone; `mesh_param`, for sequence parallelism, is not built: None.
 
-    The optimizer has `cur_scale`, `loss_scale` and `loss_scaler` besides, for reading.
+    The optimizer has `cur_scale`, `loss_scale`, `loss_scaler`, `dynamic_loss_scale`, `overflow` and
+    `optimizer`, which is itself, besides, for reading.
     """
     if mesh_param is not None:
         raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
@@ -103,6 +112,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         auto=auto,
     )
     _show_loss_scale(made[0])
+    chosen = made[0].config.zero
+    if chosen.stage == 3:
+        zero.name_parameters(made[0].module, chosen.small_param_numel)
     return made
 
 
@@ -128,6 +140,11 @@ class _LossScale:
         """Whether it changes."""
         return isinstance(self._engine.config.loss_scale, DynamicLossScale)
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step at a boundary was skipped, as a gradient was inf or nan."""
+        return self._engine.was_step_skipped()
+
 
 def _hide_loss_scale(optimizer: object) -> None:
     """Undo `_show_loss_scale`, so that an optimizer of another engine is known by its class."""
@@ -137,7 +154,7 @@ def _hide_loss_scale(optimizer: object) -> None:
 
 
 def _show_loss_scale(engine: Engine) -> None:
-    """Give the engine's optimizer, the same object, `loss_scaler`, `cur_scale` and `loss_scale`."""
+    """Give the engine's optimizer, the same object, names of DeepSpeed's; all for reading."""
     optimizer, scale = engine.optimizer, _LossScale(engine)
     if optimizer is None:
         return
@@ -151,6 +168,9 @@ def _show_loss_scale(engine: Engine) -> None:
         "loss_scaler": property(lambda _: scale),
         "cur_scale": property(lambda _: scale.cur_scale),
         "loss_scale": property(lambda _: scale.cur_scale),
+        "dynamic_loss_scale": property(lambda _: scale.dynamic),
+        "overflow": property(lambda _: scale.overflow),
+        "optimizer": property(lambda self: self),  # theirs wraps torch's, which this is
     }
     optimizer.__class__ = type(kind.__name__, (kind,), names)
 
@@ -165,6 +185,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed_config", type=str, default=None, help="path of a JSON file, or its base64"
     )
     return parser
+
+
+make_modules()
 
 
 def __getattr__(name: str) -> Any:

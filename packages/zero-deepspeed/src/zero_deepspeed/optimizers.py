@@ -18,7 +18,8 @@ from zero_engine.torch_private import (
     foreach_sign_,
     foreach_sub_,
 )
-from zero_offload import CPUAdam, FusedAdam
+from zero_offload import CPUAdagrad, CPUAdam, CPULion
+from zero_offload import FusedAdam as DeviceAdam
 from zero_partition import ChainedOptimizer
 from zero_partition.plan import nearest
 
@@ -202,6 +203,110 @@ class DeepSpeedCPUAdam(CPUAdam):
         torch.optim.Optimizer.add_param_group(self, param_group)
 
 
+class FusedAdam(torch.optim.Adam):
+    """`torch.optim.Adam(fused=True)`, with the arguments in DeepSpeed's order. amsgrad works.
+
+    With `adam_w_mode` decay shrinks parameters (AdamW); else it is added to gradients. torch has no
+    Adam without `bias_correction`, and gradients are always dropped, not zeroed: False for that, or
+    for `set_grad_none`, is a ConfigError.
+    """
+
+    needs_cut = "flat"  # elementwise, which is not asked of subclasses of torch's
+
+    def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise ConfigError(
+                "FusedAdam(bias_correction=False): expected True, as torch's fused Adam has no "
+                "other; on the CPU, DeepSpeedCPUAdam has"
+            )
+        if not set_grad_none:
+            raise ConfigError(
+                "FusedAdam(set_grad_none=False): expected True, as gradients are always dropped, "
+                "not zeroed; leave it out"
+            )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            fused=True,
+            decoupled_weight_decay=bool(adam_w_mode),
+        )
+
+
+class DeepSpeedCPUAdagrad(CPUAdagrad):
+    """`zero_offload.CPUAdagrad`, with the arguments in DeepSpeed's order, as `DeepSpeedCPUAdam`.
+
+    Raises:
+        ConfigError: amsgrad, which has no meaning for Adagrad.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError(
+                "DeepSpeedCPUAdagrad(amsgrad=True): expected False, as Adagrad has no such "
+                "variant; leave it out"
+            )
+        super().__init__(
+            model_params,
+            lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            masters=False,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+
+class DeepSpeedCPULion(CPULion):
+    """`zero_offload.CPULion`, with the arguments in DeepSpeed's order, as `DeepSpeedCPUAdam`."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            weight_decay,
+            masters=False,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+
 def _make_adam(name: str, params: list[Any], **options: Any) -> torch.optim.Optimizer:
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if not options.pop("torch_adam", False):
@@ -217,7 +322,7 @@ def _make_mixed_adam(
     if on_host:
         return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
     options.setdefault("weight_decay", 0.0)
-    return FusedAdam(params, decoupled=is_decoupled, masters=False, **options)
+    return DeviceAdam(params, decoupled=is_decoupled, masters=False, **options)
 
 
 # NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.

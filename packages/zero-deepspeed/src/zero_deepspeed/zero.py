@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -16,17 +18,118 @@ from zero_comm import Group, Levels
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
 from zero_engine.engine.initialize import check_mpu, data_group_of
 from zero_partition import StateError, Wire, unregister_external_parameter
+from zero_partition.stand_in import AtRest
 
 from .configuration.settings import stage_and_wire_of
+from .tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
     "register_external_parameter",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where state rests; `Engine.offload_states` takes `cpu`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What `Engine.offload_states` takes as `include`."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroParamStatus(Enum):
+    """Whether the values of a parameter are there; `param.ds_status` says which."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@final
+class _Status:
+    """The status of a parameter when it is asked for: equal to a member of `ZeroParamStatus`."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = ref(param)
+
+    def _now(self) -> ZeroParamStatus:
+        is_sharded = isinstance(self._param(), AtRest)
+        return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self._now() is (other._now() if isinstance(other, _Status) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return repr(self._now())
+
+    def __reduce__(self) -> Any:
+        return ZeroParamStatus, (self._now().value,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+
+@final
+class _LocalPart:
+    """What this rank keeps of a parameter when it is asked for: a 1-D tensor's attributes."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = ref(param)
+
+    def __getattr__(self, name: str) -> Any:
+        param = self._param()
+        assert param is not None, "the attribute of a parameter that lives"
+        local = zero_engine.local_param(param)
+        return local.numel() if name == "ds_numel" else getattr(local, name)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def name_parameters(model: nn.Module, threshold: int) -> None:
+    """Give parameters the attributes that DeepSpeed's have at stage 3. Local.
+
+    `ds_id`, `ds_shape`, `ds_numel` and `ds_persist` are values; `ds_status` and `ds_tensor` say how
+    it is when they are asked. Those of parameters that are not sharded are set, too.
+
+    Args:
+        model: Sharded at stage 3.
+        threshold: Parameters of so many elements or fewer rest whole.
+    """
+    for index, param in enumerate(model.parameters()):
+        vars(param).update(
+            ds_id=index,
+            ds_shape=param.shape,
+            ds_numel=param.numel(),
+            ds_persist=param.numel() <= threshold,
+            ds_status=_Status(param),
+            ds_tensor=_LocalPart(param),
+        )
 
 
 def Init(  # noqa: PLR0917 - the order is DeepSpeed's

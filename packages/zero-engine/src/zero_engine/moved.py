@@ -23,12 +23,12 @@ _MOVED: Final = {
     "zero_engine.recommend": "zero_engine.planning.recommend",
     "zero_engine.compat.deepspeed": "zero_deepspeed",
     "zero_engine.deepspeed": "zero_engine.engine",
-    "zero_engine.deepspeed.LRRangeTest": "zero_deepspeed.runtime.lr_schedules.LRRangeTest",
+    "zero_engine.deepspeed.LRRangeTest": "zero_deepspeed.schedules.LRRangeTest",
     "zero_engine.deepspeed.NamedSpec": "zero_deepspeed.engine_config.NamedOptimizer",
-    "zero_engine.deepspeed.OneCycle": "zero_deepspeed.runtime.lr_schedules.OneCycle",
-    "zero_engine.deepspeed.WarmupCosineLR": "zero_deepspeed.runtime.lr_schedules.WarmupCosineLR",
-    "zero_engine.deepspeed.WarmupDecayLR": "zero_deepspeed.runtime.lr_schedules.WarmupDecayLR",
-    "zero_engine.deepspeed.WarmupLR": "zero_deepspeed.runtime.lr_schedules.WarmupLR",
+    "zero_engine.deepspeed.OneCycle": "zero_deepspeed.schedules.OneCycle",
+    "zero_engine.deepspeed.WarmupCosineLR": "zero_deepspeed.schedules.WarmupCosineLR",
+    "zero_engine.deepspeed.WarmupDecayLR": "zero_deepspeed.schedules.WarmupDecayLR",
+    "zero_engine.deepspeed.WarmupLR": "zero_deepspeed.schedules.WarmupLR",
 }
 
 

@@ -104,7 +104,7 @@ class Engine(nn.Module):
         self._is_boundary = None if config.manages_accumulation else True
         self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
-        self._was_applied = False
+        self._was_applied = self._was_skipped = False
         self._verdict: PendingOverflow | None = None  # of the last step; None if it is known
         self._was_scaled = self._is_destroyed = False
         self._scaled_backward = -1  # the last one to pass through a loss that was scaled
@@ -742,6 +742,11 @@ class Engine(nn.Module):
         self._settle()
         return self._was_applied
 
+    def was_step_skipped(self) -> bool:
+        """Whether the last `step` at a boundary changed nothing, as a gradient was inf or nan."""
+        self._settle()
+        return self._was_skipped
+
     def get_global_grad_norm(self) -> float | None:
         """Over all ranks at the last boundary, before clipping; inf or nan as it was. Waits for it.
 
@@ -848,7 +853,7 @@ class Engine(nn.Module):
             self._learn(verdict.settle())
 
     def _learn(self, was_applied: bool) -> None:
-        self._was_applied = was_applied
+        self._was_applied, self._was_skipped = was_applied, not was_applied
         self._skipped_steps += not was_applied
         self._tell()
         if self._loss_scaler is not None:

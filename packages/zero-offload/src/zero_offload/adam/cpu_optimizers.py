@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Final, Literal, TypedDict, Unpack, final
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -322,7 +322,6 @@ class CPUAdam(AbstractCPUOptimizer):
         )
 
 
-@final
 class CPUAdagrad(AbstractCPUOptimizer):
     """Adagrad over CPU tensors; all else as `CPUAdam`, the state as `torch.optim.Adagrad`'s.
 
@@ -400,7 +399,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
         )
 
 
-@final
 class CPULion(AbstractCPUOptimizer):
     """Lion (arXiv 2302.06675) over CPU tensors; all else as `CPUAdam`.
 

@@ -1,4 +1,4 @@
-"""deepspeed.utils: parameters, gradients and optimizer state of a sharded model; leaf modules."""
+"""deepspeed.utils: parameters, gradients and state of a sharded model; leaf modules; logs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import zero_partition
 from torch import Tensor, nn
 from zero_engine import ConfigError
 
-from zero_deepspeed.comm import get_rank
-from zero_deepspeed.leaf_modules import (
+from .comm import get_rank
+from .leaf_modules import (
     find_modules,
     holds_parameter,
     set_leaf,
@@ -29,7 +29,28 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
 
-#
+class RepeatingLoader:
+    """Iterates over a loader again and again, without an end.
+
+    Args:
+        loader: Anything that can be iterated over several times.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
 # What is asked of a frozen parameter is None, here and for a rank's part, as in DeepSpeed.
 
 

@@ -1,5 +1,0 @@
-"""deepspeed.ops: optimizers."""
-
-from . import adam
-
-__all__ = ["adam"]
