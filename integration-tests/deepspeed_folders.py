@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,39 @@ def save_as_deepspeed(
         shapes = [OrderedDict((n, params[n].shape) for n in group) for _, group in groups]
         said = _model_of(model, step, form, rank) | {"param_shapes": shapes} | dict(more or {})
         torch.save(said, path / name)
+    return path
+
+
+def save_as_universal(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, form: Form
+) -> Path:
+    """Write what ds_to_universal.py of DeepSpeed 0.19 makes of such a folder; returns its tag's.
+
+    Stage 3 has flat tensors, and no steps beside them.
+    """
+    saved = save_as_deepspeed(folder, model, optimizer, step=step, form=form)
+    (folder / "latest").unlink()
+    path = folder / f"{saved.name}_universal"
+    (folder / "latest_universal").write_text(path.name)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in params.items():
+        (path / "zero" / name).mkdir(parents=True)
+        for entry, key in {"fp32": MASTER, **{each: each for each in ENTRIES}}.items():
+            value = _value(optimizer, param, key).clone()
+            said = value.reshape(-1) if form.stage == 3 else {"cat_dim": 0, "param": value}
+            torch.save(said, path / "zero" / name / f"{entry}.pt")
+        if form.stage < 3:
+            torch.save(torch.tensor(float(step)), path / "zero" / name / "step.pt")
+    for file in saved.glob("*_model_states.pt"):
+        shutil.copy2(file, path)
+    first = next(saved.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    with _classes_of_deepspeed():
+        said = torch.load(first, weights_only=False)["optimizer_state_dict"]
+        if form.stage < 3:
+            said["param_groups"] = said.pop("base_optimizer_state")["param_groups"]
+            del said["param_slice_mappings"], said["single_partition_of_fp32_groups"]
+        torch.save(said, path / "zero" / "optimizer_state.pt")
+    shutil.rmtree(saved)
     return path
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zero_engine
 import zero_engine.checkpoint
-from deepspeed_folders import Form, save_as_deepspeed
+from deepspeed_folders import Form, save_as_deepspeed, save_as_universal
 from parity import ZeroConfig
 from torch import nn
 from training import assert_weights_of
@@ -50,7 +50,9 @@ def _trained(steps: int = BEFORE) -> tuple[nn.Module, torch.optim.Optimizer, lis
 
 def _save(folder: Path, form: str) -> str:
     model, optimizer, _ = _trained()
-    save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=FORMS[form])
+    save = save_as_universal if form.endswith(" universal") else save_as_deepspeed
+    form = form.removesuffix(" universal")
+    save(folder, model, optimizer, step=BEFORE, form=FORMS[form])
     return str(folder)
 
 
@@ -80,6 +82,10 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
         ("2x4 bf16", 3, 2),
         ("3x2", 1, 2),
         ("3x3 bf16", 3, 2),
+        ("1x2 universal", 3, 1),
+        ("2x4 bf16 universal", 1, 2),
+        ("3x2 universal", 2, 2),
+        ("3x3 bf16 universal", 3, 3),
     ],
 )
 def test_training_goes_on_as_if_it_had_been_here_all_along(
@@ -137,6 +143,51 @@ def _train_there(folder: Path, scheduler: str) -> list[float]:
         losses += parity.run_steps(model, optimizer, [step], rank=0)
         plain.step()
     return losses[BEFORE:]
+
+
+def test_a_file_may_ask_for_the_universal_checkpoint(group: Group, tmp_path: Path) -> None:
+    """The tag of `latest_universal`, beside others of the run; without one, that is an error."""
+    folder = Path(_saved(group, tmp_path, "3x2 universal"))
+    model = _build(seed=9)
+    file = {"train_batch_size": group.world_size, "zero_optimization": {"stage": 1}}
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=_adamw(model),
+        config=file | {"checkpoint": {"load_universal": True}},
+        group=group,
+    )
+    parity.by_rank_0(group, partial(_save_elsewhere, folder))
+
+    path, _ = engine.load_checkpoint(folder)
+
+    assert path == f"{folder}/global_step{BEFORE}_universal"
+    assert_weights_of(model, _trained()[0], group=group, what="universal")
+    parity.by_rank_0(group, (folder / "latest_universal").unlink)
+    with pytest.raises(FileError, match=r"ds_to_universal\.py"):
+        engine.load_checkpoint(folder)
+
+
+def _save_elsewhere(folder: Path) -> None:
+    (folder / "latest").write_text("elsewhere")
+    (folder / "elsewhere").mkdir()
+
+
+def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    """By the file that lacks, or that has another shape."""
+    folder = Path(_save(tmp_path, "3x2 universal"))
+    path, model = folder / f"global_step{BEFORE}_universal", _build(seed=9)
+    first = path / "zero" / "blocks.1.up.weight"
+    torch.save(torch.ones(3), first / "exp_avg.pt")
+    with pytest.raises(FileError, match=r"exp_avg\.pt: expected \d+ elements, .* got 3"):
+        zero_engine.load_deepspeed(folder, model)
+    (first / "exp_avg.pt").unlink()
+    (first / "fp32.pt").unlink()
+    with pytest.raises(FileError, match=r"expected zero/blocks\.1\.up\.weight/fp32\.pt"):
+        zero_engine.load_deepspeed(folder, model)
+    for file in path.glob("*_model_states.pt"):
+        file.unlink()
+    with pytest.raises(FileError, match="model states of rank 0"):
+        zero_engine.load_deepspeed(folder, model)
 
 
 @pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])

@@ -115,7 +115,7 @@ def test_a_trainers_file_is_resolved_whole() -> None:
     assert config.scheduler.params == expected
     assert config.steps_per_print is None
     origins = {row.key: row.origin for row in config.sources}
-    assert origins["zero_optimization.reduce_bucket_size"] == "auto"
+    assert origins["zero_optimization.stage3_prefetch_bucket_size"] == "auto"
     assert origins["train_batch_size"] == "inferred"
 
 
@@ -125,7 +125,7 @@ def test_a_trainers_file_is_resolved_whole() -> None:
         "gradient_clipping",
         "bf16.enabled",
         "zero_optimization.stage",
-        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimization.offload_optimizer.device",
         "optimizer.params.lr",
         "scheduler.params.total_num_steps",

@@ -210,10 +210,10 @@ def test_what_is_not_built_may_be_off(outcomes) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_keys_of_a_higher_stage_are_errors_below_it(outcomes, stage: int) -> None:
-    """Who sets them believes that parameters, or optimizer states, are sharded."""
+def test_keys_of_a_higher_stage_are_named_below_it(outcomes, stage: int) -> None:
+    """Who sets them may believe that parameters, or optimizer states, are sharded."""
     base = _with(BASE, f"{Z}.stage", stage)
-    before, num_refused = _read(base).config, 0
+    before, num_named = _read(base).config, 0
     for path, reads in outcomes.items():
         if not path.startswith(f"{Z}.") or path == f"{Z}.stage":
             continue
@@ -221,12 +221,10 @@ def test_keys_of_a_higher_stage_are_errors_below_it(outcomes, stage: int) -> Non
         if not honoured or any(b.config is not None and b.config != _base() for _, b, _ in reads):
             continue  # of no consequence at stage 3, or only where another key is set, too
         found = _read(_with(base, path, honoured[0]))
-        if found.config is None:
-            assert found.error.startswith(f"{path}: ") and f"at stage {stage}" in found.error
-            num_refused += 1
-        else:
-            assert found.config != before, path
-    assert num_refused >= 5
+        if found.config == before:
+            assert f"{path} (from stage " in found.warned, path
+            num_named += 1
+    assert num_named >= 5
 
 
 def test_an_alias_means_the_same(outcomes) -> None:

@@ -33,7 +33,9 @@ WRONG: Final[list[tuple[dict[Any, Any], str]]] = [
         "mean scheduler.params.cycle_max_lr?",
     ),
     ({".prefetch_bucket_size": 1, ".stage3_prefetch_bucket_size": 1}, ". ... one name"),
-    ({"csv_monitor.enabled": True, "csv_monitor.of_next_year": {}}, "expected"),
+    ({".of_next_year": {}}, "expected"),
+    ({"optimizer.type": "Adam", "optimizer.params.of_next_year": 1}, "expected"),
+    ({"gradient_cliping": 1.0}, "mean gradient_clipping?"),
     # Types and ranges, one of each kind.
     ({Z: True}, "expected an object"),
     ({".stage": "3"}, "from 0 to 3"),
@@ -69,10 +71,6 @@ WRONG: Final[list[tuple[dict[Any, Any], str]]] = [
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
         "train_batch_size ... = 16, got 8",
     ),
-    ({".stage": 2, ".stage3_max_reuse_distance": 5}, "at stage 2"),
-    ({".stage": 2, ".offload_param.device": "cpu"}, "at stage 2"),
-    ({".offload_optimizer.device": "cpu"}, "set zero_optimization.stage to 1"),
-    ({".stage": 2, ".cpu_offload_param": True}, "at stage 2"),
     (
         {".stage": 3, ".offload_param.device": "nvme"},
         ".offload_param.nvme_path ... expected a folder",
@@ -94,10 +92,6 @@ WRONG: Final[list[tuple[dict[Any, Any], str]]] = [
         "agrees with aio.intra_op_parallelism",
     ),
     ({"prescale_gradients": True, "gradient_predivide_factor": 4}, "with prescale_gradients"),
-    (
-        {"gradient_allreduce_op": "sum", "prescale_gradients": True},
-        'with gradient_allreduce_op "mean"',
-    ),
     (
         {".stage": 3, ".zero_hpz_partition_size": 4, ".mics_shard_size": 8},
         "zero_hpz_partition_size 4",

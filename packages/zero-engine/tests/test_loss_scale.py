@@ -114,7 +114,7 @@ def test_a_static_scale_never_changes() -> None:
 
 
 def test_a_bad_setting_is_refused_by_name() -> None:
-    """These come from files that people write by hand; 1e3 is a float to every JSON reader."""
+    """By its name, and with what was expected, whoever has written it."""
     for name, values in {
         "initial_power": (True, -1, 0.5, 128, "16", None),
         "window": (False, 0, math.nan),
@@ -129,7 +129,6 @@ def test_a_bad_setting_is_refused_by_name() -> None:
     for bad in (True, 0, math.inf, "auto", None, 1e-40, 1e39):
         with pytest.raises(ConfigError, match=r"StaticLossScale\.scale: expected .*, got"):
             StaticLossScale(bad)  # type: ignore[arg-type]
-    assert DynamicLossScale(window=1e3) == DynamicLossScale(window=1000)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected a StaticLossScale or a DynamicLossScale"):
         LossScaler(65536.0)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from zero_engine import ConfigError, ZeroConfig
 from zero_engine.engine import DynamicLossScale, EngineConfig, SourceRow, StaticLossScale
+from zero_engine.readers import AbstractReader
 from zero_partition.plan import Stage
 
 from .configuration.file_key import shown
@@ -99,8 +100,9 @@ def read_engine_config(
     model: nn.Module | None = None,
     auto: Mapping[str, Any] | None = None,
     implied: Mapping[str, Any] | None = None,
+    universal: AbstractReader,
 ) -> EngineConfig:
-    """See `EngineConfig.from_deepspeed`. Local."""
+    """See `EngineConfig.from_deepspeed`; `universal` is for `checkpoint.load_universal`. Local."""
     settings = read_settings(source, model=model, auto=auto, implied=implied)
     settings = _with_batch_sizes(settings, world_size=world_size)
     settings.check_resolved()
@@ -135,6 +137,7 @@ def read_engine_config(
         },
         prepare=LeafModules(leaves) if leaves else None,
         state_dtype=state_dtype,
+        reader=universal if value("checkpoint.load_universal") else None,
         monitor=Monitoring(shown_by_monitors) if shown_by_monitors else None,
     )
     return attrs.evolve(config, sources=_rows(settings))
@@ -149,6 +152,7 @@ def config_of_engine(
     args: Any,
     optimizer: Any,
     lr_scheduler: Any,
+    universal: AbstractReader,
 ) -> EngineConfig:
     """The configuration of `initialize`, in which a file means what it does to DeepSpeed. Local.
 
@@ -161,6 +165,7 @@ def config_of_engine(
         model=model,
         auto=auto,
         implied=implied_values(args, optimizer, lr_scheduler),
+        universal=universal,
     )
     if isinstance(settings.monitor, Monitoring):
         settings.monitor.check_packages()
@@ -214,7 +219,7 @@ def _loss_scale_of(
     scale = value("fp16.loss_scale")
     if scale != 0:
         return StaticLossScale(float(scale))
-    has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
+    has_patience = not settings.is_idle(settings.by_path["fp16.hysteresis"].key)
     return DynamicLossScale(
         initial_power=value("fp16.initial_scale_power"),
         window=value("fp16.loss_scale_window"),
@@ -252,7 +257,9 @@ def _rows(settings: Settings) -> tuple[SourceRow, ...]:
         if meaning is not None:
             if value is UNRESOLVED:
                 value = value.value
-            elif isinstance(value, Mapping):  # may hold what has no str(): an int of 5,000 digits
+            elif setting.key.is_ignored or isinstance(
+                value, Mapping
+            ):  # may have no str(): 5,000 digits
                 value = shown(value)
             rows.append(SourceRow(setting.key.path, value, setting.origin, meaning))
     return tuple(rows)
@@ -268,5 +275,4 @@ def _meaning(settings: Settings, setting: Setting) -> str | None:
         return f"not read: {key.closed}"
     if settings.is_below_stage(key):
         return f"not read below stage {key.min_stage}"
-    reason = settings.idle(setting)
-    return f"none: {reason}" if reason else key.becomes or "off"
+    return "none" if settings.is_idle(key) else key.becomes or "off"

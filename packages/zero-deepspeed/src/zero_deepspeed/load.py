@@ -58,6 +58,7 @@ def load_checkpoint(
     tag: str | None,
     is_strict: bool,
     group: Group | None,
+    is_universal: bool,
 ) -> DeepSpeedLoadReport:
     """See `zero_engine.load_deepspeed`. Collective."""
     what, has_state = "load_deepspeed()", optimizer is not None
@@ -67,7 +68,7 @@ def load_checkpoint(
         group = sharded.whole
     group = default_group(model) if group is None else group
     found = open_together(
-        lambda: DeepSpeedFolder.open(folder, tag),
+        lambda: DeepSpeedFolder.open(folder, tag, is_universal=is_universal),
         _describe,
         what=what,
         group=group,

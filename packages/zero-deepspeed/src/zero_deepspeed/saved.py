@@ -15,7 +15,8 @@ from zero_engine.checkpoint.file_system import read_regular
 from zero_engine.checkpoint.ranges import MemoryRun, Range, read_torch_file
 from zero_partition.seams import StateSource
 
-_LATEST: Final = "latest"
+_LATEST: Final = ("latest", "latest_universal")  # by which tag a load begins, first the first
+_PARAMS: Final = "zero"  # the folder of a universal checkpoint with one folder per parameter
 _OPTIMIZER: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -94,11 +95,18 @@ def holds_deepspeed(folder: Path, tag: str | None) -> bool:
     )
 
 
-def _folder_of(folder: Path, tag: str | None) -> Path:
+def _folder_of(folder: Path, tag: str | None, *, is_universal: bool = False) -> Path:
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder")
-    if tag is None and (folder / _LATEST).is_file():
-        tag = read_regular(folder / _LATEST).decode("utf-8", errors="replace").strip()
+    for latest in _LATEST[1:] if is_universal else _LATEST:
+        if tag is None and (folder / latest).is_file():
+            tag = read_regular(folder / latest).decode("utf-8", errors="replace").strip()
+    if tag is None and is_universal:
+        raise FileError(
+            f"{folder}: expected a file {_LATEST[1]!r} in it, which names a universal checkpoint, "
+            "as checkpoint.load_universal says, got none; make one with DeepSpeed's "
+            "ds_to_universal.py, or leave the key out: no checkpoint needs to be converted here"
+        )
     if tag is None:
         return folder
     if Path(tag).name != tag or not (folder / tag).is_dir():
@@ -146,7 +154,10 @@ _OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into
 @final
 @frozen
 class DeepSpeedFolder:
-    """One checkpoint of stage 1, 2 or 3. Opening maps its files; values are read when asked for."""
+    """One checkpoint of stage 1, 2 or 3, as it was saved or as ds_to_universal.py converts it.
+
+    Opening maps its files; values are read when asked for.
+    """
 
     path: Path
     step: int
@@ -158,10 +169,17 @@ class DeepSpeedFolder:
     client_state: Mapping[str, Any]  # what `save_checkpoint` was given
 
     @classmethod
-    def open(cls, folder: str | Path, tag: str | None = None) -> DeepSpeedFolder:
-        """A tag of a folder, what its `latest` names, or the folder itself. Local."""
-        path = _folder_of(Path(folder), tag)
+    def open(
+        cls, folder: str | Path, tag: str | None = None, *, is_universal: bool = False
+    ) -> DeepSpeedFolder:
+        """A tag of a folder, what its `latest` names, or the folder itself. Local.
+
+        Where there is no `latest`, or with `is_universal`, `latest_universal` names it.
+        """
+        path = _folder_of(Path(folder), tag, is_universal=is_universal)
         try:
+            if (path / _PARAMS).is_dir():
+                return _open_universal(path)
             return _Reading(path, *_read_files(path)).folder()
         except FileError:
             raise
@@ -198,6 +216,31 @@ def _cut_parts(flats: Sequence[Sequence[Tensor]], cursor: int, numel: int) -> It
         yield from _cut(of_rank, cursor, cursor + min(part, max(0, numel - part * rank)))
 
 
+def _joined(path: Path, name: str, shape: torch.Size, runs: Sequence[MemoryRun]) -> Range:
+    dtypes = {run.tensor.dtype for run in runs} or {torch.float32}
+    if len(dtypes) > 1:
+        raise FileError(f"{path}: {name!r} has parts of {sorted(map(str, dtypes))}")
+    return Range(shape, dtypes.pop(), tuple(runs))
+
+
+def _cut_frozen(
+    path: Path, models: Mapping[int, Mapping[str, Any]], world_size: int
+) -> dict[str, Range]:
+    """Parameters that do not train, of stage 3: each rank's model states have a part."""
+    ranges = {}
+    for name, said in (models[0].get("frozen_param_shapes") or {}).items():
+        lacking = [rank for rank in range(world_size) if rank not in models]
+        if lacking:
+            raise FileError(
+                f"{path}: expected model states of {world_size} ranks, for the frozen {name!r}; "
+                f"those of rank {lacking[0]} are not there"
+            )
+        shape = torch.Size(said)
+        flats = [[models[rank]["frozen_param_fragments"][name]] for rank in range(world_size)]
+        ranges[name] = _joined(path, name, shape, list(_cut_parts(flats, 0, shape.numel())))
+    return ranges
+
+
 @define(eq=False)
 class _Reading:
     """Puts together what the files of one checkpoint say."""
@@ -219,34 +262,22 @@ class _Reading:
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         self.flats = [list(of_rank[key]) for of_rank in self.optimizer]
         self._locate()
-        ties = {str(a): str(n) for a, n in (model.get("shared_params") or {}).items()}
-        buffers = [str(name) for name in model.get("buffer_names") or ()]
         params = {
-            name: self._range(name, shape, self.runs[name]) for name, shape in self.shapes.items()
+            name: _joined(self.path, name, shape, self.runs[name])
+            for name, shape in self.shapes.items()
         }
         if self.stage == 3:
-            params |= self._cut_frozen()
+            params |= _cut_frozen(self.path, self.models, len(self.optimizer))
         else:
-            known = {*self.shapes, *buffers, *ties}
-            frozen = {name: value for name, value in model["module"].items() if name not in known}
-            params |= {str(name): Range.of(value) for name, value in frozen.items()}
-        return DeepSpeedFolder(
-            path=self.path,
-            step=int(model["global_steps"]),
+            params |= _frozen_in(model, {*self.shapes})
+        return _folder_from(
+            self.path,
+            model,
             stage=self.stage,
             world_size=len(self.optimizer),
-            source=StateSource(
-                params=params,
-                buffers={name: Range.of(model["module"][name]) for name in buffers},
-                ties={alias: name for alias, name in ties.items() if name in params},
-                may_lack=frozenset(),
-                states={name: state for name, state in self._states().items() if state},
-                param_groups=(),
-                where=str(self.path),
-            ),
-            frozen=frozenset(params.keys() - self.shapes.keys()),
-            engine={key: model[key] for key in _OF_ENGINE if key in model},
-            client_state={k: v for k, v in model.items() if k not in _OF_DEEPSPEED},
+            params=params,
+            trained={*self.shapes},
+            states=self._states(),
         )
 
     def _locate(self) -> None:
@@ -287,26 +318,6 @@ class _Reading:
                 f"{padded} of padding, got {total}"
             )
 
-    def _range(self, name: str, shape: torch.Size, runs: Sequence[MemoryRun]) -> Range:
-        dtypes = {run.tensor.dtype for run in runs} or {torch.float32}
-        if len(dtypes) > 1:
-            raise FileError(f"{self.path}: {name!r} has parts of {sorted(map(str, dtypes))}")
-        return Range(shape, dtypes.pop(), tuple(runs))
-
-    def _cut_frozen(self) -> dict[str, Range]:
-        ranges, world_size = {}, len(self.optimizer)
-        for name, said in (self.models[0].get("frozen_param_shapes") or {}).items():
-            lacking = [rank for rank in range(world_size) if rank not in self.models]
-            if lacking:
-                raise FileError(
-                    f"{self.path}: expected model states of {world_size} ranks, for the "
-                    f"frozen {name!r}; those of rank {lacking[0]} are not there"
-                )
-            shape = torch.Size(said)
-            flats = [[self.models[r]["frozen_param_fragments"][name]] for r in range(world_size)]
-            ranges[name] = self._range(name, shape, list(_cut_parts(flats, 0, shape.numel())))
-        return ranges
-
     def _states(self) -> dict[str, dict[str, Range]]:
         found = {  # by the id of a partition: which it is, and its state
             id(flat): (rank, group, state)
@@ -339,10 +350,8 @@ class _Reading:
     def _entry(
         self, name: str, key: Any, value: Any, found: Mapping[int, tuple[int, int, Mapping]]
     ) -> Range:
-        if isinstance(value, int | float):
-            value = torch.tensor(float(value))  # as torch's optimizers count
-        if not value.dim():
-            return Range.of(value)
+        if not isinstance(value, Tensor) or not value.dim():
+            return _as_range(value)
         runs = []
         for run in self.runs[name]:
             rank, group, state = found[id(run.tensor)]
@@ -354,4 +363,126 @@ class _Reading:
                     f"{tuple(tensor.shape)}"
                 )
             runs.append(MemoryRun(tensor, run.first, run.numel))
-        return self._range(name, self.shapes[name], runs)
+        return _joined(self.path, name, self.shapes[name], runs)
+
+
+def _ties_of(model: Mapping[str, Any]) -> dict[str, str]:
+    return {str(a): str(name) for a, name in (model.get("shared_params") or {}).items()}
+
+
+def _buffers_of(model: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in model.get("buffer_names") or ()]
+
+
+def _frozen_in(model: Mapping[str, Any], trained: set[str]) -> dict[str, Range]:
+    """Parameters among a module's values that do not train."""
+    known = {*trained, *_buffers_of(model), *_ties_of(model)}
+    found = {str(name): value for name, value in model["module"].items() if name not in known}
+    return {name: Range.of(value) for name, value in found.items()}
+
+
+def _folder_from(
+    path: Path,
+    model: Mapping[str, Any],
+    *,
+    stage: int,
+    world_size: int,
+    params: Mapping[str, Range],
+    trained: set[str],
+    states: Mapping[str, Mapping[str, Range]],
+) -> DeepSpeedFolder:
+    """With what the model states of rank 0 say."""
+    buffers, ties = _buffers_of(model), _ties_of(model)
+    return DeepSpeedFolder(
+        path=path,
+        step=int(model["global_steps"]),
+        stage=stage,
+        world_size=world_size,
+        source=StateSource(
+            params=params,
+            buffers={name: Range.of(model["module"][name]) for name in buffers},
+            ties={alias: name for alias, name in ties.items() if name in params},
+            may_lack=frozenset(),
+            states={name: state for name, state in states.items() if state},
+            param_groups=(),
+            where=str(path),
+        ),
+        frozen=frozenset(params.keys() - trained),
+        engine={key: model[key] for key in _OF_ENGINE if key in model},
+        client_state={k: v for k, v in model.items() if k not in _OF_DEEPSPEED},
+    )
+
+
+# ---- What ds_to_universal.py has converted ----
+
+# NOTE(universal): zero/NAME/fp32.pt has the master of a parameter, and zero/NAME/exp_avg.pt and the
+# like its state: a tensor, flat if stage 3 saved it, or a dict with that as "param". Where there is
+# no zero/NAME/step.pt, the step is in zero/optimizer_state.pt. Frozen parameters and buffers are in
+# the model states of rank 0, and those of stage 3 in the parts that each rank saved.
+
+
+def _open_universal(path: Path) -> DeepSpeedFolder:
+    models = {n: _mapping(p) for n, p in _numbered(path, _MODEL, lambda m: int(m[1] or 0)).items()}
+    if 0 not in models:
+        raise FileError(
+            f"{path}: expected a file of model states of rank 0 beside {_PARAMS}, got "
+            f"{', '.join(sorted(p.name for p in path.iterdir())[:5])}"
+        )
+    model, common = models[0], _mapping(path / _PARAMS / "optimizer_state.pt")
+    stage = int(common.get("zero_stage", 1))
+    shapes = {
+        str(name): torch.Size(shape)
+        for group in model["param_shapes"]
+        for name, shape in group.items()
+    }
+    params, states = {}, {}
+    for name, shape in shapes.items():
+        found = {
+            file.stem: _universal_entry(file, shape)
+            for file in sorted((path / _PARAMS / name).glob("*.pt"))
+        }
+        if "fp32" not in found:
+            raise FileError(f"{path}: expected {_PARAMS}/{name}/fp32.pt in it, got none")
+        params[name] = found.pop("fp32")
+        if found and "step" not in found:
+            found["step"] = _as_range(_common_step(common))
+        states[name] = found
+    is_cut = stage == 3
+    frozen = _cut_frozen(path, models, len(models)) if is_cut else _frozen_in(model, {*shapes})
+    counts = common.get("partition_count") or len(models)
+    return _folder_from(
+        path,
+        model,
+        stage=stage,
+        world_size=max(counts) if isinstance(counts, list) else int(counts),
+        params=params | frozen,
+        trained={*shapes},
+        states=states,
+    )
+
+
+def _universal_entry(file: Path, shape: torch.Size) -> Range:
+    content = read_torch_file(file, stand_ins=_STAND_INS)
+    value = content["param"] if isinstance(content, Mapping) else content
+    if not isinstance(value, Tensor) or not value.dim():
+        return _as_range(value)
+    if value.numel() != shape.numel():
+        raise FileError(
+            f"{file}: expected {shape.numel()} elements, of shape {tuple(shape)}, got "
+            f"{value.numel()}"
+        )
+    return Range.of(value.reshape(shape))
+
+
+def _common_step(common: Mapping[str, Any]) -> Any:
+    """The step of the first parameter that has one."""
+    base = common.get("optimizer_state_dict") or common
+    for said in (*(base.get("state") or {}).values(), *base["param_groups"]):
+        if "step" in said:
+            return said["step"]
+    raise KeyError("step")
+
+
+def _as_range(value: Any) -> Range:
+    """Of a number, as torch's optimizers count."""
+    return Range.of(value if isinstance(value, Tensor) else torch.tensor(float(value)))

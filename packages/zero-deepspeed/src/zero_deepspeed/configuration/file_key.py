@@ -115,11 +115,6 @@ def either(first: ValueKind, second: ValueKind) -> ValueKind:
     )
 
 
-def is_off(value: Any, switch: str = "enabled") -> bool:
-    """Whether a flag, or a section that is not looked into, asks for nothing."""
-    return not value or (isinstance(value, Mapping) and not value.get(switch))
-
-
 # Flags are written 0 and 1 too, as DeepSpeed reads them.
 FLAG: Final = ValueKind(
     "true or false", lambda value: isinstance(value, bool | int | float) and value in (0, 1), bool
@@ -151,7 +146,7 @@ DTYPE: Final = _one_of("'fp32', 'fp16', 'bf16'", _SPELLED)
 
 @frozen
 class FileKey:
-    """A row of the table. It says one of three: `becomes`, `idle` or `remedy`.
+    """A row of the table. With neither `becomes` nor `remedy` it changes nothing here.
 
     Args:
         path: From the top of the file, joined by dots: "fp16.loss_scale".
@@ -162,15 +157,13 @@ class FileKey:
         off: Further values that ask for nothing: those that DeepSpeed defaults to where we do
             not, or that turn the feature off.
         convert: From the file's value to the field's.
-        idle: The key cannot matter: why there is nothing here that it could change, a clause. Of a
-            key that is honoured: the same as other keys are, which it is given a function to look
-            up; None where it may change something.
+        idle: Whether it changes nothing as other keys are, which it is given a function to look up.
         remedy: It is not built, and refused unless its value asks for nothing: what is missing, or
             what to do instead; a clause.
         aliases: Other paths under which DeepSpeed accepts it.
         gates: The keys that turn its section on; one is enough. They are themselves always read.
         opened_by: Which value of theirs does; whatever is not off when None.
-        min_stage: Not read below it, and an error there unless it is off.
+        min_stage: Not read below it.
     """
 
     path: str
@@ -179,7 +172,7 @@ class FileKey:
     becomes: str | None = None
     off: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] = lambda value: value
-    idle: str | Callable[[Callable[[str], Any]], str | None] | None = None
+    idle: Callable[[Callable[[str], Any]], bool] | None = None
     remedy: str | None = None
     aliases: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
@@ -200,7 +193,14 @@ class FileKey:
 
     def is_off(self, value: Any) -> bool:
         """Whether it asks for nothing but what is done without the key."""
+        if self.is_ignored and isinstance(value, Mapping):
+            return not value.get("enabled", bool(value))
         return value == self.default or value in self.off
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether it changes nothing here, whatever it says."""
+        return self.becomes is None and self.remedy is None
 
     def read(self, where: str, value: Any) -> Any:
         """The value to keep; ConfigError, which says where, if it is of another kind."""
@@ -218,9 +218,9 @@ class FileKey:
             )
 
 
-def idle(path: str, default: Any, reason: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
-    """A key that cannot matter."""
-    return FileKey(path, kind, default, idle=reason, **more)
+def ignored(paths: str, **more: Any) -> tuple[FileKey, ...]:
+    """Keys that change nothing here. One warning names those that a file has."""
+    return tuple(FileKey(path, ANYTHING, None, **more) for path in paths.split())
 
 
 def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
@@ -235,7 +235,7 @@ def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
     """
 
     def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        asks = any(value.values()) if switch is None else not is_off(value, switch)
+        asks = any(value.values()) if switch is None else value.get(switch)
         return value if asks else None
 
     return FileKey(path, attrs.evolve(OBJECT, convert=read), None, remedy=remedy)

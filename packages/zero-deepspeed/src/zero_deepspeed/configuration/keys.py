@@ -18,7 +18,6 @@ from zero_offload import DiskSettings
 from zero_deepspeed.leaf_modules import LEAF_CLASSES
 
 from .file_key import (
-    ANYTHING,
     COUNT,
     DTYPE,
     FLAG,
@@ -32,7 +31,7 @@ from .file_key import (
     choice,
     either,
     foreign,
-    idle,
+    ignored,
     integer,
     not_built,
     number,
@@ -57,9 +56,9 @@ def _as_steps(value: Any) -> int | None:
     return POSITIVE.convert(value) if POSITIVE.fits(value) else 0  # training goes on without
 
 
-def _idle_interval(value: Callable[[str], Any]) -> str | None:
-    is_none = value("steps_per_print") == 0
-    return "it is no number of steps, so that nothing is printed" if is_none else None
+def _prints_nothing(value: Callable[[str], Any]) -> bool:
+    """Whether `steps_per_print` is no number of steps."""
+    return bool(value("steps_per_print") == 0)
 
 
 _STEPS: Final = ValueKind("a number of steps", lambda _: True, _as_steps)
@@ -80,15 +79,14 @@ _TRAINING: Final = (
     FileKey("gradient_predivide_factor", _FACTOR, 1.0, _PRECISION),
     FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", _PRECISION),
     FileKey("communication_data_type", DTYPE, None, _PRECISION),
-    FileKey("steps_per_print", _STEPS, None, "steps_per_print", (0,), idle=_idle_interval),
+    FileKey("steps_per_print", _STEPS, None, "steps_per_print", (0,), idle=_prints_nothing),
     FileKey("dataloader_drop_last", FLAG, False, "drop_last"),
     not_built("sparse_gradients", False, "gradients of embeddings are dense"),
-    idle("zero_allow_untested_optimizer", False, "any torch optimizer is taken, and tried"),
-    idle("zero_force_ds_cpu_optimizer", True, "any optimizer steps where its state is"),
+    *ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     *section(
         "optimizer",
         FileKey("type", choice(*_OPTIMIZERS), None, "optimizer"),
-        idle("legacy_fusion", False, "there is no fused LAMB"),
+        *ignored("legacy_fusion"),
         not_built(
             "params.max_grad_norm",
             None,
@@ -141,10 +139,9 @@ _LOSS_SCALE: Final = attrs.evolve(
 )
 
 
-def _idle_without_zero(value: Callable[[str], Any]) -> str | None:
-    if value("zero_optimization.stage") != 0 or value("optimizer.type") is None:
-        return None
-    return "at stage 0, DeepSpeed's own optimizers halve the scale at every overflow"
+def _halves_at_once(value: Callable[[str], Any]) -> bool:
+    """Whether DeepSpeed's own optimizers halve the scale at every overflow: without ZeRO."""
+    return value("zero_optimization.stage") == 0 and value("optimizer.type") is not None
 
 
 _DTYPES: Final = (
@@ -159,8 +156,8 @@ _DTYPES: Final = (
         FileKey("loss_scale", _LOSS_SCALE, 0, "loss_scale"),
         FileKey("initial_scale_power", integer(0, 127), 16, "loss_scale"),
         FileKey("loss_scale_window", POSITIVE, 1000, "loss_scale"),
-        FileKey("hysteresis", POSITIVE, 2, "loss_scale", idle=_idle_without_zero),
-        FileKey("consecutive_hysteresis", FLAG, False, "loss_scale", idle=_idle_without_zero),
+        FileKey("hysteresis", POSITIVE, 2, "loss_scale", idle=_halves_at_once),
+        FileKey("consecutive_hysteresis", FLAG, False, "loss_scale", idle=_halves_at_once),
         FileKey("min_loss_scale", number(0, below=2 * LARGEST_SCALE), 1, "loss_scale"),
         not_built(
             "fp16_master_weights_and_grads",
@@ -172,7 +169,7 @@ _DTYPES: Final = (
     *section(
         "bf16",
         FileKey("enabled", FLAG, False, _PRECISION),
-        idle("immediate_grad_update", False, "gradients are accumulated as they arrive"),
+        *ignored("immediate_grad_update"),
         FileKey("check_grad_overflow", FLAG, True, "checks_overflow"),
         FileKey("bf16_master_weights_and_grads", FLAG, False, _PRECISION),
         FileKey("bf16_optimizer_states", FLAG, False, _PRECISION),
@@ -206,10 +203,6 @@ _DTYPES: Final = (
 )
 
 
-_PER_UNIT: Final = "a unit's gradients travel together, small ones waiting for each other"
-_BY_BACKEND: Final = "collectives are composed of what the group's backend does well"
-
-
 def _stage_3(key: FileKey) -> FileKey:
     """A key of stage 3: DeepSpeed takes it with and without its prefix."""
     aliases = (key.path, *key.aliases)
@@ -237,9 +230,7 @@ _STAGE_3: Final = (
         convert={False: "names", True: "gather"}.__getitem__,
         aliases=("stage3_gather_fp16_weights_on_model_save",),
     ),
-    idle("module_granularity_threshold", 0, "ZeroConfig.min_unit_bytes joins modules", COUNT),
-    idle("use_all_reduce_for_fetch_params", False, _BY_BACKEND),
-    idle("allgather_sequential", False, _BY_BACKEND),
+    *ignored("module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"),
 )
 _SCHEDULE: Final = (
     FileKey("stage", integer(0, 3), 0, "zero.stage"),
@@ -247,34 +238,19 @@ _SCHEDULE: Final = (
     FileKey("leaf_module.classes", NAMES, LEAF_CLASSES, "leaf_modules", ((),), min_stage=3),
     FileKey("leaf_module.names", NAMES, (), "leaf_modules", min_stage=3),
     FileKey("leaf_module.name_suffixes", NAMES, (), "leaf_modules", min_stage=3),
-    idle("memory_efficient_linear", True, "no linear layer keeps gathered weights"),
-    idle("override_module_apply", True, "Module.apply sees whole values in zero_engine.Init"),
-    idle("log_trace_cache_warnings", False, "another order of modules is recorded anew"),
-    idle("contiguous_gradients", True, "gradients are always copied to contiguous memory"),
-    idle("reduce_scatter", True, _BY_BACKEND),
-    idle("reduce_bucket_size", 5 * 10**8, _PER_UNIT, POSITIVE),
-    idle("use_multi_rank_bucket_allreduce", True, _PER_UNIT),
-    idle("allgather_partitions", True, "nothing in DeepSpeed reads it either"),
-    idle("allgather_bucket_size", 5 * 10**8, "a unit's parameters travel together", COUNT),
-    idle("overlap_comm", None, "communication overlaps wherever the backend can"),
-    idle("compute_grad_norm", True, "the norm comes with the overflow check"),
-    idle("load_from_fp32_weights", True, "masters are saved and restored as they were"),
-    idle("elastic_checkpoint", False, "every checkpoint loads at any world size"),
-    idle("pipeline_loading_checkpoint", False, "each rank reads only what it keeps"),
-    idle("ignore_unused_parameters", True, "parameters without gradient are never an error"),
     not_built("legacy_stage1", False, "there is one stage 1; DeepSpeed refuses it too"),
-    idle("round_robin_gradients", False, "every rank has a part of every unit's gradients"),
-    idle("parameter_alignment", False, "parameters are always aligned"),
-    idle("enable_sanity_checks", False, "the checks are always on"),
+    *ignored(
+        "memory_efficient_linear override_module_apply log_trace_cache_warnings "
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm "
+        "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint "
+        "ignore_unused_parameters round_robin_gradients parameter_alignment enable_sanity_checks"
+    ),
 )
 
 
 _DEVICE: Final = choice("none", "cpu", "nvme")
 _DISK: Final = DiskSettings()
-
-_OWN_BUFFERS: Final = "buffers are planned from what passes through them"
-_OVERLAPS: Final = "reading, stepping and writing always overlap"
-_SUBMISSION: Final = "requests are handed over in batches, while earlier ones run"
 
 _ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
 _LEAST_SUBGROUP_BYTES: Final = 2**20
@@ -311,8 +287,7 @@ _OFFLOAD: Final = (
         "offload_param",
         FileKey("device", _DEVICE, "none", "zero.offload.params", convert=_AS_OURS, min_stage=3),
         FileKey("nvme_path", FOLDER, None, "zero.offload.path", **_PARAM_ON_DISK),
-        idle("buffer_count", 5, _OWN_BUFFERS, COUNT),
-        idle("buffer_size", 10**8, _OWN_BUFFERS, COUNT),
+        *ignored("buffer_count buffer_size"),
         FileKey("max_in_cpu", COUNT, 0, "zero.offload.max_host_numel", (10**9,), **_PARAM_ON_DISK),
         _PINNED,
         gates=(_PARAM,),
@@ -321,16 +296,12 @@ _OFFLOAD: Final = (
         "offload_optimizer",
         FileKey("device", _DEVICE, "none", "zero.offload.optimizer", convert=_AS_OURS, min_stage=1),
         FileKey("nvme_path", FOLDER, None, "zero.offload.path", **_STATE_ON_DISK),
-        idle("buffer_count", 4, _OWN_BUFFERS, COUNT),
+        *ignored("buffer_count pipeline_read pipeline_write fast_init cpuadam_cores_perc"),
         _PINNED,
-        idle("pipeline_read", False, _OVERLAPS),
-        idle("pipeline_write", False, _OVERLAPS),
-        idle("fast_init", False, "masters are always written from the parameters, once"),
         FileKey("ratio", _SHARE, 1.0, "zero.offload.fraction", convert=float),
         not_built(
             "super_offload", False, "stepping before the norm is known, and back (SuperOffload)"
         ),
-        idle("cpuadam_cores_perc", 0.8, "only SuperOffload binds cores", _SHARE),
         gates=(_OPTIMIZER,),
     ),
     FileKey("cpu_offload", FLAG, None, "zero.offload.optimizer", (False,), _HOST, min_stage=1),
@@ -361,8 +332,7 @@ _AIO: Final = section(
     _aio("queue_depth", "queue_depth", 8),
     _aio("intra_op_parallelism", "num_workers", 1),
     _aio("thread_count", "num_workers", 1),  # an older name
-    idle("single_submit", False, _SUBMISSION),
-    idle("overlap_events", True, _SUBMISSION),
+    *ignored("single_submit overlap_events"),
     not_built(
         "use_gds",
         False,
@@ -402,24 +372,17 @@ _WIRE: Final = (
     ),
     FileKey("zero_hpz_partition_size", POSITIVE, 1, "zero.wire.secondary", min_stage=3),
     FileKey("mics_shard_size", integer(-1), -1, "zero.wire.replicas", (0,), min_stage=3),
-    idle(
-        "mics_hierarchical_params_gather",
-        False,
-        "it gives the same values; over NCCL each shard enters a machine once anyway",
-        gates=(f"{_ZERO}.mics_shard_size",),
-    ),
+    *ignored("mics_hierarchical_params_gather", gates=(f"{_ZERO}.mics_shard_size",)),
 )
 
 
 _OUTSIDE: Final = "it is outside of ZeRO"
-_METHODS: Final = "what the engine's methods say"
 
 _FOLDER: Final = (
     FileKey("enabled", FLAG, False, "monitoring"),
     FileKey("output_path", TEXT, "", "monitoring"),
     FileKey("job_name", TEXT, "DeepSpeedJobName", "monitoring"),
 )
-_ADDED_UP: Final = "all calls of a step are added up; zero_engine.timeline() has each"
 
 # What they show changes no number of a training.
 _MONITORS: Final = (
@@ -435,9 +398,7 @@ _MONITORS: Final = (
     *section(
         "comms_logger",
         FileKey("enabled", FLAG, False, "monitoring"),
-        *(idle(name, False, _ADDED_UP) for name in ("verbose", "debug")),
-        idle("prof_all", True, _ADDED_UP),
-        idle("prof_ops", (), _ADDED_UP, NAMES),
+        *ignored("verbose debug prof_all prof_ops"),
         gates=("comms_logger.enabled",),
     ),
     *section(
@@ -447,39 +408,25 @@ _MONITORS: Final = (
         FileKey("module_depth", integer(-1), -1, "monitoring"),
         FileKey("detailed", FLAG, True, "monitoring"),
         FileKey("output_file", TEXT, None, "monitoring"),
-        idle("top_modules", 1, "the table has all modules down to module_depth", POSITIVE),
-        idle("recompute_fwd_factor", 0.0, "what is computed again is counted", _AT_LEAST_0),
+        *ignored("top_modules recompute_fwd_factor"),
         gates=("flops_profiler.enabled",),
     ),
     FileKey("wall_clock_breakdown", FLAG, False, "monitoring"),
     FileKey("memory_breakdown", FLAG, False, "monitoring"),
-    idle("comet", None, f"not built yet; log {_METHODS}", ANYTHING),
-    idle("dump_state", False, "print(config.table()) shows it", ANYTHING),
+    *ignored("comet dump_state", off=(False,)),
 )
 
 _OTHERS: Final = (
-    *section(
-        "timers.throughput",
-        idle("enabled", True, "no throughput is timed"),
-        idle("synchronized", True, "no throughput is timed"),
-    ),
-    idle("log_level", None, "the level belongs to Python's logging", TEXT),
+    *ignored("timers.throughput.enabled timers.throughput.synchronized log_level"),
     *section(
         "checkpoint",
-        idle(
-            "tag_validation",
-            "Warn",
-            "ranks that pass different tags end in an error",
-            choice("Ignore", "Warn", "Fail"),
-        ),
-        idle("load_universal", False, "every checkpoint loads at any world size and stage"),
+        *ignored("tag_validation parallel_write.pipeline_stage checkpoint_serialization"),
+        FileKey("load_universal", FLAG, False, "reader"),
         not_built(
             "use_node_local_storage",
             False,
             "folders that only one node sees; save to one that every rank sees",
         ),
-        idle("parallel_write.pipeline_stage", False, "every rank writes files of its own"),
-        idle("checkpoint_serialization", True, "nothing is pickled, with it or not"),
         foreign("writer", "other writers of checkpoints than zero_engine.save()", None),
     ),
     *section(
@@ -519,15 +466,11 @@ _OTHERS: Final = (
         )
     ),
     not_built("sequence_parallel_size", 1, "sequence parallelism", POSITIVE),
-    idle(
-        "seq_parallel_communication_data_type", None, "there is no sequence-parallel group", DTYPE
+    *ignored(
+        "seq_parallel_communication_data_type use_data_before_expert_parallelism pipeline "
+        "seed_layers vocabulary_size disable_allgather"
     ),
-    idle("use_data_before_expert_parallelism", False, "there are no expert-parallel groups"),
-    idle("pipeline", None, "only DeepSpeed's PipelineModule reads it", OBJECT),
-    idle("seed_layers", False, "only DeepSpeed's PipelineModule reads it"),
     not_built("graph_harvesting", False, "CUDA graphs"),
-    idle("vocabulary_size", None, "DeepSpeed warns about its alignment only", POSITIVE),
-    idle("disable_allgather", False, "DeepSpeed does not read it either"),
     not_built("disable_python_gc", False, "call gc.disable() in the training loop"),
 )
 
@@ -552,27 +495,44 @@ SECTIONS: Final[frozenset[str]] = frozenset(
 
 def unknown_key(path: str) -> ConfigError:
     """The error for a path that is not in the table; it names the nearest that is."""
-    nearest = _nearest(path)
+    nearest = find_slip(path) or _nearest(path)
     hint = f"; did you mean {nearest}?" if nearest else ""
     return ConfigError(f"{path}: expected a key of DeepSpeed's configuration, got this name{hint}")
 
 
-def _nearest(path: str) -> str | None:
-    known = [*WRITTEN, *sorted(SECTIONS)]
-    prefix, dot, name = path.rpartition(".")
-    section = prefix + dot
-    inside = {
-        other.removeprefix(section).lower(): other for other in known if other.startswith(section)
-    }
-    # A slip is likelier than the right name in the wrong section, and that than a similar name.
-    close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.5)
-    if close and difflib.SequenceMatcher(a=close[0], b=name.lower()).ratio() >= 0.8:
-        return inside[close[0]]
-    moved = [other for other in known if other.rpartition(".")[2] == name]
-    if moved:
-        return max(moved, key=lambda other: difflib.SequenceMatcher(a=path, b=other).ratio())
+def find_slip(path: str) -> str | None:
+    """The key that was meant: one of the section with nearly that name, or of another with it."""
+    section, inside = _siblings(path)
+    name = path.removeprefix(section)
+    # A slip is likelier than the right name in the wrong section.
+    close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.8)
     if close:
         return inside[close[0]]
-    names = {other.rpartition(".")[2]: other for other in known}
+    moved = [other for other in _PLACES if other.rpartition(".")[2] == name]
+    if moved:
+        return max(moved, key=lambda other: difflib.SequenceMatcher(a=path, b=other).ratio())
+    return None
+
+
+def _nearest(path: str) -> str | None:
+    """The key of the most similar name: of the section, else of any."""
+    section, inside = _siblings(path)
+    name = path.removeprefix(section)
+    close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.5)
+    if close:
+        return inside[close[0]]
+    names = {other.rpartition(".")[2]: other for other in _PLACES}
     elsewhere = difflib.get_close_matches(name, names, n=1)
     return names[elsewhere[0]] if elsewhere else None
+
+
+_PLACES: Final = (*WRITTEN, *sorted(SECTIONS))
+
+
+def _siblings(path: str) -> tuple[str, dict[str, str]]:
+    """The section with its dot, and paths in it by what follows, in lower case."""
+    prefix, dot, _ = path.rpartition(".")
+    section = prefix + dot
+    return section, {
+        other.removeprefix(section).lower(): other for other in _PLACES if other.startswith(section)
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -21,11 +22,10 @@ from zero_engine import ConfigError, FileError, Offload
 from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, Precision, Wire
 
-from .file_key import ANYTHING, FileKey, is_off, shown
-from .keys import KEYS, SECTIONS, WRITTEN, unknown_key
+from .file_key import FileKey, ignored, shown
+from .keys import KEYS, SECTIONS, WRITTEN, find_slip, unknown_key
 
 HIDDEN_SIZE_KEYS: Final = (
-    "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 )
@@ -53,7 +53,7 @@ def _derived_values(
     hidden_size = _hidden_size(getattr(model, "config", None))
     if hidden_size is not None:
         square = hidden_size * hidden_size
-        found |= zip(HIDDEN_SIZE_KEYS, (square, int(0.9 * square), 10 * hidden_size), strict=True)
+        found |= zip(HIDDEN_SIZE_KEYS, (int(0.9 * square), 10 * hidden_size), strict=True)
     params = () if model is None else model.parameters()
     dtypes = {param.dtype for param in params if param.is_floating_point()}
     said = {of for path, of in _16_BIT.items() if known.get(path) is True}
@@ -147,7 +147,11 @@ def _decode(source: str | os.PathLike[str]) -> bytes | None:
 
 
 def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths as written, and their values; a section that is null is as good as absent."""
+    """Paths as written, and their values; a section that is null is as good as absent.
+
+    A path that is not in the table is an error where it looks like a slip, and in sections where it
+    would give other numbers or another memory.
+    """
     for name, value in raw.items():
         path = f"{prefix}{name}"
         if not isinstance(name, str) or "." in name:
@@ -157,7 +161,9 @@ def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, 
         if path in WRITTEN:
             yield path, value
         elif path not in SECTIONS:
-            raise unknown_key(path)
+            if path.startswith(_NO_UNKNOWN) or find_slip(path) is not None:
+                raise unknown_key(path)
+            yield path, value
         elif isinstance(value, Mapping):
             yield from _leaves(value, prefix=f"{path}.")
         elif value is not None:
@@ -168,7 +174,9 @@ def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, 
             )
 
 
-STAGE: Final = "zero_optimization.stage"
+ZERO: Final = "zero_optimization"
+STAGE: Final = f"{ZERO}.stage"
+_NO_UNKNOWN: Final = (f"{ZERO}.", "optimizer.", "scheduler.")  # begin paths that must be known
 
 
 class _Unresolved(Enum):
@@ -247,12 +255,11 @@ class Settings:
         if open_settings:
             raise _unresolved(open_settings)
 
-    def idle(self, setting: Setting) -> str | None:
-        """Why it changes nothing here, though it is read; None where it may."""
-        reason = setting.key.idle
-        if callable(reason):
-            return reason(lambda path: self.by_path[path].value)
-        return None if setting.key.kind is ANYTHING and is_off(setting.value) else reason
+    def is_idle(self, key: FileKey) -> bool:
+        """Whether it changes nothing here, though it is read."""
+        if key.idle is not None:
+            return key.idle(lambda path: self.by_path[path].value)
+        return key.is_ignored
 
     def replaced(self, values: Mapping[str, Any], origin: str) -> Settings:
         """The same but for some values."""
@@ -284,7 +291,7 @@ def read_settings(
     implied: Mapping[str, Any] | None = None,
     warns: bool = True,
 ) -> Settings:
-    """Read a configuration; rank 0 warns once of all its keys that cannot matter.
+    """Read a configuration; rank 0 warns once of all its keys that change nothing.
 
     What the file leaves "auto" is in `auto`, which must not contradict it, or else `implied`, or
     follows from the model. `warns` is False where the same configuration will be read again.
@@ -306,16 +313,18 @@ def read_settings(
         },
         "auto",
     )
-    _refuse_what_is_not_built(settings)
+    for item in settings.given():
+        if item.value is not UNRESOLVED and settings.is_read(item.key):
+            item.key.check_built(item.written, item.value)
     if warns:
-        _warn_of_what_cannot_matter(settings)
+        _warn_of_what_changes_nothing(settings)
     return settings
 
 
 def _read_leaves(raw: Mapping[Any, Any]) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for written, value in _leaves(raw):
-        key = WRITTEN[written]
+        key = WRITTEN.get(written) or ignored(written)[0]
         if key.path in found:
             raise ConfigError(
                 f"{written}: expected this key under one name, got {found[key.path].written} too"
@@ -352,34 +361,35 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _refuse_what_is_not_built(settings: Settings) -> None:
-    for setting in settings.given():
-        key, value = setting.key, setting.value
-        if value is UNRESOLVED or settings.is_gated_off(key):
-            continue
-        if not settings.is_below_stage(key):
-            key.check_built(setting.written, value)
-        elif not key.is_off(value):
-            raise ConfigError(
-                f"{setting.written}: expected it from stage {key.min_stage} on, got "
-                f"{shown(value)} at stage {settings.value(STAGE)}; leave it out, or set {STAGE} "
-                f"to {key.min_stage}"
-            )
-
-
-def _warn_of_what_cannot_matter(settings: Settings) -> None:
+def _warn_of_what_changes_nothing(settings: Settings) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return  # rank 0 says it; before there are ranks, each does
-    lines = [
-        f"  {item.written}: {reason}"
-        for item in settings.given()
-        if settings.is_read(item.key) and (reason := settings.idle(item))
-    ]
-    if lines:
+    names = []
+    for item in settings.given():
+        key = item.key
+        if settings.is_below_stage(key):
+            if item.value is not UNRESOLVED and not key.is_off(item.value):
+                names.append(f"{item.written} (from stage {key.min_stage} on)")
+        elif not settings.is_gated_off(key) and settings.is_idle(key):
+            if key.path not in KEYS:
+                names.append(f"{item.written} (unknown)")
+            elif key.idle is not None or not key.is_off(item.value):
+                names.append(item.written)
+    if names:
         warnings.warn(
-            "keys of the configuration that change nothing here:\n" + "\n".join(lines),
-            stacklevel=5,
+            f"keys of the configuration that change nothing here: {', '.join(names)}",
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """How many frames above `warn` the first one is that is not of these packages."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_globals.get("__name__", "").startswith(("zero_deepspeed", "zero_engine")):
+        if frame.f_back is None:
+            break
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 # ---- What they say of ZeRO ----
@@ -411,7 +421,7 @@ def _precision_of(settings: Settings) -> Precision | None:
         masters=masters,
         reduce=value("communication_data_type"),
         predivide_factor=_predivide_factor(settings),
-        reduces_mean=value("gradient_allreduce_op") == "mean",
+        reduces_mean=value("prescale_gradients") or value("gradient_allreduce_op") == "mean",
     )
     return None if precision == AS_IT_IS else precision
 
@@ -442,11 +452,6 @@ def _predivide_factor(settings: Settings) -> float | None:
         raise ConfigError(
             "gradient_predivide_factor: expected 1.0 with prescale_gradients, which divides by the "
             f"world size itself, got {factor}; leave one of them out"
-        )
-    if settings.value("gradient_allreduce_op") != "mean":
-        raise ConfigError(
-            'prescale_gradients: expected it with gradient_allreduce_op "mean", whose division it '
-            'does first, got "sum"; leave one of them out'
         )
     return None
 

@@ -20,12 +20,12 @@ from zero_partition import StateError
 
 from zero_engine.checkpoint.export import write_weights
 from zero_engine.checkpoint.folder import check_folder, find_complete, together
-from zero_engine.checkpoint.load import load, load_deepspeed
+from zero_engine.checkpoint.load import load
 from zero_engine.checkpoint.save import save_as, warn_of_gradients
 from zero_engine.checkpoint.writer import SaveRequest
 from zero_engine.checks import check_flag, check_number
 from zero_engine.errors import ConfigError, LossScaleError
-from zero_engine.readers import find_reader
+from zero_engine.readers import AbstractReader, find_reader
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward, is_in_functional_transform
 
@@ -613,15 +613,16 @@ class Engine(nn.Module):
         has_scheduler = has_all and load_lr_scheduler_states and has_state(self._lr_scheduler)
         scheduler = self._lr_scheduler if has_scheduler else None
         tag = None if tag is None else str(tag)
+        reader = self.config.reader or find_reader()
         theirs = together(
-            lambda: _is_theirs(folder, tag),
+            lambda: reader is not None and _is_theirs(reader, folder, tag),
             what="load_checkpoint()",
             group=self.group,
             timeout_s=_TIMEOUT_S,
         )
-        if any(theirs):
-            found = load_deepspeed(
-                folder, self.module, optimizer, tag=tag, is_strict=load_module_strict
+        if reader is not None and any(theirs):
+            found = reader.load_checkpoint(
+                folder, self.module, optimizer, tag=tag, is_strict=load_module_strict, group=None
             )
             self._begin_anew()
             if has_all:
@@ -906,12 +907,9 @@ def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def _is_theirs(folder: Path, tag: str | None) -> bool:
-    """Whether it is DeepSpeed's checkpoint that is asked for."""
-    reader, complete = find_reader(), find_complete(folder)
-    if reader is None:
-        return False
-    if complete:
+def _is_theirs(reader: AbstractReader, folder: Path, tag: str | None) -> bool:
+    """Whether it is another library's checkpoint that is asked for."""
+    if complete := find_complete(folder):
         return tag not in complete and reader.is_checkpoint(folder, tag)
     return reader.holds_checkpoint(folder, tag)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_engine.checks import at_least, check_number, is_kind, names_fields
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
-from zero_engine.readers import reader_for
+from zero_engine.readers import AbstractReader, reader_for
 from zero_engine.reports import as_table
 
 from .loss_scale import DynamicLossScale, StaticLossScale
@@ -93,6 +93,8 @@ class EngineConfig:
             masters=None)`: torch.bfloat16, or torch.float32, which Adam can. `initialize` makes
             such an optimizer, or refuses one that is passed and has others. Its own when None.
         monitor: Called with the model by rank 0's engine; returns what shows its steps.
+        reader: Of checkpoints of another library, in `Engine.load_checkpoint`; the installed one
+            when None.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:
@@ -125,6 +127,7 @@ class EngineConfig:
     monitor: Callable[[nn.Module], AbstractMonitor] | None = field(
         default=None, validator=_is_function
     )
+    reader: AbstractReader | None = field(default=None, validator=is_kind(AbstractReader, None))
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
     @needs_scaled_loss.default
@@ -144,9 +147,10 @@ class EngineConfig:
     ) -> EngineConfig:
         """Read a configuration written for DeepSpeed (deepspeed.ai/docs/config-json). Local.
 
-        Every key is honoured or answered: an unknown one, one of the wrong type, or one whose
-        feature is not built is an error; those that cannot matter here are listed in one warning,
-        of rank 0 where there is a job.
+        Every key is honoured or answered: one of the wrong type, one whose feature is not built, a
+        slip of a known one, and an unknown one where numbers or memory would be others, is an
+        error; all that change nothing are named in one warning, of rank 0 where there is a job.
+        Needs the package zero-deepspeed.
         Of keys that are absent, those of the schedule of stage 3 keep the defaults of ZeroConfig,
         and `gradient_clipping` is 1.0, as it is in DeepSpeed.
 

@@ -300,7 +300,7 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     }
     if model is None:
         sizes = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-        implied |= {f"zero_optimization.{name}": 1 for name in (*sizes, "reduce_bucket_size")}
+        implied |= {f"zero_optimization.{name}": 1 for name in sizes}
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
