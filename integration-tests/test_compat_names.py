@@ -327,6 +327,52 @@ def test_parameters_of_stage_3_have_deepspeeds_attributes(group: Group) -> None:
     assert torch.equal(again, weight) and again.ds_status is status.AVAILABLE
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_is_compiled_as_deepspeeds(group: Group, stage: int) -> None:
+    """With the arguments in its order; at stage 3 the error says what to compile."""
+    losses = []
+    for compiles in (False, True):
+        model = parity.build(parity.tiny_float32)
+        zero = {"stage": stage}
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=parity.adamw(model),
+            config={"train_batch_size": 2 * group.world_size, "zero_optimization": zero},
+        )
+        if compiles and stage == 3:
+            with pytest.raises(ConfigError, match=r"block\.compile\(\)"):
+                engine.compile()
+            continue
+        if compiles:
+            for wrong in ({"schedule": []}, {"compiled_autograd_enabled": True}):
+                with pytest.raises(ConfigError, match="DeepCompile"):
+                    engine.compile(**wrong)
+            engine.compile("aot_eager", {"dynamic": False})
+        assert engine.is_compiled == compiles
+        losses.append(parity.run_steps(engine, engine.optimizer, range(2), rank=group.rank))
+
+    assert losses[0] == losses[-1]
+
+
+def test_parts_of_small_parameters_are_written(group: Group) -> None:
+    """Scripts write each rank's part of every parameter, and know nothing of thresholds."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = {"stage": 3, "stage3_param_persistence_threshold": 8}
+    deepspeed.initialize(
+        model=model,
+        optimizer=parity.adamw(model),
+        config={"train_batch_size": group.world_size, "zero_optimization": config},
+    )
+    names, expected = deepspeed.utils, {}
+    for name, param in model.named_parameters():
+        expected[name] = names.safe_get_full_fp32_param(param) * 2 + 1
+        part = names.safe_get_local_fp32_param(param)
+        names.safe_set_local_fp32_param(param, part * 2 + 1)
+
+    for name, param in model.named_parameters():
+        assert torch.equal(names.safe_get_full_fp32_param(param), expected[name])
+
+
 def test_estimates_are_those_of_the_plan(capsys) -> None:
     """DeepSpeed's formulas know nothing of what is allocated here."""
     with torch.device("meta"):

@@ -211,10 +211,10 @@ def test_a_changed_micro_batch_counts_other_samples(group: Group) -> None:
     assert engine.global_samples == 3 * 3 * group.world_size
     assert [len(batch) for (batch,) in loader] == [2] * (24 // 2 // group.world_size)
     for change, wrong, said in (
-        (engine.set_train_micro_batch_size, "4", "size.*: expected an integer"),
-        (engine.set_train_batch_size, True, "size.*: expected an integer"),
+        (engine.set_train_micro_batch_size, "4", "size.*: expected int"),
+        (engine.set_train_batch_size, True, "size.*: expected int"),
         (engine.set_train_batch_size, 3 * group.world_size + 1, "a multiple of 6"),
-        (engine.set_gradient_accumulation_steps, 0, "steps.*: expected an integer"),
+        (engine.set_gradient_accumulation_steps, 0, "steps.*: expected int"),
         (engine.set_gradient_accumulation_boundary, "no", "expected true or false, got 'no'"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import parity
 import pytest
@@ -15,11 +16,12 @@ import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_engine import GatheredParameters, Offload, full_param, unsharded
+from zero_engine import GatheredParameters, Offload, Precision, full_param, unsharded
 from zero_partition import LostEditError, OverlapError, StateError, memory_report
 from zero_partition.seams import find_sharded
 
 STAGES = parity.STAGES
+BF16 = Precision(params=torch.bfloat16)
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -144,6 +146,44 @@ def test_the_modifiers_values_are_everyones(group: Group, stage: int, modifier: 
         parity.as_ddp(plain, group), plain_optimizer, range(2), rank=group.rank
     )
     assert losses == plain_losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        *((stage, {}) for stage in STAGES),
+        (3, {"small_param_numel": 20}),
+        *((stage, {"precision": BF16}) for stage in (1, 2, 3)),
+    ],
+)
+def test_one_rank_loads_a_state_dict_for_all(
+    group: Group, stage: int, options: dict[str, Any]
+) -> None:
+    """As scripts do with weights that one rank alone has read; a part of a model, too."""
+    make = parity.tiny_float32
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage, **options), make=make)
+    given = parity.build(make, seed=3).state_dict()
+    rounds = torch.bfloat16 if options.get("precision") else torch.float64  # what is whole does
+    expected = {name: given[name].to(rounds) for name in _values(model)}
+    part = model.blocks[0]
+
+    with GatheredParameters(model, modifier_rank=1):
+        if group.rank == 1:
+            loaded = model.load_state_dict(given)
+            assert not loaded.missing_keys and not loaded.unexpected_keys
+    _assert_equal({name: value.to(rounds) for name, value in _values(model).items()}, expected)
+    if not options.get("precision"):  # whose norms want inputs of their own dtype
+        parity.run_steps(model, optimizer, range(1), rank=group.rank)
+    before = _values(model)
+    with GatheredParameters(part, modifier_rank=0):
+        part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
+    for name, value in _values(model).items():
+        is_changed = name.startswith("blocks.0.")
+        torch.testing.assert_close(value, before[name] + is_changed, rtol=0.01, atol=0.01)
+    with GatheredParameters(part, modifier_rank=0):
+        if stage == 3 or (stage and options.get("precision")):
+            with pytest.raises(StateError, match="inside GatheredParameters"):
+                model.load_state_dict(given)
 
 
 # ---- What is not written: between Init and shard(), and after it ----

@@ -99,13 +99,15 @@ def test_init_joins_the_job_that_torchrun_describes(tmp_path: Path) -> None:
     """Its environment is the interface; nothing else is needed on one machine or on many."""
     script = Path(tmp_path, "script.py")
     script.write_text(_SCRIPT)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # a free port
-    port = store.port
-    del store
+    # The store stays, as torchrun's does: a port that is free now may be another process's soon.
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    of_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=os.environ | _environment(rank, port) | {"GLOO_SOCKET_IFNAME": "lo"},
+            env=os.environ
+            | _environment(rank, store.port)
+            | {"GLOO_SOCKET_IFNAME": "lo", **of_agent},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -106,7 +106,7 @@ class Engine(nn.Module):
         self._norm: Tensor | None = None
         self._was_applied = self._was_skipped = False
         self._verdict: PendingOverflow | None = None  # of the last step; None if it is known
-        self._was_scaled = self._is_destroyed = False
+        self._was_scaled = self._is_destroyed = self._is_compiled = False
         self._scaled_backward = -1  # the last one to pass through a loss that was scaled
         self._num_backwards = 0  # since the last boundary, where those are the user's
         self._open_no_sync = 0  # the user's
@@ -311,6 +311,47 @@ class Engine(nn.Module):
         zero_partition.release_buffers(self.module)
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module by `torch.compile`, in place. Local.
+
+        At stage 3, compile its blocks instead (`block.compile()`), before or after `initialize`:
+        hooks gather the units of the module.
+
+        Args:
+            backend: As of `torch.compile`.
+            compile_kwargs: Other arguments of it.
+            schedule: Of DeepCompile: None.
+            compiled_autograd_enabled: Not built: False.
+
+        Raises:
+            ConfigError: The engine is at stage 3, or `schedule` or `compiled_autograd_enabled` is
+                given.
+        """
+        self._check_alive("compile()")
+        if schedule is not None or compiled_autograd_enabled:
+            raise ConfigError(
+                "Engine.compile(): expected schedule=None and compiled_autograd_enabled=False, as "
+                f"DeepCompile is not built, got {schedule!r} and {compiled_autograd_enabled!r}"
+            )
+        if self.config.zero.stage == 3:
+            raise ConfigError(
+                "Engine.compile(): expected stage 0, 1 or 2, got 3, where units of the module are "
+                "gathered by hooks; compile blocks instead: for block in blocks: block.compile()"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
 
     # ---- The end ----
 

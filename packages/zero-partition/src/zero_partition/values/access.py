@@ -344,19 +344,27 @@ def local_param(param: nn.Parameter) -> Tensor:
 
 
 def set_local_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of a parameter that rests sharded. Every rank calls it, sends nothing.
+    """Write this rank's part of a parameter. Every rank calls it.
+
+    Sends nothing where the parameter is sharded. Where it rests whole (at stages 1 and 2, and small
+    ones at 3), it is collective, and each rank gets the parts of all.
 
     Raises:
-        StateError: Another numel than `local_param` has, parameters that rest whole (stages 0 to
-            2), or as for `set_full_param`.
+        StateError: Another numel than `local_param` has, stage 0, where there are no parts, or as
+            for `set_full_param`.
     """
     place = place_of(param, what="set_local_param()")
-    if place.unit.placement is Placement.REPLICATED:
+    if not place.sharded.shards_state:
         raise StateError(
-            f"set_local_param(): parameter {place.name!r} rests whole on every rank (rank "
+            f"set_local_param(): parameter {place.name!r} is whole on every rank at stage 0 (rank "
             f"{place.whole.rank}), and the ranks would differ; use set_full_param()"
         )
     _check_free(place, "set_local_param()")
+    if place.unit.placement is Placement.REPLICATED:
+        part = torch.empty_like(part_of(place, place.buffer.trained))
+        _copy_given(place, part, value, "set_local_param()")
+        write_whole(place, launch_whole(place, part)())
+        return
     place.sharded.begin_write()
     for rest in dict.fromkeys((place.buffer.training, place.buffer.resting)):
         with rest.edit() as shard:

@@ -279,7 +279,15 @@ class _ModuleHooks(Bound):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Write this rank's part of each value given, and leave torch nothing to copy."""
+        """Write this rank's part of each value given, and leave torch nothing to copy.
+
+        Inside `GatheredParameters` torch copies to the whole values, perhaps on one rank alone.
+        """
+        gathered = self.sharded.gathered
+        given = [place for attribute, place in self.places.items() if prefix + attribute in state]
+        is_for_writing = "unsharded()" not in self.sharded.gathers
+        if given and is_for_writing and all(place in gathered for place in given):
+            return
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
