@@ -151,6 +151,14 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
         engine.step()
 
     assert same is optimizer and loss_scaler.dynamic and engine.skipped_steps == 1
+    assert (loss_scaler.cur_iter, loss_scaler.last_overflow_iter) == (3, 1)
+    assert (loss_scaler.scale_window, loss_scaler.min_scale, loss_scaler.delayed_shift) == (
+        1000,
+        1,
+        1,
+    )
+    with pytest.raises(AttributeError, match="has no 'nothing'"):
+        _ = loss_scaler.nothing
     assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
     assert optimizer.optimizer is optimizer and optimizer.dynamic_loss_scale
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
@@ -159,6 +167,7 @@ def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
         assert type(copied) is torch.optim.AdamW
         assert copied.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
     assert plain.cur_scale == plain.loss_scaler.cur_scale == 1 and not plain.loss_scaler.dynamic
+    assert not hasattr(plain.loss_scaler, "cur_iter")
 
 
 # ---- Checkpoints as one state dict ----

@@ -465,3 +465,32 @@ def test_one_rank_writes_for_all_between_init_and_shard(group: Group, modifier: 
     copied = copy.deepcopy(model)
     _assert_is(plain, model, group)
     _assert_is(plain, copied, group)
+
+
+# ---- state_dict() where parameters are whole ----
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_part_of_a_state_dict_is_a_small_file(group: Group, tmp_path: Path, stage: int) -> None:
+    """torch.save writes whole storages, and a layer lies in the flat buffer of its unit.
+
+    Values are the parameters' own memory all the same: what is written there is trained on.
+    """
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=parity.tiny_float32)
+    part = model.blocks[0].up
+    versions = [param._version for param in model.parameters()]
+    state = part.state_dict()
+    torch.save(state, file := tmp_path / f"{group.rank}.pt")
+    torch.save(parity.tiny_float32().blocks[0].up.state_dict(), plain := tmp_path / f"{group.rank}")
+
+    assert file.stat().st_size == pytest.approx(plain.stat().st_size, abs=200)
+    assert state["weight"].data_ptr() == part.weight.data_ptr()
+    assert [param._version for param in model.parameters()] == versions
+    before = part.weight._version
+    state["weight"].mul_(2)
+    assert part.weight._version == before + 1 == state["weight"]._version
+    alone, its_optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    with torch.no_grad():
+        alone.blocks[0].up.weight.mul_(2)
+    losses = parity.run_steps(model, optimizer, range(2), rank=0)
+    assert losses == parity.run_steps(alone, its_optimizer, range(2), rank=0)

@@ -11,12 +11,13 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from zero_comm import Group
+from zero_comm import Group, all_gather_json, record_traffic
 from zero_engine import ModulePrecision, Precision, ZeroConfig
 from zero_partition import PartitionError
 
 WIDTH: Final = 8
 BF16, FP32 = torch.bfloat16, torch.float32
+REDUCTIONS: Final = ("reduce_scatter", "all_reduce")
 
 
 class _Block(nn.Module):
@@ -235,3 +236,66 @@ def test_what_cannot_be_is_said(group: Group) -> None:
             Precision(keep=keep)  # type: ignore[arg-type]
     with pytest.raises(PartitionError, match=r"ModulePrecision.params: expected a floating"):
         ModulePrecision(torch.int64)
+
+
+# ---- What travels in another dtype than it rests in ----
+
+
+def _build_plain() -> _Model:
+    torch.manual_seed(0)
+    return _Model()
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    tokens = torch.randint(10, (2, 4), generator=torch.Generator().manual_seed(rank))
+    with torch.autocast("cpu", BF16):
+        return model(tokens).float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_modules_of_an_autocast_travel_in_its_dtype(group: Group, stage: int) -> None:
+    """Their products are of bf16 anyway: half of the bytes, and the same loss.
+
+    Gradients are what the sum of bf16 gradients is; those of other modules are exact.
+    """
+    keep = {nn.Linear: ModulePrecision(travel=BF16)}
+    sent, model = {}, _build_plain()
+    for what, kept in (("all", {}), ("kept", keep)):
+        model = _build_plain()
+        config = ZeroConfig(stage, precision=Precision(masters=None, keep=kept), min_unit_bytes=0)
+        zero_engine.shard(model, torch.optim.SGD(model.parameters(), 0.1), config, group=group)
+        with record_traffic(group) as traffic:
+            loss = _loss(model, group.rank)
+            loss.backward()
+        sent[what] = [
+            sum(all_gather_json(each.payload_bytes, group=group))
+            for each in (traffic.inside(*REDUCTIONS), traffic.inside("all_gather"))
+        ]
+    plain, grads = _build_plain(), []
+    for rank in range(group.world_size):
+        its_loss = _loss(plain, rank)
+        grads.append(torch.autograd.grad(its_loss, list(plain.parameters())))
+        assert rank != group.rank or torch.equal(loss, its_loss)
+
+    numels = [sum(p.numel() for p in plain.parameters())]
+    linear = [m for m in plain.modules() if type(m) is nn.Linear]
+    numels.append(sum(p.numel() for m in linear for p in m.parameters()))
+    assert sent["all"][0] - sent["kept"][0] == 2 * numels[1]
+    gathered = sent["all"][1] - sent["kept"][1]
+    assert (gathered >= 2 * numels[1]) if stage == 3 else gathered == 0, (sent, numels)
+    of_linear = {id(p) for m in linear for p in m.parameters()}
+    for mine, param, of_ranks in zip(
+        model.parameters(), plain.parameters(), zip(*grads, strict=True), strict=True
+    ):
+        found, mean = zero_engine.full_grad(mine), sum(of_ranks) / len(of_ranks)
+        if id(param) in of_linear:
+            assert torch.equal(found, found.bfloat16().float())
+            torch.testing.assert_close(found, mean, rtol=0.02, atol=1e-3)
+        else:
+            assert torch.equal(found, mean)
+
+
+def test_a_dtype_to_travel_in_is_checked() -> None:
+    """Integers would lose everything, in silence."""
+    with pytest.raises(PartitionError, match=r"ModulePrecision.travel: expected torch.bfloat16"):
+        ModulePrecision(travel=torch.int8)

@@ -17,7 +17,7 @@ from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
-from zero_engine import Precision, Wire
+from zero_engine import ModulePrecision, Precision, Wire
 from zero_engine.planning import Plan
 from zero_offload import CPUAdam
 from zero_partition import PartitionError, memory_report
@@ -167,6 +167,7 @@ def test_state_that_depends_on_the_size_is_planned(group: Group) -> None:
 
 
 BF16: Final = Precision(params=torch.bfloat16)
+TRAVELS: Final = Precision(masters=None, keep={nn.Linear: ModulePrecision(travel=torch.bfloat16)})
 OUTER: Final = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside.0")]
 INNER: Final = [f"{outer}.inside.0" for outer in OUTER[1::2]]
 SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
@@ -176,6 +177,10 @@ SETTINGS: Final[dict[str, list[dict[str, Any]]]] = {
         {"precision": attrs.evolve(BF16, masters=None)},
         {"stage": 2, "precision": attrs.evolve(BF16, reduce=torch.float32)},
         {"precision": attrs.evolve(BF16, reduce=torch.float32)},
+    ],
+    "other dtypes on the way": [
+        *({"make": _narrow, "stage": stage, "precision": TRAVELS} for stage in (1, 2, 3)),
+        {"make": _narrow, "precision": TRAVELS, "wire": Wire(levels=1, params="int8")},
     ],
     "small parameters": [
         {"small_param_numel": 13},

@@ -15,12 +15,13 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
+from torch import nn
 from zero_deepspeed.engine_config import NamedOptimizer, NamedScheduler
 from zero_deepspeed.monitor import Monitoring
 from zero_engine import ConfigError, Loco, Offload, Wire, ZeroConfig
 from zero_engine.engine import DynamicLossScale, EngineConfig, StaticLossScale
 from zero_offload import DiskSettings
-from zero_partition import Precision
+from zero_partition import ModulePrecision, Precision
 
 FP16: Final = Precision(params=torch.float16)
 BF16: Final = Precision(params=torch.bfloat16)
@@ -47,6 +48,12 @@ def _params_on_disk(**disk: Any) -> dict[str, Offload]:
 
 def _wire(**fields: Any) -> dict[str, Wire]:
     return {"wire": Wire(**fields)}
+
+
+def _travelling(dtype: torch.dtype, *kinds: type[nn.Module]) -> dict[str, Precision]:
+    kinds = kinds or (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    keep = {kind: ModulePrecision(travel=dtype) for kind in kinds}
+    return {"precision": Precision(masters=None, keep=keep)}
 
 
 MEANINGS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [
@@ -152,11 +159,19 @@ MEANINGS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [
     ({"prescale_gradients": True}, {"precision": Precision(masters=None, predivide_factor=None)}),
     (
         {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"},
-        {"autocast_dtype": torch.bfloat16},
+        _travelling(torch.bfloat16) | {"autocast_dtype": torch.bfloat16},
+    ),
+    (
+        {
+            "torch_autocast.enabled": True,
+            "torch_autocast.lower_precision_safe_modules": ["torch.nn.Embedding"],
+        },
+        _travelling(torch.bfloat16, nn.Embedding) | {"autocast_dtype": torch.bfloat16},
     ),
     (  # gradients underflow as those of fp16 parameters do: scaled as GradScaler does
         {"torch_autocast.enabled": True, "torch_autocast.dtype": "float16"},
-        {
+        _travelling(torch.float16)
+        | {
             "autocast_dtype": torch.float16,
             "loss_scale": DynamicLossScale(window=2000, hysteresis=1),
             "checks_overflow": True,

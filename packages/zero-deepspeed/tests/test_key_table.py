@@ -23,7 +23,7 @@ Z: Final = "zero_optimization"
 # One of these asks for another thing than the default, whatever kind of value a key has.
 CANDIDATES: Final = (
     *(True, False, 2, 4, 0.5, "cpu", "sum", "fail", "fp16", "fp32", "gram", "linear", "original"),
-    "random",
+    *("random", "torch.nn.LayerNorm"),
     *("LRRangeTest", "sgd", [0.5, 0.75], [1, 2, 3], ["name"], "name", {"name": 1}, {"reset_T": 2}),
     {"enabled": True, "deepcompile": True},  # what turns on a section that is not looked into
 )

@@ -244,9 +244,26 @@ class _Closing(torch.optim.SGD):
         super().step()
 
 
+class _ClosingByDefault(torch.optim.SGD):
+    """Has torch's signature, and calls it all the same, as most public implementations of SAM."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
 @pytest.mark.parametrize(
     ("kind", "word", "is_doubted"),
-    [(_Closing, "flat", True), (_Closing, "tensor", False), (torch.optim.SGD, "flat", False)],
+    [
+        (_Closing, "flat", True),
+        (_Closing, "tensor", False),
+        (_ClosingByDefault, "flat", True),
+        (_ClosingByDefault, "row", True),
+        (_ClosingByDefault, "tensor", False),
+        (torch.optim.SGD, "flat", False),
+        (torch.optim.LBFGS, "flat", True),
+    ],
 )
 def test_the_word_of_who_wants_a_closure_is_followed_and_doubted(
     kind: type[torch.optim.Optimizer],

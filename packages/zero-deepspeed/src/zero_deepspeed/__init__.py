@@ -140,6 +140,27 @@ class _LossScale:
         """Whether it changes."""
         return isinstance(self._engine.config.loss_scale, DynamicLossScale)
 
+    def __getattr__(self, name: str) -> Any:
+        """Counters and settings of DeepSpeed's DynamicLossScaler, where the scale changes."""
+        chosen, scaler = self._engine.config.loss_scale, self._engine.loss_scaler
+        if not isinstance(chosen, DynamicLossScale) or scaler is None:
+            raise AttributeError(f"a loss scaler whose scale does not change has no {name!r}")
+        state = scaler.state_dict()
+        found = {
+            "cur_hysteresis": state["hysteresis"],
+            "cur_iter": self._engine.global_steps,
+            "consecutive_hysteresis": chosen.consecutive_hysteresis,
+            "delayed_shift": chosen.hysteresis,
+            "last_overflow_iter": self._engine.global_steps - int(state["clean_steps"]) - 1,
+            "min_scale": chosen.minimum,
+            "raise_error_at_min_scale": chosen.raises_at_minimum,
+            "scale_factor": 2.0,
+            "scale_window": chosen.window,
+        }
+        if name not in found:
+            raise AttributeError(f"a loss scaler has no {name!r}; it has {', '.join(found)}")
+        return found[name]
+
     @property
     def overflow(self) -> bool:
         """Whether the last step at a boundary was skipped, as a gradient was inf or nan."""

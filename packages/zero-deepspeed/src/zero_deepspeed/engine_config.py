@@ -21,6 +21,7 @@ from .configuration.settings import (
     Setting,
     Settings,
     Source,
+    autocast_dtype_of,
     implied_values,
     monitoring_of,
     read_settings,
@@ -108,9 +109,7 @@ def read_engine_config(
     settings.check_resolved()
     value = settings.value
     zero = ZeroConfig(**zero_arguments(settings))
-    autocast_dtype = None
-    if value("torch_autocast.enabled"):
-        autocast_dtype = value("torch_autocast.dtype") or torch.bfloat16
+    autocast_dtype = autocast_dtype_of(settings)
     loss_scale, is_bf16 = _loss_scale_of(settings, autocast_dtype), value("bf16.enabled")
     optimizer, scheduler = _named(settings, "optimizer"), _named(settings, "scheduler")
     state_dtype, rests = state_dtype_of(settings), zero.offload and zero.offload.optimizer

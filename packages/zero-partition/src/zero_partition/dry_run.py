@@ -132,7 +132,7 @@ def _operations_of(
         dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
-    dtype = plan.precision.wire_of(buffer.dtype)
+    dtype = plan.precision.wire_of(buffer)
     codec = routes.wire.codec_of_gradients(dtype)
     if codec is not None and routes.num_replicas == 1:
         hops = sent_by_levels(
@@ -313,7 +313,7 @@ def _publishing_bytes(plan: ModelPlan) -> int:
 def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
     """Of what is kept for the hops that move something, of as many elements as each encodes."""
     routes, splits = plan.routes, buffer.layout.splits
-    codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer.dtype))
+    codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer))
     loco = routes.wire.loco
     if loco is None or codec is None or routes.num_replicas > 1:
         return 0
@@ -384,7 +384,7 @@ class _Counts:
     def _add_gradients(self, buffer: BufferPlan, dtype: torch.dtype) -> None:
         plan, layout = self.plan, buffer.layout
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
-        wire = plan.precision.wire_of(buffer.dtype)
+        wire = plan.precision.wire_of(buffer)
         codec = plan.routes.wire.codec_of_gradients(wire)
         way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
         if codec is not None:
@@ -413,7 +413,7 @@ def _pool_bytes(plan: ModelPlan) -> int:
     for unit in plan.units:
         for buffer in unit.buffers:
             if buffer.trainable:
-                itemsize = plan.precision.wire_of(buffer.dtype).itemsize
+                itemsize = plan.precision.wire_of(buffer).itemsize
                 gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
                 of_param |= {param.name: gradients for param in buffer.params}
     reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))

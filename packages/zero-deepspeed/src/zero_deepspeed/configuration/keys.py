@@ -180,12 +180,7 @@ _DTYPES: Final = (
         "torch_autocast",
         FileKey("enabled", FLAG, False, "autocast_dtype"),
         FileKey("dtype", DTYPE, None, "autocast_dtype"),
-        not_built(
-            "lower_precision_safe_modules",
-            None,
-            "torch.autocast chooses by operation; leave it out",
-            NAMES,
-        ),
+        FileKey("lower_precision_safe_modules", NAMES, None, _PRECISION),
         gates=("torch_autocast.enabled",),
     ),
     *section(

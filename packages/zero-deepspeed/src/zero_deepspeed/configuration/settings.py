@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from zero_comm import Loco
 from zero_engine import ConfigError, FileError, Offload
 from zero_offload import DiskSettings
-from zero_partition import AS_IT_IS, Precision, Wire
+from zero_partition import AS_IT_IS, ModulePrecision, Precision, Wire
 
 from .file_key import FileKey, ignored, shown
 from .keys import KEYS, SECTIONS, WRITTEN, find_slip, unknown_key
@@ -421,9 +422,48 @@ def _precision_of(settings: Settings) -> Precision | None:
         masters=masters,
         reduce=value("communication_data_type"),
         predivide_factor=_predivide_factor(settings),
+        keep=_travelling(settings),
         reduces_mean=value("prescale_gradients") or value("gradient_allreduce_op") == "mean",
     )
     return None if precision == AS_IT_IS else precision
+
+
+def autocast_dtype_of(settings: Settings) -> torch.dtype | None:
+    """What torch.autocast computes in; None where it is off."""
+    if not settings.value("torch_autocast.enabled"):
+        return None
+    dtype: torch.dtype = settings.value("torch_autocast.dtype") or torch.bfloat16
+    return dtype
+
+
+_SAFE_MODULES: Final = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+
+
+def _travelling(settings: Settings) -> dict[str | type[nn.Module], ModulePrecision]:
+    """Modules that compute in the dtype of the autocast, whose parameters then travel in it.
+
+    So DeepSpeed documents it of gradients, and of parameters at stage 3 ("torch_autocast").
+    """
+    dtype = autocast_dtype_of(settings)
+    if dtype is None or settings.value(STAGE) == 0:
+        return {}
+    said = settings.value("torch_autocast.lower_precision_safe_modules")
+    names = _SAFE_MODULES if said is None else (said,) if isinstance(said, str) else said
+    return {_class_of(name): ModulePrecision(travel=dtype) for name in names}
+
+
+def _class_of(path: str) -> type[nn.Module]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            "torch_autocast.lower_precision_safe_modules: expected paths of classes of modules, as "
+            f"in 'torch.nn.Linear', got {path!r}"
+        )
+    return found
 
 
 def state_dtype_of(settings: Settings) -> torch.dtype | None:

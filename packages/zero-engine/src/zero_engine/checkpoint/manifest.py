@@ -18,6 +18,7 @@ from zero_partition.seams import StateDictLayout
 from zero_engine.errors import ConfigError, FileError
 
 from .file_system import OpenFolder, read_regular
+from .limits import LARGEST_NUMBER, MOST_NESTED
 
 T = TypeVar("T")
 Check = Callable[[Any, str], T]  # of what JSON says, and where that is; raises FileError
@@ -27,17 +28,14 @@ Check = Callable[[Any, str], T]  # of what JSON says, and where that is; raises 
 _KIND: Final = "$"  # the key of what JSON has no word for
 
 
-_MOST_NESTED: Final = 100  # values in values: Python's own limit is near 1,000 calls
-
-
 def to_json(value: Any, where: str, *, depth: int = 0) -> Any:
     """JSON that `from_json` turns into the value again; `where` says in errors what it is.
 
     Of None, bools, numbers, strings and dtypes, lists, tuples, sets and dicts of these, and small
     dense tensors.
     """
-    if depth > _MOST_NESTED:
-        raise ConfigError(f"{where[:80]}...: expected at most {_MOST_NESTED} values in values")
+    if depth > MOST_NESTED:
+        raise ConfigError(f"{where[:80]}...: expected at most {MOST_NESTED} values in values")
     said: Any = value
     if isinstance(value, Tensor):
         said = _tensor_to_json(value, where)
@@ -78,8 +76,8 @@ def from_json(said: Any, where: str = "", *, depth: int = 0) -> Any:
     Raises:
         FileError: It is none, or is nested too deep; with where.
     """
-    if depth > _MOST_NESTED + 1:  # a param group is one around its options
-        raise FileError(f"{where}: expected at most {_MOST_NESTED} values in values")
+    if depth > MOST_NESTED + 1:  # a param group is one around its options
+        raise FileError(f"{where}: expected at most {MOST_NESTED} values in values")
 
     def inner(item: Any) -> Any:
         return from_json(item, where, depth=depth + 1)
@@ -143,8 +141,6 @@ def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
 
 # ---- Checks ----
 
-_LARGEST: Final = 2**62  # of any number: a product of torch's stays below 2**63
-
 
 def _refuse(where: str, expected: str, said: Any) -> FileError:
     got = repr(said)
@@ -152,7 +148,7 @@ def _refuse(where: str, expected: str, said: Any) -> FileError:
 
 
 def _count(said: Any, where: str) -> int:
-    if type(said) is not int or not 0 <= said <= _LARGEST:
+    if type(said) is not int or not 0 <= said <= LARGEST_NUMBER:
         raise _refuse(where, "a number from 0 to 2**62", said)
     return said
 
@@ -224,7 +220,7 @@ def _shape(said: Any, where: str) -> torch.Size:
     numel = 1
     for side in sides:
         numel *= side
-    if numel > _LARGEST or len(sides) > 64:
+    if numel > LARGEST_NUMBER or len(sides) > 64:
         raise _refuse(where, "the shape of a tensor", said)
     return torch.Size(sides)
 

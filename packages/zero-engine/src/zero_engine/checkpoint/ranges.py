@@ -20,6 +20,7 @@ from zero_partition.seams import AbstractRangeReader
 from zero_engine.errors import FileError
 
 from .file_system import OpenFolder, open_regular
+from .limits import LARGEST_HEADER_BYTES
 
 # ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
 
@@ -51,7 +52,6 @@ _DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
 _CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
 _LENGTH_BYTES: Final = 8
 _WHEN_READ: Final = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
-_LARGEST_HEADER_BYTES: Final = 10**8  # what the safetensors library accepts
 
 
 def file_bytes(
@@ -122,7 +122,7 @@ class TensorFile:
 
 def _read_header(file: BinaryIO) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > _LARGEST_HEADER_BYTES:
+    if length > LARGEST_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
     said = json.loads(file.read(length))
     num_bytes = os.fstat(file.fileno()).st_size

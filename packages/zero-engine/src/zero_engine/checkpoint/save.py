@@ -39,11 +39,11 @@ from zero_engine.sharding import has_optimizer
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
 from .folder import LATEST, together
+from .limits import LARGEST_NUMBER, LONGEST_TAG_BYTES
 from .manifest import from_json, name_of, to_json
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
-_LONGEST_TAG: Final = 200  # bytes: names of 255 have room for what marks a folder as partial
 _SECTIONS: Final = (  # of the manifest, whose tensors lie in files
     *("params", "buffers", "rank_buffers", "optimizer", "own_state", "rngs", "loco", "average"),
 )
@@ -302,11 +302,11 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
 def _check_tag(tag: Any) -> str:
     """A tag is the name of a folder."""
     is_name = isinstance(tag, str) and tag and Path(tag).name == tag and tag != LATEST
-    is_short = is_name and len(os.fsencode(tag)) <= _LONGEST_TAG
+    is_short = is_name and len(os.fsencode(tag)) <= LONGEST_TAG_BYTES
     if not is_short or tag.startswith(".") or any(c in tag for c in "\0\n"):
         raise ConfigError(
-            f"tag: expected the name of a folder, of at most {_LONGEST_TAG} bytes, that does not "
-            f"begin with a dot, got {tag!r:.80}"
+            f"tag: expected the name of a folder, of at most {LONGEST_TAG_BYTES} bytes, that does "
+            f"not begin with a dot, got {tag!r:.80}"
         )
     return tag
 
@@ -340,7 +340,7 @@ def sharded_of(
 
 def _check_number(name: str, value: Any, minimum: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not minimum <= value <= 2**62:
+    if not is_int or not minimum <= value <= LARGEST_NUMBER:
         raise ConfigError(f"save(): expected {name} to be an int from {minimum}, got {value!r}")
 
 

@@ -116,7 +116,8 @@ def plan_model(
     )
     at_rest = config.placements.params
     sharded = [unit for unit in planned if unit.resting(at_rest) is Placement.SHARDED]
-    if any(routes.resting_codec_of(buffer) for unit in sharded for buffer in unit.buffers):
+    buffers = [buffer for unit in sharded for buffer in unit.buffers]
+    if any(buffer.travel or routes.resting_codec_of(buffer) for buffer in buffers):
         routes = evolve(routes, reads_peers=False)
     limits = config.limits
     partial_plan = ModelPlan(

@@ -97,6 +97,10 @@ def distribute(
         )
         is_sharded = placement is Placement.SHARDED
         is_encoded = is_sharded or any(buffer.codec is not None for buffer in flat_buffers)
+        codec = wire.params if is_encoded else None
+        if codec is None and is_sharded:
+            travels = (b.gather_codec for b in flat_buffers if b.plan.travel is not None)
+            codec = next(travels, None)
         secondary = None
         if routes.node is not None and is_sharded:
             secondary = SecondaryShards(routes.node, flat_buffers)
@@ -108,7 +112,7 @@ def distribute(
                 placement,
                 flat_buffers,
                 tuple(owners),
-                codec=wire.params if is_encoded else None,
+                codec=codec,
                 secondary=secondary,
             )
         )
@@ -189,7 +193,7 @@ def _lay_down(
         if master_dtype != plan.dtype or residence.homes.is_delayed:  # else the shard has them
             training.write(values)
     if whole is None:
-        codec = resting.codec or wire.codec_of_params(plan.dtype, num_shards)
+        codec = resting.codec or wire.codec_of_params(plan, num_shards)
     return FlatBuffer(
         plan,
         index,
@@ -199,7 +203,7 @@ def _lay_down(
         whole,
         training,
         targets,
-        wire_dtype=residence.precision.wire_of(plan.dtype),
+        wire_dtype=residence.precision.wire_of(plan),
         stepped_device=group.device if residence.homes.gradients is None else torch.device("cpu"),
         gather_codec=codec,
     )
@@ -433,7 +437,8 @@ def _partition(
     install_module_hooks(model, sharded)
     install_format_hooks(model, sharded)
     for module, policy in precision.kept_modules(model).values():
-        sharded.removers += install_dtype_hooks(module, policy, precision.params)
+        if policy.has_hooks:
+            sharded.removers += install_dtype_hooks(module, policy, precision.params)
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)

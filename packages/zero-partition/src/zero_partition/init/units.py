@@ -234,6 +234,7 @@ def plan_units(
         cuts or {},
         group_of or {},
         dtypes=precision.dtypes_of(model),
+        travels=precision.travels_of(model),
         strides={id(param): found for param in names if (found := _strides_of(param)) is not None},
     )
     return tuple(

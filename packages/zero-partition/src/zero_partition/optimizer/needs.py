@@ -571,6 +571,22 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def _calls_closure(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> bool:
+    """Tell whether it cannot step without a closure, by its signature or by a trial step."""
+    if _needs_closure(optimizer) or not _takes_closure(optimizer):
+        return _needs_closure(optimizer)
+    values = [_values(sample, index, step=-1) for index, sample in enumerate(samples)]
+    grads = [[_values(sample, index, step=0) for index, sample in enumerate(samples)]]
+    with _undisturbed(optimizer):
+        try:
+            _outcome(optimizer, samples, values, grads)
+        except TypeError as error:
+            return "NoneType" in str(error)
+        except Exception:
+            return False  # it cannot be tried, and is taken at its word
+    return False
+
+
 # NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
 # cut, or a method from a param group to a cut), this table for torch's own classes, and a trial of
 # a copy of it. Subclasses of torch's are tried: nobody knows what they override.
@@ -606,6 +622,7 @@ def _choose_for(
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
     samples: list[tuple[int, Sample]] = []  # of what nobody says: id of the parameter
+    trusted: dict[int, Sample] = {}  # the first of each param group whose need the optimizer says
     need: Cut | None = None
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
@@ -614,18 +631,21 @@ def _choose_for(
         for param in group["params"]:
             chosen, name = cuts.get(id(param), said), names[id(param)]
             cut = cuts[id(param)] = chosen or need or Cut.FLAT
+            device = torch.device("cpu") if param.is_meta else param.device  # it has values
+            sample = Sample(name, param.shape, device, cut, index, chosen is not None)
             if need is None:
-                device = torch.device("cpu") if param.is_meta else param.device  # it has values
-                is_said = chosen is not None
-                samples.append((id(param), Sample(name, param.shape, device, cut, index, is_said)))
-            elif not cut.keeps(need, param.shape):
+                samples.append((id(param), sample))
+                continue
+            if need != Cut.TENSOR and getattr(optimizer, "needs_cut", None) is not None:
+                trusted.setdefault(index, sample)
+            if not cut.keeps(need, param.shape):
                 raise PartitionError(
                     f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
                     f"the cut {str(need)!r}, and would train differently on shards cut "
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
-    if need is not None and need != Cut.TENSOR and _needs_closure(optimizer):
+    if trusted and _calls_closure(optimizer, _choose([*trusted.values()])):
         _LOG.warning(
             "a %s says needs_cut=%r and is taken at its word, but its step evaluates the loss by a "
             "closure, at points that may depend on all parameters at once, as SAM's do: on shards "

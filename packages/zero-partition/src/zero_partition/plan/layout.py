@@ -7,7 +7,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from attrs import field, frozen
@@ -347,7 +347,7 @@ def strides_of(param: Tensor) -> tuple[int, ...] | None:
 
 @frozen
 class BufferPlan:
-    """One flat buffer: parameters of a unit that share a dtype, and are trainable or not.
+    """One flat buffer: parameters of a unit that share their dtypes, and are trainable or not.
 
     Those that no rank may cut lie apart from large ones that it may; see NOTE(whole).
     """
@@ -356,11 +356,17 @@ class BufferPlan:
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
+    travel: torch.dtype | None = None  # between ranks, if that is another by request
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole buffer, padding included."""
         return self.layout.numel * self.dtype.itemsize
+
+
+# Parameters of one buffer: their dtype, whether they train, the dtype in which they travel, if that
+# is another, and whether no rank may cut them.
+_Kind: TypeAlias = tuple[torch.dtype, bool, torch.dtype | None, bool]
 
 
 def plan_buffers(
@@ -371,25 +377,26 @@ def plan_buffers(
     group_of: Mapping[int, int],
     *,
     dtypes: Mapping[int, torch.dtype],
+    travels: Mapping[int, torch.dtype] | None = None,
     strides: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[tuple[BufferPlan, ...]]:
     """Plan the buffers of every unit together; see NOTE(whole)."""
-    kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
+    kinds = [_kinds_of(params, cuts, group_of, dtypes, travels or {}) for params in units]
     owners: dict[int, int] = {}
     loads = {trainable: [0] * world_size for trainable in (True, False)}  # bytes of each rank
     for trainable, of_ranks in loads.items():
         whole = [
             param
             for kind in kinds
-            for (_, of_trainable, is_whole), params in kind.items()
+            for (_, of_trainable, _, is_whole), params in kind.items()
             if is_whole and of_trainable is trainable
             for param in params
         ]
         ranks = give_whole([param.numel() * param.element_size() for param in whole], of_ranks)
         owners.update(zip(map(id, whole), ranks, strict=True))
 
-    def plan(kind: tuple[torch.dtype, bool, bool], params: list[nn.Parameter]) -> BufferPlan:
-        dtype, trainable, is_whole = kind
+    def plan(kind: _Kind, params: list[nn.Parameter]) -> BufferPlan:
+        dtype, trainable, travel, is_whole = kind
         if is_whole:
             params = sorted(params, key=lambda param: owners[id(param)])  # stable
         plans = tuple(
@@ -405,7 +412,7 @@ def plan_buffers(
         )
         ranks = [owners[id(param)] for param in params] if is_whole else None
         layout = _lay_out_buffer(plans, dtype, ranks, loads[trainable])
-        return BufferPlan(plans, layout, dtype, trainable)
+        return BufferPlan(plans, layout, dtype, trainable, travel)
 
     return [tuple(plan(kind, params) for kind, params in unit.items()) for unit in kinds]
 
@@ -415,13 +422,16 @@ def _kinds_of(
     cuts: Mapping[int, Cut],
     group_of: Mapping[int, int],
     dtypes: Mapping[int, torch.dtype],
-) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
-    """By dtype, whether they train, and whether they stay whole: one buffer each."""
-    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    travels: Mapping[int, torch.dtype],
+) -> dict[_Kind, list[nn.Parameter]]:
+    """Divide parameters by dtypes, whether they train, and whether they stay whole."""
+    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None], list[nn.Parameter]] = {}
     for param in params:
-        kinds.setdefault((dtypes[id(param)], param.requires_grad), []).append(param)
-    split: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
-    for (dtype, trainable), chosen in kinds.items():
+        dtype, travel = dtypes[id(param)], travels.get(id(param))
+        kind = (dtype, param.requires_grad, None if travel == dtype else travel)
+        kinds.setdefault(kind, []).append(param)
+    split: dict[_Kind, list[nn.Parameter]] = {}
+    for kind, chosen in kinds.items():
         chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within
         whole = [param for param in chosen if cuts.get(id(param)) == Cut.TENSOR]
         rest = [param for param in chosen if cuts.get(id(param)) != Cut.TENSOR]
@@ -429,7 +439,7 @@ def _kinds_of(
             whole, rest = chosen, []  # one collective fewer, and hardly worse balanced
         for is_whole, members in ((True, whole), (False, rest)):
             if members:
-                split[dtype, trainable, is_whole] = members
+                split[(*kind, is_whole)] = members
     return split
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final, final
 
@@ -15,6 +15,7 @@ from zero_comm import Reduction
 from zero_partition.errors import PartitionError
 from zero_partition.torch_private import NormBase
 
+from .layout import BufferPlan
 from .stages import expects, names_fields, nearest
 
 
@@ -59,12 +60,28 @@ class ModulePrecision:
         restores: What the module returns has the dtype of the first floating-point tensor that it
             was called with (that of the model's parameters where there is none), unless `outputs`
             says another: the modules around need not know.
+        travel: At stages 1 to 3, gradients of floating-point parameters inside travel between ranks
+            in it, and at stage 3 the parameters themselves: for modules that compute in it under an
+            autocast. In place of `Precision.reduce` and `Wire.params`. Where nothing else is said,
+            calls of the module are left alone.
     """
 
     params: torch.dtype | None = field(default=None, validator=_FLOATING)
     outputs: torch.dtype | None = field(default=None, validator=_FLOATING)
     cast_inputs: bool = field(default=True, validator=_BOOL)
     restores: bool = field(default=False, validator=_BOOL)
+    travel: torch.dtype | None = field(
+        default=None,
+        validator=expects(
+            "torch.bfloat16, torch.float16, torch.float32, or None",
+            lambda value: value in (None, torch.bfloat16, torch.float16, torch.float32),
+        ),
+    )
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether calls of the module convert what goes in or comes out."""
+        return self.travel is None or bool(self.params or self.outputs or self.restores)
 
 
 def _as_policies(keep: Any) -> Any:
@@ -79,9 +96,15 @@ def _as_policies(keep: Any) -> Any:
 
 def _are_policies(keep: Any) -> bool:
     return isinstance(keep, dict) and all(
-        isinstance(pattern, str) and isinstance(said, ModulePrecision)
+        isinstance(pattern, str | type) and isinstance(said, ModulePrecision)
         for pattern, said in keep.items()
     )
+
+
+def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatchcase(name, pattern)
+    return type(module) is pattern
 
 
 @names_fields
@@ -106,9 +129,10 @@ class Precision:
         cast_inputs: Floating-point tensors with which the model is called, in tuples, lists, dicts
             and what torch's pytrees know, are converted to `params`, where that is given. So does
             FSDP2's `cast_forward_inputs`, and so is a call of a part of the model left alone.
-        keep: By patterns of module names, as `fnmatch` reads them, what differs from `params` in
-            the modules that match and all inside them: `{"*norm*": torch.float32}`. A dtype is
-            `ModulePrecision(dtype, restores=True)`. Of several that match, the last counts.
+        keep: By patterns of module names, as `fnmatch` reads them, or by classes (not subclasses;
+            there need be no such module), what differs from `params` in the modules that match and
+            all inside them: `{"*norm*": torch.float32}`. A dtype is `ModulePrecision(dtype,
+            restores=True)`. Of several that match, the last counts.
         predivide_factor: Gradients are divided by it before ranks are added up: what keeps a sum
             over many ranks within fp16. The sum is multiplied by it over the number of ranks for a
             mean. The number of ranks itself when None: a mean is not rounded again afterwards.
@@ -124,12 +148,13 @@ class Precision:
     reduce: torch.dtype | None = field(default=None, validator=_FLOATING)
     outputs: torch.dtype | None = field(default=None, validator=_FLOATING)
     cast_inputs: bool = field(default=True, validator=_BOOL)
-    keep: Mapping[str, ModulePrecision] = field(
+    keep: Mapping[str | type[nn.Module], ModulePrecision] = field(
         factory=dict,
         converter=_as_policies,
         hash=False,
         validator=expects(
-            "patterns of module names, each with a torch.dtype or ModulePrecision", _are_policies
+            "patterns of module names, or classes, each with a torch.dtype or ModulePrecision",
+            _are_policies,
         ),
     )
     predivide_factor: float | None = field(default=1.0, validator=_FACTOR)
@@ -142,12 +167,9 @@ class Precision:
             PartitionError: A pattern matches no module, or a parameter is tied between modules that
                 keep it in different dtypes.
         """
-        kept, found, names = self.kept_modules(model), dict[int, torch.dtype](), dict[int, str]()
-        for name, param in model.named_parameters(remove_duplicate=False):
-            around = name.rpartition(".")[0]
-            while around and around not in kept:
-                around = around.rpartition(".")[0]
-            dtype = (kept[around][1].params if around else None) or self.params
+        found, names = dict[int, torch.dtype](), dict[int, str]()
+        for name, param, policy in self._with_policies(model):
+            dtype = (None if policy is None else policy.params) or self.params
             if dtype is None or not param.is_floating_point():
                 dtype = param.dtype
             first = names.setdefault(id(param), name)
@@ -158,6 +180,25 @@ class Precision:
                 )
         return found
 
+    def travels_of(self, model: nn.Module) -> dict[int, torch.dtype]:
+        """Return the dtype in which parameters travel, by id, of those of which `keep` says one."""
+        return {
+            id(param): policy.travel
+            for _, param, policy in self._with_policies(model)
+            if policy is not None and policy.travel is not None and param.is_floating_point()
+        }
+
+    def _with_policies(
+        self, model: nn.Module
+    ) -> Iterator[tuple[str, nn.Parameter, ModulePrecision | None]]:
+        """Yield parameters in all their names, each with the policy of the module around it."""
+        kept = self.kept_modules(model)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            around = name.rpartition(".")[0]
+            while around and around not in kept:
+                around = around.rpartition(".")[0]
+            yield name, param, kept[around][1] if around else None
+
     def kept_modules(self, model: nn.Module) -> dict[str, tuple[nn.Module, ModulePrecision]]:
         """Return modules that differ from `params`, and how, by name; outer ones come first.
 
@@ -167,14 +208,14 @@ class Precision:
             PartitionError: A pattern matches no module.
         """
         kept: dict[str, tuple[nn.Module, ModulePrecision]] = {}
-        patterns, used = [*self.keep], set[str]()
+        patterns, used = [*self.keep], set[str | type[nn.Module]]()
         chosen = {"": -1}  # name -> index of the last pattern that matches it or what is around it
         for name, module in model.named_modules(remove_duplicate=False):
             if not name:
                 continue
             stats = module.running_mean if isinstance(module, NormBase) else None
             around = chosen[name.rpartition(".")[0]]
-            matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+            matching = [each for each in patterns if _matches(each, name, module)]
             used.update(matching)
             own = patterns.index(matching[-1]) if matching else -1
             chosen[name] = max(around, own)
@@ -183,7 +224,7 @@ class Precision:
             elif chosen[name] < 0 and self.params and stats is not None:
                 kept[name] = module, ModulePrecision(stats.dtype, restores=True)
         for pattern in patterns:
-            if pattern not in used:
+            if isinstance(pattern, str) and pattern not in used:
                 near = nearest(pattern, (name for name in chosen if name))
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise PartitionError(f"Precision.keep: {pattern!r} matches no module{hint}")
@@ -193,9 +234,10 @@ class Precision:
         """Of the masters of trainable parameters of this dtype, None if they have none."""
         return self.masters if dtype.is_floating_point and dtype != self.masters else None
 
-    def wire_of(self, dtype: torch.dtype) -> torch.dtype:
-        """In which gradients of parameters of this dtype travel."""
-        return self.reduce if self.reduce and dtype.is_floating_point else dtype
+    def wire_of(self, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype in which gradients of a buffer travel."""
+        reduce = self.reduce if buffer.dtype.is_floating_point else None
+        return buffer.travel or reduce or buffer.dtype
 
     def scaling_of(self, world_size: int) -> Scaling:
         """What is done to gradients around their reduction over so many ranks. Arithmetic only."""

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 from attrs import Attribute, evolve, field, frozen
-from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, Traffic, parse_codec
+from zero_comm import AbstractCodec, Cast, CodecError, Group, Levels, Loco, Traffic, parse_codec
 
 from zero_partition.errors import PartitionError
 
@@ -208,12 +208,14 @@ class Wire:
             num_shards: Number of ranks that exchange them.
         """
         is_gathered = placement is Placement.REPLICATED and plan.trainable and not is_small
-        return self.codec_of_params(plan.dtype, num_shards) if is_gathered else None
+        is_encoded = is_gathered and self.params is not None and self.params.takes(plan.dtype)
+        return self.params if is_encoded and num_shards > 1 else None
 
-    def codec_of_params(self, dtype: torch.dtype, num_shards: int) -> AbstractCodec | None:
-        """How shards of this dtype travel between so many ranks; None: as they are."""
-        is_encoded = num_shards > 1 and self.params is not None and self.params.takes(dtype)
-        return self.params if is_encoded else None
+    def codec_of_params(self, plan: BufferPlan, num_shards: int) -> AbstractCodec | None:
+        """Return how shards that rest sharded travel between so many ranks; None: as they are."""
+        codec = self.params if plan.travel is None else Cast(plan.travel)
+        is_encoded = num_shards > 1 and codec is not None and codec.takes(plan.dtype)
+        return codec if is_encoded else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""
@@ -276,7 +278,7 @@ class PlannedRoutes:
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which shards of a buffer that rests sharded travel; None: as they are."""
         resting = self.resting_codec_of(buffer) if self.shards > 1 else None
-        return resting or self.wire.codec_of_params(buffer.dtype, self.shards)
+        return resting or self.wire.codec_of_params(buffer, self.shards)
 
     def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which they rest, if the buffer's parameters rest sharded; None: as they are."""

@@ -45,7 +45,7 @@ from zero_partition.run.sharded_model import (
 )
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, NameOnly, StateKind, end_export, export
-from zero_partition.torch_private import checkpoint_call
+from zero_partition.torch_private import checkpoint_call, narrow_storage
 
 from .load import StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
 from .runs import LocalState, launch_entry, owner_of, plan_states
@@ -146,14 +146,20 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded.
 
     Also where they rest whole, but as a codec leaves them. Where they have masters, what is loaded
-    goes to both.
+    goes to both. Values that lie in a flat buffer are given out with storages of their own.
     """
     owned: dict[nn.Module, _ModuleHooks] = {}
+    in_buffers: dict[nn.Module, list[str]] = {}
     for unit in sharded.units:
         for module, attribute, index, position in unit.owners:
             place = place_of(unit.buffers[index].params[position], what="state_dict()")
             if not _has_exact(place) or place.buffer.has_masters:
                 owned.setdefault(module, _ModuleHooks(sharded)).places[attribute] = place
+            if _has_exact(place):
+                in_buffers.setdefault(module, []).append(attribute)
+    for module, attributes in in_buffers.items():
+        handle = module.register_state_dict_post_hook(_OwnStorages(attributes))
+        sharded.removers.append(handle.remove)
     for module, hooks in owned.items():
         handles = [
             module.register_load_state_dict_pre_hook(hooks.before_load),
@@ -165,6 +171,24 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
                 module.register_state_dict_post_hook(hooks),
             ]
         sharded.removers += [handle.remove for handle in handles]
+
+
+@define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
+class _OwnStorages(Bound):
+    """Gives values in a state dict storages of their own, over the same memory.
+
+    `torch.save` writes the whole storage of a tensor: a layer's weights would be as large a file as
+    the flat buffer of their unit.
+    """
+
+    attributes: list[str]
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        """Change the values of these parameters."""
+        for attribute in self.attributes:
+            value = state.get(prefix + attribute)
+            if type(value) is Tensor and value.numel():  # else hooks of others have changed it
+                narrow_storage(value)
 
 
 def _has_exact(place: ParamRef) -> bool:
