@@ -103,7 +103,9 @@ def _bf16(numel: int) -> dict[str, Way]:
     param, grad = master.bfloat16(), master.bfloat16()
     divisor = torch.tensor(1024.0 * 1.7)  # of the loss scale, and of clipping
     ours = _sharing(CPUAdam, param, grad, *moments, master=master)
-    without = _sharing(CPUAdam.from_deepspeed, param, grad, *moments)
+    without = _sharing(
+        partial(CPUAdam, masters=False, state_dtype=torch.float32), param, grad, *moments
+    )
     ours.grad_scale = without.grad_scale = divisor
     fused = _sharing(partial(AdamW, fused=True), master, None, *moments)
     (wide,) = fused.param_groups[0]["params"]

@@ -114,6 +114,10 @@ def test_deepspeeds_other_cpu_optimizers_train_as_ours(group: Group, name: str) 
 
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine, other)
+    half = kind(models[1].parameters(), fp32_optimizer_states=False)
+    half.step()
+    param = next(models[1].parameters())
+    assert {v.dtype for n, v in half.state[param].items() if n != "step"} == {torch.bfloat16}
     if name == "Adagrad":
         with pytest.raises(ConfigError, match="amsgrad"):
             kind(models[0].parameters(), amsgrad=True)

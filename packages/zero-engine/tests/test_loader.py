@@ -10,13 +10,17 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from zero_comm import Group
 from zero_engine import ConfigError
+from zero_engine.engine import EngineConfig
 
 
 def _make(dataset: Any, group: Group, *, batch_size: int = 4, **options: Any) -> Any:
-    raw = {"train_micro_batch_size_per_gpu": batch_size}
-    raw |= {key: options.pop(key) for key in ("dataloader_drop_last",) if key in options}
+    config = EngineConfig(
+        micro_batch_size=batch_size,
+        train_batch_size=batch_size * group.world_size,
+        drop_last=options.pop("drop_last", False),
+    )
     return zero_engine.initialize(
-        model=nn.Linear(1, 1), training_data=dataset, config=raw, group=group, **options
+        model=nn.Linear(1, 1), training_data=dataset, config=config, group=group, **options
     )[2]
 
 
@@ -60,7 +64,7 @@ def test_each_epoch_has_another_order_and_can_be_gone_back_to() -> None:
 def test_batches_are_of_the_size_asked_for_and_made_by_collate_fn() -> None:
     """Schedulers are built from their number before anything is read; text needs its padding."""
     for drops, expected in ((False, [4, 4, 4, 1]), (True, [4, 4, 4])):
-        loader = _make(range(13), Group.solo(), dataloader_drop_last=drops)
+        loader = _make(range(13), Group.solo(), drop_last=drops)
         batches = list(loader)
         assert all(isinstance(batch, torch.Tensor) for batch in batches)
         assert [len(batch) for batch in batches] == expected

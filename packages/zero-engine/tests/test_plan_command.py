@@ -70,16 +70,13 @@ def test_what_travels_is_asked_for_by_name(zero, capsys) -> None:
     assert across[1] < across[0] / 4
 
 
-def test_json_has_the_plan_and_a_file_for_deepspeed_is_planned(zero, capsys, tmp_path) -> None:
-    """Scripts read the one; who comes from DeepSpeed has the other."""
-    path = tmp_path / "ds.json"
-    content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-    path.write_text(json.dumps(content))
+def test_json_has_the_plan(zero, capsys) -> None:
+    """Scripts read it."""
     config = ZeroConfig(2)
     expected = zero_engine.plan(GPTSize(4, 256), config, world_size=8).to_dict()
     assert expected["sent_bytes"] and expected["memory"]["at_rest"]["total_bytes"]
 
-    for arguments in ([], ["--stage", "2"], ["--config", path]):
+    for arguments in ([], ["--stage", "2"]):
         assert zero("plan", *SIZE, "--world-size", "8", "--json", *arguments) == 0
         found = json.loads(capsys.readouterr().out)
         one = found["options"][2]["plan"] if "options" in found else found

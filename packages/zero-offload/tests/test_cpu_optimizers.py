@@ -313,17 +313,6 @@ def test_autograd_notices_a_step() -> None:
         loss.backward()
 
 
-def test_deepspeeds_arguments_mean_the_same() -> None:
-    """Its 16-bit parameters have no masters."""
-    params = _params(torch.bfloat16)
-    adam = CPUAdam.from_deepspeed(params, 1e-2, False, fp32_optimizer_states=False)
-    for made in (adam, CPUAdagrad.from_deepspeed(params), CPULion.from_deepspeed(params)):
-        _train(made, params, [0])
-        assert "master" not in made.state[params[0]]
-    assert not adam.param_groups[0]["bias_correction"]
-    assert {v.dtype for n, v in adam.state[params[0]].items() if n != "step"} == {torch.bfloat16}
-
-
 def test_masters_follow_parameters_when_asked() -> None:
     """Weights loaded after the first step would be overwritten by the next one otherwise."""
     params = _params(torch.bfloat16)

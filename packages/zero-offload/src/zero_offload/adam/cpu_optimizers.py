@@ -211,10 +211,6 @@ class Kept(TypedDict, total=False):
     seed: int
 
 
-def _as_deepspeed(fp32_optimizer_states: bool) -> Kept:
-    return {"masters": False, "state_dtype": torch.float32 if fp32_optimizer_states else None}
-
-
 class CPUAdam(AbstractCPUOptimizer):
     """Adam or AdamW over CPU tensors, in one pass over memory by native threads.
 
@@ -275,36 +271,6 @@ class CPUAdam(AbstractCPUOptimizer):
         }
         super().__init__(params, defaults, **kept)
 
-    @classmethod
-    def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> CPUAdam:
-        """What `DeepSpeedCPUAdam` makes of the same arguments: 16-bit parameters without masters.
-
-        `adamw_mode` is our `decoupled_weight_decay`; `fp32_optimizer_states=False` is our
-        `state_dtype=None`. amsgrad, which it refuses, works.
-        """
-        return cls(
-            model_params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=adamw_mode,
-            bias_correction=bias_correction,
-            **_as_deepspeed(fp32_optimizer_states),
-        )
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         is_corrected, is_decoupled = group["bias_correction"], group["decoupled_weight_decay"]
@@ -364,31 +330,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
         }
         super().__init__(params, defaults, **kept)
 
-    @classmethod
-    def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
-        cls,
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> CPUAdagrad:
-        """What `DeepSpeedCPUAdagrad` makes of the same arguments: no masters.
-
-        Raises:
-            ValueError: amsgrad, which has no meaning for Adagrad and is ignored there.
-        """
-        if amsgrad:
-            raise ValueError("amsgrad=True: Adagrad has no such variant; leave it out")
-        return cls(
-            model_params,
-            lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            **_as_deepspeed(fp32_optimizer_states),
-        )
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         return Rule(
             Formula.ADAGRAD,
@@ -432,24 +373,6 @@ class CPULion(AbstractCPUOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **kept)
-
-    @classmethod
-    def from_deepspeed(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> CPULion:
-        """What `DeepSpeedCPULion` makes of the same arguments: no masters."""
-        return cls(
-            model_params,
-            lr,
-            betas,
-            weight_decay,
-            **_as_deepspeed(fp32_optimizer_states),
-        )
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         del step
