@@ -15,6 +15,7 @@ import parity
 import torch
 import zero_ckpt
 import zero_comm
+import zero_deepspeed
 import zero_engine
 import zero_offload
 import zero_partition
@@ -26,7 +27,9 @@ from zero_comm import Group
 from zero_engine import Offload, Wire
 from zero_partition.seams import find_sharded
 
-_PACKAGES: Final = (zero_comm, zero_partition, zero_offload, zero_ckpt, zero_engine)
+_PACKAGES: Final = (
+    *(zero_comm, zero_partition, zero_offload, zero_ckpt, zero_engine, zero_deepspeed),
+)
 _OURS: Final = tuple(str(Path(package.__file__).parent) for package in _PACKAGES)
 
 

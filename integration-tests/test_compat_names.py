@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import os
 import pickle
 import subprocess
 import sys
 import textwrap
 import warnings
+from collections import defaultdict, namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import parity
 import pytest
 import torch
 import zero_deepspeed as deepspeed
+import zero_deepspeed.load
 import zero_deepspeed.schedules
 import zero_engine
 import zero_offload
@@ -254,6 +258,12 @@ def test_what_is_cloned_is_written_without_what_is_beside_it(tmp_path: Path) -> 
 
     torch.save(cloned, tmp_path / "cloned")
     assert (tmp_path / "cloned").stat().st_size < 4_000 < large.nbytes
+    named = namedtuple("Named", "first second")(large[:2], defaultdict(list, {"x": large[2:4]}))
+    again = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(named)
+    assert type(again) is type(named) and again.second["new"] == []
+    assert (
+        torch.equal(again.second["x"], large[2:4]) and again.first.untyped_storage().nbytes() == 8
+    )
     assert cloned["n"] == 3 and cloned["b"][1][0] == "c"
     assert torch.equal(cloned["a"], large[:4]) and torch.equal(cloned["b"][1][1], large[6:7])
 
@@ -304,6 +314,13 @@ def test_a_tiled_layer_computes_what_the_whole_layer_does(
         grad = zero_engine.full_grad(tiled.linears[o][i].weight)
         assert torch.equal(grad, whole.weight.grad[tops[o] : tops[o + 1], lefts[i] : lefts[i + 1]])
 
+    assert [name for name, _ in tiled.named_parameters() if name.endswith("bias")] == [
+        f"linears.{o}.2.bias" for o in range(2) if bias
+    ]
+    alone = names.TiledLinear(7, 5, bias, input_is_already_split=True, init_linear=whole)
+    assert torch.equal(alone(x), expected)
+    halves = names.TiledLinear(7, 5, bias, 2, input_is_already_split=True, init_linear=whole)
+    assert torch.equal(halves(x.split([4, 3], dim=-1)), expected)
     for wrong in ({"in_splits": 8}, {"out_splits": 0}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} from 1"):
             names.TiledLinear(7, 5, **wrong)
@@ -396,7 +413,9 @@ def test_estimates_are_those_of_the_plan(capsys) -> None:
 
     live(model, num_gpus_per_node=4, num_nodes=2)
     table = capsys.readouterr().out
-    host, device, largest = cold(10**6, 10**5, 4, 2, cpu_offload=False, cpu_offload_params=False)
+    host, device, largest = cold(1e6, 1e5, 4, 2, cpu_offload=False, cpu_offload_params=False)
+    with pytest.raises(ConfigError, match="largest_layer_params from 1"):
+        cold(100, 200)
     config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
     layers = nn.Sequential(*(nn.Linear(10**5, 1, False, device="meta") for _ in range(10)))
     planned = zero_engine.plan(layers, config, world_size=8, ranks_per_node=4)
@@ -425,6 +444,8 @@ def test_a_loader_repeats_and_memory_is_logged(caplog: pytest.LogCaptureFixture)
         ("zero_engine.compat.deepspeed.zero.Init", deepspeed.zero.Init),
         ("zero_engine.compat.deepspeed.ops.adam.FusedAdam", FusedAdam),
         ("zero_engine.deepspeed.EngineConfig", EngineConfig),
+        ("zero_engine.compat.deepspeed.__version__", deepspeed.__version__),
+        ("zero_engine.checkpoint.DeepSpeedLoadReport", zero_deepspeed.load.DeepSpeedLoadReport),
         ("zero_engine.deepspeed.WarmupLR", zero_deepspeed.schedules.WarmupLR),
     ],
 )
@@ -443,6 +464,81 @@ def test_old_paths_work_and_say_the_new_one(old: str, new: Any) -> None:
         home.nothing  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         importlib.import_module(f"{module}.nothing")
+
+
+def test_old_modules_are_attributes_too() -> None:
+    """As they were without an import of their own; in a process that has not imported them."""
+    code = (
+        "import warnings, zero_engine; warnings.simplefilter('ignore'); "
+        "print(zero_engine.deepspeed.WarmupLR.__name__, zero_engine.deepspeed.EngineConfig.__name__)"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ran.stdout.split() == ["WarmupLR", "EngineConfig"]
+
+
+def test_an_optimizer_that_has_such_names_itself_keeps_them(group: Group) -> None:
+    """Many wrap another one as `self.optimizer`, and step that."""
+
+    class Wrapping(torch.optim.SGD):
+        overflow = "its own"
+
+        def step(self, closure: Any = None) -> Any:
+            self.optimizer.step()  # type: ignore[attr-defined]
+            return super().step(closure)
+
+    model = nn.Linear(2, 2)
+    optimizer = Wrapping(model.parameters(), 0.1)
+    optimizer.optimizer = inner = SimpleNamespace(step=lambda: None)  # type: ignore[attr-defined]
+    config = {"train_batch_size": group.world_size, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+
+    assert optimizer.optimizer is inner and optimizer.overflow == "its own"
+    assert optimizer.cur_scale == 1.0
+
+
+@pytest.mark.parametrize("form", ["a list", "a generator", "names", "groups", "groups of names"])
+def test_parameters_may_be_given_in_any_form(group: Group, form: str) -> None:
+    """To an optimizer by name; what can be iterated over once is."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = [param.clone() for param in model.parameters()]
+    given: Any = {
+        "a list": list(model.parameters()),
+        "a generator": model.parameters(),
+        "names": model.named_parameters(),
+        "groups": [{"params": part.parameters()} for part in model],
+        "groups of names": [{"params": model.named_parameters()}],
+    }[form]
+    config = {"train_batch_size": group.world_size, "zero_optimization": {"stage": 1}}
+    optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=given, config=config | {"optimizer": optimizer}
+    )
+    engine.backward(engine(torch.ones(1, 2)).square().sum())
+    engine.step()
+
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(zero_engine.full_param(param), was)
+
+
+def test_logs_follow_the_environment() -> None:
+    """`see_memory_usage` does nothing but write a line."""
+    code = (
+        "import zero_deepspeed as deepspeed; "
+        "deepspeed.runtime.utils.see_memory_usage('after a step', force=True)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"ZERO_LOG": "info"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "after a step" in ran.stderr
 
 
 def test_without_the_package_its_files_are_refused_with_what_to_install(

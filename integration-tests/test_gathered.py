@@ -180,6 +180,9 @@ def test_one_rank_loads_a_state_dict_for_all(
     for name, value in _values(model).items():
         is_changed = name.startswith("blocks.0.")
         torch.testing.assert_close(value, before[name] + is_changed, rtol=0.01, atol=0.01)
+    with GatheredParameters(model, modifier_rank=0):
+        alone = {"embed.weight": given["embed.weight"]}
+        model.load_state_dict(alone, strict=False)  # and nothing of other modules
     with GatheredParameters(part, modifier_rank=0):
         if stage == 3 or (stage and options.get("precision")):
             with pytest.raises(StateError, match="inside GatheredParameters"):
@@ -483,6 +486,9 @@ def test_a_part_of_a_state_dict_is_a_small_file(group: Group, tmp_path: Path, st
     torch.save(state, file := tmp_path / f"{group.rank}.pt")
     torch.save(parity.tiny_float32().blocks[0].up.state_dict(), plain := tmp_path / f"{group.rank}")
 
+    torch.save(model.state_dict(), whole := tmp_path / f"{group.rank} whole")
+    loaded = torch.load(whole)
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()  # tied, and once
     assert file.stat().st_size == pytest.approx(plain.stat().st_size, abs=200)
     assert state["weight"].data_ptr() == part.weight.data_ptr()
     assert [param._version for param in model.parameters()] == versions

@@ -12,7 +12,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_comm import Group, all_gather_json, record_traffic
-from zero_engine import ModulePrecision, Precision, ZeroConfig
+from zero_engine import ModulePrecision, Precision, Wire, ZeroConfig
 from zero_partition import PartitionError
 
 WIDTH: Final = 8
@@ -299,3 +299,29 @@ def test_a_dtype_to_travel_in_is_checked() -> None:
     """Integers would lose everything, in silence."""
     with pytest.raises(PartitionError, match=r"ModulePrecision.travel: expected torch.bfloat16"):
         ModulePrecision(travel=torch.int8)
+
+
+def test_tied_parameters_travel_one_way(group: Group) -> None:
+    """As any of their modules says; not as two say."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    kinds = {nn.Linear: ModulePrecision(travel=BF16)}
+
+    assert Precision(keep=kinds).travels_of(model)[id(model[0].weight)] is BF16
+    kinds[nn.Embedding] = ModulePrecision(travel=torch.float16)
+    with pytest.raises(PartitionError, match="'1.weight' would travel in torch.bfloat16"):
+        zero_engine.shard(model, None, ZeroConfig(3, precision=Precision(keep=kinds)), group=group)
+
+
+def test_a_codec_counts_before_a_dtype_to_travel_in(group: Group) -> None:
+    """Whoever asks for fewer bits gets them."""
+    sent = []
+    for keep in ({}, {nn.Linear: ModulePrecision(travel=BF16)}):
+        model, precision = _build_plain(), Precision(masters=None, keep=keep)
+        config = ZeroConfig(3, precision=precision, wire=Wire(params="int8", levels=1))
+        zero_engine.shard(model, None, config, group=group)
+        with torch.no_grad(), record_traffic(group) as traffic:
+            model(torch.zeros(1, 2, dtype=torch.long))
+        sent.append(traffic.inside("all_gather").payload_bytes)
+
+    assert sent[0] == sent[1]

@@ -411,6 +411,9 @@ def test_keys_that_are_not_known_are_named_in_the_warning(nested) -> None:
     """Files are of several versions and of several tools. A slip is an error, see WRONG."""
     plain = EngineConfig.from_deepspeed({"train_batch_size": 8})
     huge = 10**5_000  # has no str()
+    spaced = {"train_batch_size (global)": 512, "": 1, "note one": 1, "note two": 2}
+    with pytest.warns(UserWarning, match=r"train_batch_size \(global\) \(unknown\)"):
+        assert EngineConfig.from_deepspeed({"train_batch_size": 8, **spaced}) == plain
     said = {"of_next_year": {"a": huge}, "csv_monitor.colour": 3, "fp16.of_nobody": None}
 
     with pytest.warns(UserWarning, match="change nothing here") as caught:

@@ -282,6 +282,43 @@ def test_the_word_of_who_wants_a_closure_is_followed_and_doubted(
     assert any("taken at its word" in line for line in said) == is_doubted
 
 
+class _Guarded(torch.optim.SGD):
+    """Calls it where there is one; holds the model, and writes to it."""
+
+    needs_cut = "flat"
+    model: nn.Module
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for param in self.model.parameters():
+            param.data.mul_(0)
+        return loss
+
+
+def test_who_says_what_it_needs_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """A copy of it holds the user's model as well; its code says whether it wants a closure."""
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+    optimizer = _Guarded(model.parameters(), lr=0.1)
+    optimizer.model = model
+
+    choose_cuts(model, optimizer, None)
+
+    assert torch.equal(model.weight, before) and not caplog.records
+
+
+def test_the_doubt_names_the_cut_that_is_doubted(caplog: pytest.LogCaptureFixture) -> None:
+    """Of param groups some may need whole tensors, which are safe."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kind = type("_ByGroup", (_Closing,), {"needs_cut": lambda self, group: group["kind"]})
+    groups = zip(model, ("row", "tensor"), strict=True)
+    optimizer = kind([{"params": m.parameters(), "kind": k} for m, k in groups], lr=0.1)
+
+    choose_cuts(model, optimizer, None)
+
+    assert "needs_cut='row'" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
 def test_torchs_own_are_known(kind: type[torch.optim.Optimizer]) -> None:
     """A list of exact classes: what a subclass overrides nobody knows."""

@@ -12,7 +12,9 @@ from .errors import CommError
 
 SWITCH: Final = "ZERO_LOG"
 _LEVELS: Final = ("debug", "info", "warning", "error")
-PACKAGES: Final = ("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine")
+PACKAGES: Final = (
+    *("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine", "zero_deepspeed"),
+)
 
 
 def follow_environment() -> None:

@@ -193,6 +193,9 @@ def _show_loss_scale(engine: Engine) -> None:
         "overflow": property(lambda _: scale.overflow),
         "optimizer": property(lambda self: self),  # theirs wraps torch's, which this is
     }
+    own = {"__module__", "__reduce_ex__", _PLAIN}  # else what it has by itself stays
+    names = {name: what for name, what in names.items() if name in own or not hasattr(kind, name)}
+    names = {name: what for name, what in names.items() if name not in vars(optimizer)}
     optimizer.__class__ = type(kind.__name__, (kind,), names)
 
 

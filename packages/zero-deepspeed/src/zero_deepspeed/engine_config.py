@@ -30,7 +30,7 @@ from .configuration.settings import (
 )
 from .leaf_modules import LeafModules
 from .monitor import Monitoring
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, members_of
 from .schedules import make_scheduler
 
 
@@ -53,7 +53,10 @@ class NamedOptimizer:
 
     def __call__(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """As `make_optimizer`. Local."""
-        params = list(params)
+        params = [
+            {**each, "params": members_of(each["params"])} if isinstance(each, dict) else each
+            for each in params
+        ]
         is_on_host = any(param.device.type == "cpu" for param in _parameters_in(params))
         return make_optimizer(
             params,
@@ -88,8 +91,7 @@ def _parameters_in(params: Iterable[Any]) -> Iterable[Tensor]:
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, dict):
-            members = each["params"]
-            yield from _parameters_in([members] if isinstance(members, Tensor) else members)
+            yield from _parameters_in(each["params"])
         else:
             yield each[1]
 

@@ -35,6 +35,8 @@ def see_memory_usage(message: str, force: bool = False, ranks: Any = (0,)) -> No
 
 # NOTE(estimates): DeepSpeed's functions of these names compute formulas. Here they ask
 # `zero_engine.plan`, which knows what is allocated: bf16 with fp32 masters, Adam, buffers included.
+# `additional_buffer_factor` and `zero_init` are for DeepSpeed's signatures alone: nothing is
+# estimated by a factor, and no model need be whole in one place while it is built.
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -42,6 +44,7 @@ def estimate_zero2_model_states_mem_needs(
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Bytes of model state at stage 2: on a host, and on a GPU. Local; see NOTE(estimates)."""
     model, where = _model_of(total_params, total_params), "host" if cpu_offload else "device"
@@ -49,7 +52,10 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print these of a model, with and without offload. Local; see NOTE(estimates).
 
@@ -57,6 +63,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
         model: Not sharded; best on the meta device.
         num_gpus_per_node: Ranks on a node.
         num_nodes: Nodes.
+        additional_buffer_factor: See NOTE(estimates).
 
     Raises:
         zero_engine.ConfigError: As for `zero_engine.plan`.
@@ -65,7 +72,10 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print these of a model that is known by its number of parameters alone. Local."""
     _print_table(2, _model_of(total_params, total_params), num_gpus_per_node, num_nodes)
@@ -78,34 +88,45 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0917 - the order is DeepS
     num_nodes: int = 1,
     cpu_offload: bool = True,
     cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
     """Bytes of model state at stage 3: on a host, on a GPU, and of the largest layer. Local."""
     model = _model_of(total_params, largest_layer_params)
     places = ("host" if cpu_offload else "device", "host" if cpu_offload_params else "device")
     found = _estimate(3, model, num_gpus_per_node, num_nodes, *places)
-    return (*found, 2 * largest_layer_params)
+    return (*found, 2 * int(largest_layer_params))
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print these of a model, with and without offload. Local."""
     _print_table(3, model, num_gpus_per_node, num_nodes)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print these of a model whose largest layer is known as well. Local."""
     model = _model_of(total_params, largest_layer_params)
     _print_table(3, model, num_gpus_per_node, num_nodes)
 
 
-def _model_of(total: int, largest: int) -> nn.Module:
-    """Layers of at most `largest` parameters, on meta."""
+def _model_of(total: float, largest: float) -> nn.Module:
+    """Layers of at most `largest` parameters, on meta; as many as 1,000."""
     for name, value in (("total_params", total), ("largest_layer_params", largest)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= total:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != int(value) or not 1 <= value <= total:
             raise ConfigError(f"expected {name} from 1 to {total}, got {value!r}")
+    total, largest = int(total), max(int(largest), int(total) // 1000)
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     return nn.Sequential(*(nn.Linear(size, 1, bias=False, device="meta") for size in sizes))
 

@@ -347,7 +347,7 @@ def _make_muon(
     adam = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     is_grouped = bool(params) and isinstance(params[0], dict)
     whole = [
-        {**group, "params": _members(group["params"])}
+        {**group, "params": members_of(group["params"])}
         for group in (params if is_grouped else [{"params": params}])
     ]
     made: list[torch.optim.Optimizer] = []
@@ -365,7 +365,8 @@ def _make_muon(
     return ChainedOptimizer(*made) if len(made) > 1 else made[0]
 
 
-def _members(params: Any) -> list[Any]:
+def members_of(params: Any) -> list[Any]:
+    """Return the parameters of a param group as a list. Local."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 

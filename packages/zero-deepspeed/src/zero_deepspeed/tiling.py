@@ -24,7 +24,7 @@ class TiledLinear(nn.Module):
     At stage 3 no more than `window` tiles are whole at a time, so that a layer too large for a
     device can be trained. The sum over tiles of inputs is taken in another order than `nn.Linear`
     takes it. `linears[o][i]` is the tile of the o-th part of outputs and the i-th of inputs; the
-    first of a row has the bias.
+    last of a row has the bias.
 
     Args:
         in_features: Size of inputs.
@@ -32,7 +32,8 @@ class TiledLinear(nn.Module):
         bias: Whether there is one.
         in_splits: Parts of the inputs.
         out_splits: Parts of the outputs.
-        input_is_already_split: Whether `forward` gets a sequence of parts instead of one tensor.
+        input_is_already_split: Whether `forward` gets a sequence of parts instead of one tensor,
+            where there are several.
         combine_out_splits: Whether `forward` returns one tensor; else a list of parts.
         linear_cls: Makes a tile of `(in_features, out_features, bias=...)`.
         init_linear: A layer whose weight and bias the tiles begin with.
@@ -68,7 +69,7 @@ class TiledLinear(nn.Module):
                 linear_cls(
                     self.in_parts[i + 1] - self.in_parts[i],
                     self.out_parts[o + 1] - self.out_parts[o],
-                    bias=bias and i == 0,
+                    bias=bias and i == in_splits - 1,  # as names in their checkpoints have it
                     **kwargs,
                 )
                 for i in range(in_splits)
@@ -80,8 +81,8 @@ class TiledLinear(nn.Module):
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Any:
         """Outputs, one tensor or parts of it as `combine_out_splits` says."""
-        if self.input_is_already_split:
-            inputs = list(input_)
+        if self.in_splits == 1 or self.input_is_already_split:
+            inputs = [input_] if self.in_splits == 1 else list(input_)
         else:
             assert isinstance(input_, Tensor), "it is one tensor, unless it is split already"
             sizes = [stop - start for start, stop in self._in_slices()]
@@ -127,7 +128,7 @@ class TiledLinear(nn.Module):
             for (left, right), tile in zip(self._in_slices(), row, strict=True):  # type: ignore[arg-type]
                 tile.weight.copy_(weight[top:bottom, left:right])
             if bias is not None:
-                row[0].bias.copy_(bias[top:bottom])  # type: ignore[index, union-attr]
+                row[-1].bias.copy_(bias[top:bottom])  # type: ignore[index, union-attr]
 
 
 class TiledLinearReturnBias(TiledLinear):

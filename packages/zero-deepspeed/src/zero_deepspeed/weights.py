@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any, final
 
@@ -162,9 +163,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, dict):
-        return type(item)(
-            (key, clone_tensors_for_torch_save(each, device)) for key, each in item.items()
-        )
+        copied = copy(item)  # a defaultdict, say, with what it makes
+        copied |= {key: clone_tensors_for_torch_save(each, device) for key, each in item.items()}
+        return copied
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+        parts = [clone_tensors_for_torch_save(each, device) for each in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item

@@ -1,8 +1,8 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
-# Layers, lowest first: errors, torch_private, checks, offload, readers, config, state_offload,
-# reports, failure, planning, sharding, checkpoint, observe, engine, integrations, cli, testing,
-# moved.
+# Layers, lowest first: errors, moved, torch_private, checks, offload, readers, config,
+# state_offload, reports, failure, planning, sharding, checkpoint, observe, engine, integrations,
+# cli, testing.
 
 from __future__ import annotations
 

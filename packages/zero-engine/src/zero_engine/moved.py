@@ -21,6 +21,7 @@ _MOVED: Final = {
     "zero_engine.StopSignals": "zero_engine.checkpoint.StopSignals",
     "zero_engine.plan_options": "zero_engine.planning.plan_options",
     "zero_engine.recommend": "zero_engine.planning.recommend",
+    "zero_engine.checkpoint.DeepSpeedLoadReport": "zero_deepspeed.load.DeepSpeedLoadReport",
     "zero_engine.compat.deepspeed": "zero_deepspeed",
     "zero_engine.deepspeed": "zero_engine.engine",
     "zero_engine.deepspeed.LRRangeTest": "zero_deepspeed.schedules.LRRangeTest",
@@ -81,8 +82,11 @@ def find(module: str, name: str) -> Any:
     """What a name of a module is now; AttributeError if it never was one. Warns. Local."""
     old = f"{module}.{name}"
     home, _, attribute = (_new_path(old) or "").rpartition(".")
-    if not home or (name.startswith("__") and name != "__all__"):
+    is_hidden = name.startswith("__") and name not in {"__all__", "__version__"}
+    if is_hidden or not (home or old in _MOVED):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if old in _MOVED and _is_module(old, _MOVED[old]):  # its names are looked for one by one
+        return import_module(old)
     found = getattr(import_module(home), attribute)
     warnings.warn(
         f"{old} is {home}.{attribute} now; zero 0.3 forgets the old name",

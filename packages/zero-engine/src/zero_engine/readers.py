@@ -92,8 +92,15 @@ class AbstractReader(ABC):
 def find_reader() -> AbstractReader | None:
     """The reader of DeepSpeed's files, if a package that has one is installed. Local."""
     for entry in entry_points(group=_GROUP, name=_LIBRARY):
-        reader: AbstractReader = entry.load()
-        return reader
+        try:
+            reader = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the entry point {entry.value!r} of the group {_GROUP!r} cannot be loaded "
+                f"({error}); install zero-engine and what has it in versions that go together"
+            ) from error
+        if isinstance(reader, AbstractReader):
+            return reader
     return None
 
 

@@ -248,17 +248,3 @@ def checkpoint_call() -> dict[str, Any] | None:
         if frame.f_code in codes:
             return dict(frame.f_locals)
     return None
-
-
-def narrow_storage(tensor: Tensor) -> None:
-    """Give a dense tensor a storage of its own elements alone, over the same memory. Local.
-
-    Its version counter, which views share, is as it was: nothing was written.
-    """
-    storage, num_bytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
-    if storage.nbytes() == num_bytes or tensor.is_meta:
-        return
-    start = tensor.storage_offset() * tensor.itemsize
-    part: Any = storage[start : start + num_bytes]  # keeps the whole alive
-    with torch.autograd._unsafe_preserve_version_counter(tensor):
-        tensor.set_(part, 0, tensor.size(), tensor.stride())

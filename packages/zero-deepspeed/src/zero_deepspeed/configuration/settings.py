@@ -23,7 +23,7 @@ from zero_engine import ConfigError, FileError, Offload
 from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, ModulePrecision, Precision, Wire
 
-from .file_key import FileKey, ignored, shown
+from .file_key import ANYTHING, FileKey, shown
 from .keys import KEYS, SECTIONS, WRITTEN, find_slip, unknown_key
 
 HIDDEN_SIZE_KEYS: Final = (
@@ -325,7 +325,7 @@ def read_settings(
 def _read_leaves(raw: Mapping[Any, Any]) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for written, value in _leaves(raw):
-        key = WRITTEN.get(written) or ignored(written)[0]
+        key = WRITTEN.get(written) or FileKey(written, ANYTHING, None)
         if key.path in found:
             raise ConfigError(
                 f"{written}: expected this key under one name, got {found[key.path].written} too"

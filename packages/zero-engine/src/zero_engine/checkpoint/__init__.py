@@ -1,5 +1,8 @@
 """Saving, loading and converting, and what these report."""
 
+from typing import Any
+
+from zero_engine import moved
 from zero_engine.checkpoint.background import Snapshot, StopSignals
 from zero_engine.checkpoint.export import ExportReport
 from zero_engine.checkpoint.load import LoadReport
@@ -14,3 +17,7 @@ __all__ = [
     "StopSignals",
     "open_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return moved.find(__name__, name)

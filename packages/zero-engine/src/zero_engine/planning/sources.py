@@ -120,6 +120,8 @@ def _optimizer_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """A class of torch.optim, in any case, or what a reader of other files knows by the name."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     of_torch = {kind.lower(): getattr(torch.optim, kind) for kind in _OPTIMIZERS}
+    if not params:
+        raise ConfigError("plan(): expected a parameter that requires a gradient, got none")
     if name.lower() in of_torch:
         made: torch.optim.Optimizer = of_torch[name.lower()](params, lr=1e-3)
         return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import math
+import textwrap
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -571,20 +573,30 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _calls_closure(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> bool:
-    """Tell whether it cannot step without a closure, by its signature or by a trial step."""
+def _calls_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether its step needs a closure, by its signature or by its code.
+
+    Nothing is run: who says what it needs may hold the user's model, and write to it.
+    """
     if _needs_closure(optimizer) or not _takes_closure(optimizer):
         return _needs_closure(optimizer)
-    values = [_values(sample, index, step=-1) for index, sample in enumerate(samples)]
-    grads = [[_values(sample, index, step=0) for index, sample in enumerate(samples)]]
-    with _undisturbed(optimizer):
-        try:
-            _outcome(optimizer, samples, values, grads)
-        except TypeError as error:
-            return "NoneType" in str(error)
-        except Exception:
-            return False  # it cannot be tried, and is taken at its word
-    return False
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(optimizer).step))))
+    except (OSError, TypeError, SyntaxError):  # there is no code to read
+        return False
+    return _calls_unasked(code)
+
+
+def _calls_unasked(node: ast.AST) -> bool:
+    """Tell whether code calls `closure` outside of what depends on whether there is one."""
+    if isinstance(node, ast.If | ast.IfExp) and any(
+        isinstance(each, ast.Name) and each.id == "closure" for each in ast.walk(node.test)
+    ):
+        return False
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if is_call and node.func.id == "closure":  # type: ignore[attr-defined]
+        return True
+    return any(map(_calls_unasked, ast.iter_child_nodes(node)))
 
 
 # NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
@@ -622,7 +634,7 @@ def _choose_for(
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
     samples: list[tuple[int, Sample]] = []  # of what nobody says: id of the parameter
-    trusted: dict[int, Sample] = {}  # the first of each param group whose need the optimizer says
+    trusted: Cut | None = None  # a cut in pieces that the optimizer's own word allows
     need: Cut | None = None
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
@@ -631,13 +643,13 @@ def _choose_for(
         for param in group["params"]:
             chosen, name = cuts.get(id(param), said), names[id(param)]
             cut = cuts[id(param)] = chosen or need or Cut.FLAT
-            device = torch.device("cpu") if param.is_meta else param.device  # it has values
-            sample = Sample(name, param.shape, device, cut, index, chosen is not None)
             if need is None:
-                samples.append((id(param), sample))
+                device = torch.device("cpu") if param.is_meta else param.device  # it has values
+                is_said = chosen is not None
+                samples.append((id(param), Sample(name, param.shape, device, cut, index, is_said)))
                 continue
             if need != Cut.TENSOR and getattr(optimizer, "needs_cut", None) is not None:
-                trusted.setdefault(index, sample)
+                trusted = need
             if not cut.keeps(need, param.shape):
                 raise PartitionError(
                     f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
@@ -645,12 +657,12 @@ def _choose_for(
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
-    if trusted and _calls_closure(optimizer, _choose([*trusted.values()])):
+    if trusted is not None and _calls_closure(optimizer):
         _LOG.warning(
             "a %s says needs_cut=%r and is taken at its word, but its step evaluates the loss by a "
             "closure, at points that may depend on all parameters at once, as SAM's do: on shards "
             "it would train something else. Use stage 0 then",
-            *(kind, str(need)),
+            *(kind, str(trusted)),
         )
     found = find_cuts(optimizer, [sample for _, sample in samples]) if samples else {}
     if isinstance(found, str):

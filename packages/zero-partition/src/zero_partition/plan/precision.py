@@ -62,8 +62,9 @@ class ModulePrecision:
             says another: the modules around need not know.
         travel: At stages 1 to 3, gradients of floating-point parameters inside travel between ranks
             in it, and at stage 3 the parameters themselves: for modules that compute in it under an
-            autocast. In place of `Precision.reduce` and `Wire.params`. Where nothing else is said,
-            calls of the module are left alone.
+            autocast. It counts before `Precision.reduce`, and where `Wire.params` says no codec;
+            for a tied parameter, if any of its modules says so. Where nothing else is said, calls
+            of the module are left alone.
     """
 
     params: torch.dtype | None = field(default=None, validator=_FLOATING)
@@ -181,12 +182,21 @@ class Precision:
         return found
 
     def travels_of(self, model: nn.Module) -> dict[int, torch.dtype]:
-        """Return the dtype in which parameters travel, by id, of those of which `keep` says one."""
-        return {
-            id(param): policy.travel
-            for _, param, policy in self._with_policies(model)
-            if policy is not None and policy.travel is not None and param.is_floating_point()
-        }
+        """Return the dtype in which parameters travel, by id, of those of which `keep` says one.
+
+        Raises:
+            PartitionError: As `dtypes_of` does.
+        """
+        found = dict[int, torch.dtype]()
+        for name, param, policy in self._with_policies(model):
+            if policy is None or policy.travel is None or not param.is_floating_point():
+                continue
+            if found.setdefault(id(param), policy.travel) != policy.travel:
+                raise PartitionError(
+                    f"Precision.keep: parameter {name!r} would travel in {policy.travel}, and it "
+                    f"is tied to one that would in {found[id(param)]}; say one for both modules"
+                )
+        return found
 
     def _with_policies(
         self, model: nn.Module

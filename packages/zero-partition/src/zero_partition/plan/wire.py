@@ -213,7 +213,9 @@ class Wire:
 
     def codec_of_params(self, plan: BufferPlan, num_shards: int) -> AbstractCodec | None:
         """Return how shards that rest sharded travel between so many ranks; None: as they are."""
-        codec = self.params if plan.travel is None else Cast(plan.travel)
+        codec = self.params
+        if codec is None and plan.travel is not None:
+            codec = Cast(plan.travel)
         is_encoded = num_shards > 1 and codec is not None and codec.takes(plan.dtype)
         return codec if is_encoded else None
 

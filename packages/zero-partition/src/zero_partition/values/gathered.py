@@ -347,8 +347,8 @@ class GatheredParameters:
       wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
 
     An exception inside drops all changes of sharded parameters; the other ranks, at the end of
-    theirs, learn of it by a StateError. Inside, `optimizer.step()`, `load_state_dict()` and
-    `release_buffers()` raise.
+    theirs, learn of it by a StateError. Inside, `optimizer.step()` and `release_buffers()` raise,
+    and so does `load_state_dict()` of parameters that are not gathered.
 
     Args:
         params: A Parameter, a module, or any iterable of Parameters, in any order; each counts

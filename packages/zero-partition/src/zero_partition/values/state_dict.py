@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, count, groupby, repeat
 from typing import Any, Final, final
+from weakref import WeakValueDictionary
 
 import torch
 from attrs import define, field
@@ -45,7 +46,7 @@ from zero_partition.run.sharded_model import (
 )
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, NameOnly, StateKind, end_export, export
-from zero_partition.torch_private import checkpoint_call, narrow_storage
+from zero_partition.torch_private import checkpoint_call
 
 from .load import StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
 from .runs import LocalState, launch_entry, owner_of, plan_states
@@ -150,6 +151,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     """
     owned: dict[nn.Module, _ModuleHooks] = {}
     in_buffers: dict[nn.Module, list[str]] = {}
+    given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     for unit in sharded.units:
         for module, attribute, index, position in unit.owners:
             place = place_of(unit.buffers[index].params[position], what="state_dict()")
@@ -158,7 +160,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
             if _has_exact(place):
                 in_buffers.setdefault(module, []).append(attribute)
     for module, attributes in in_buffers.items():
-        handle = module.register_state_dict_post_hook(_OwnStorages(attributes))
+        handle = module.register_state_dict_post_hook(_OwnStorages(attributes, given))
         sharded.removers.append(handle.remove)
     for module, hooks in owned.items():
         handles = [
@@ -178,17 +180,33 @@ class _OwnStorages(Bound):
     """Gives values in a state dict storages of their own, over the same memory.
 
     `torch.save` writes the whole storage of a tensor: a layer's weights would be as large a file as
-    the flat buffer of their unit.
+    the flat buffer of their unit. Tied values share one storage, so that they stay tied in a file.
     """
 
     attributes: list[str]
+    given: WeakValueDictionary[int, Tensor]  # address -> a value that is still held; of all modules
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         """Change the values of these parameters."""
         for attribute in self.attributes:
             value = state.get(prefix + attribute)
-            if type(value) is Tensor and value.numel():  # else hooks of others have changed it
-                narrow_storage(value)
+            if type(value) is Tensor and value.numel() and not value.is_meta:
+                self._narrow(value)  # else hooks of others have changed it
+
+    def _narrow(self, value: Tensor) -> None:
+        storage, num_bytes = value.untyped_storage(), value.numel() * value.itemsize
+        if storage.nbytes() == num_bytes:
+            return
+        start = value.storage_offset() * value.itemsize
+        tied = self.given.get(value.data_ptr())
+        # A slice of a storage is the same memory, and keeps all of it alive.
+        part: Any = storage[start : start + num_bytes] if tied is None else tied.untyped_storage()
+        with torch.inference_mode(False):
+            own = torch.empty(0, dtype=value.dtype, device=value.device)
+            # `data` leaves the version counter, which the parameter shares, as it is; `set_` of the
+            # value itself would count, if only for a moment, and a save beside it would see that.
+            value.data = own.set_(part, 0, value.size(), value.stride())
+        self.given[value.data_ptr()] = value
 
 
 def _has_exact(place: ParamRef) -> bool:
@@ -309,8 +327,8 @@ class _ModuleHooks(Bound):
         """
         gathered = self.sharded.gathered
         given = [place for attribute, place in self.places.items() if prefix + attribute in state]
-        is_for_writing = "unsharded()" not in self.sharded.gathers
-        if given and is_for_writing and all(place in gathered for place in given):
+        is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.gathers
+        if is_for_writing and all(place in gathered for place in given):
             return
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
