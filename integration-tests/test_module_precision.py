@@ -309,7 +309,7 @@ def test_tied_parameters_travel_one_way(group: Group) -> None:
 
     assert Precision(keep=kinds).travels_of(model)[id(model[0].weight)] is BF16
     kinds[nn.Embedding] = ModulePrecision(travel=torch.float16)
-    with pytest.raises(PartitionError, match="'1.weight' would travel in torch.bfloat16"):
+    with pytest.raises(PartitionError, match=r"'1.weight' would travel in torch.bfloat16"):
         zero_engine.shard(model, None, ZeroConfig(3, precision=Precision(keep=kinds)), group=group)
 
 
