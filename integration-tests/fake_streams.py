@@ -205,11 +205,15 @@ class _Stream:
         _the_recorder().join("host", _the_recorder().clock(self.name))
 
     def __enter__(self) -> _Stream:
+        seen = contextlib.ExitStack()
+        seen.enter_context(_seen())  # a thread that comes along is seen from here on
         _stack().append(self)
+        _stack_of_seen().append(seen)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert _stack().pop() is self
+        _stack_of_seen().pop().close()
 
 
 _STATE: Final = threading.local()
@@ -226,6 +230,12 @@ def _stack() -> list[_Stream]:
     return _STATE.stack
 
 
+def _stack_of_seen() -> list[contextlib.ExitStack]:
+    if not hasattr(_STATE, "seen_by_stream"):
+        _STATE.seen_by_stream = []
+    return _STATE.seen_by_stream
+
+
 def _current_stream(device: Any = None) -> _Stream:
     """Of this thread."""
     del device
@@ -234,11 +244,8 @@ def _current_stream(device: Any = None) -> _Stream:
 
 @contextlib.contextmanager
 def _stream(stream: _Stream | None) -> Iterator[None]:
-    """As torch.cuda.stream; a thread that comes along is seen from here on."""
-    if stream is None:
-        yield
-        return
-    with _seen(), stream:
+    """As torch.cuda.stream."""
+    with stream or contextlib.nullcontext():
         yield
 
 
@@ -561,7 +568,8 @@ def recording(*, nccl: bool = False) -> Iterator[Recorder]:
         (torch._C, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.utils._python_dispatch, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.accelerator, {"current_stream": _current_stream, "synchronize": _synchronize}),
-        (dist, {**_COLLECTIVES, "get_backend": lambda _=None: "nccl"} if nccl else {}),
+        (torch.accelerator, {"current_device_index": lambda: 0, "empty_cache": lambda: None}),
+        (dist, {**_COLLECTIVES, "get_backend_config": lambda _=None: "cuda:nccl"} if nccl else {}),
         (dist.ProcessGroup, _METHODS_OF_GROUPS if nccl else {}),
     ]
     with contextlib.ExitStack() as stack:

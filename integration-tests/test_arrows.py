@@ -54,6 +54,34 @@ def test_one_file_of_zero_engine_names_what_is_above_it() -> None:
     assert naming == ["moved.py"]
 
 
+CUDA_ALONE: Final = {
+    "zero-comm/src/zero_comm/codecs/kernels.py": "which kernels a device has: Triton's are CUDA's",
+    "zero-comm/src/zero_comm/codecs/triton.py": "a launch of Triton goes to the current device",
+    "zero-comm/src/zero_comm/testing/kernels.py": "compiles for an architecture of CUDA",
+    "zero-deepspeed/src/zero_deepspeed/accelerator.py": "which dtypes a GPU computes in",
+    "zero-deepspeed/src/zero_deepspeed/zero.py": "a value of `remote_device` in DeepSpeed's words",
+    "zero-engine/src/zero_engine/cli.py": "a plan is made for a GPU that need not be here",
+    "zero-engine/src/zero_engine/planning/plan.py": "the same",
+    "zero-offload/src/zero_offload/adam/fused.py": "FusedAdam's kernel",
+    "zero-offload/src/zero_offload/memory/arena.py": "cudaHostRegister",
+    "zero-partition/src/zero_partition/stand_in.py": "`Tensor.cuda` moves a tensor",
+}
+
+
+def test_cuda_is_named_only_where_no_other_device_would_do() -> None:
+    """What every accelerator has is asked of torch.accelerator, so that XPU and NPU work too."""
+    named = re.compile(r'torch\.cuda|is_cuda|"cuda[:"]')
+    packages = ROOT / "packages"
+
+    found = {
+        str(file.relative_to(packages))
+        for file in packages.glob("*/src/**/*.py")
+        if named.search(file.read_text())
+    }
+
+    assert found == CUDA_ALONE.keys()
+
+
 @pytest.mark.parametrize("package", ALLOWED)
 def test_layers_point_down_and_no_imports_go_in_circles(package: str) -> None:
     """Who knows the layers below understands a file: types and late imports count, too."""

@@ -58,7 +58,7 @@ def test_nccl_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, is_al
         monkeypatch.setenv(name, value)
 
     with pytest.raises(
-        CommError, match=r"'nccl': expected a CUDA device for each of . local ranks"
+        CommError, match=r"'nccl': expected a device of cuda for each of . local ranks"
     ):
         init(backend="nccl")
     assert not dist.is_initialized()
@@ -162,15 +162,33 @@ def test_a_group_needs_torch_s() -> None:
         Group.from_process_group()
 
 
-def test_a_backend_we_do_not_know_is_refused(group: Group) -> None:
-    """A table without its row would be guesswork."""
+@pytest.mark.parametrize("names", [None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"])
+def test_backends_by_kind_of_device(monkeypatch, tmp_path: Path, names: str | None) -> None:
+    """`init_process_group()` without a backend has one for each kind that torch finds."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    if names == "cpu:gloo,cuda:nccl" and not dist.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    dist.init_process_group(names, init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        group = Group.from_process_group()
+        assert (group.backend.name, group.device) == ("gloo", torch.device("cpu"))
+        with pytest.raises(CommError, match="for tensors on xpu, got one with cpu:gloo"):
+            Group.from_process_group(device="xpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_without_a_row_has_its_own_collectives(group: Group) -> None:
+    """What torch takes for a kind of device is taken here: xccl and hccl are refused by no name."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=group.rank, world_size=2)
 
-    with pytest.raises(CommError, match="expected backend gloo or nccl, got 'fake'"):
-        Group.from_process_group()
+    fake = Group.from_process_group()
+    assert fake.backend.name == "fake"
+    assert not fake.backend.composes_from_peers
+    all_gather_flat(torch.ones(6), splits=[3, 3], group=fake).wait()
 
 
 # ---- What a backend can do ----

@@ -63,6 +63,37 @@ BACKENDS: Final = {
 }
 
 
+def _known_backends() -> dict[str, str]:
+    """Return the backends that a group may have, each with the kind of device it is for.
+
+    They are those that torch takes by default for a kind of device; packages of other devices add
+    theirs when they are imported.
+    """
+    by_kind = dist.Backend.default_device_backend_map
+    return {backend: kind for kind, backend in reversed([*by_kind.items()])}
+
+
+def _choose_backend(process_group: Any, device: torch.device | None) -> tuple[str, torch.device]:
+    """Return the backend with which a process group serves a device, and the device.
+
+    Args:
+        process_group: Of torch; it has a backend for each of some kinds of device.
+        device: Where tensors are to live; None: on the accelerator if its backend is its own.
+    """
+    config = dist.get_backend_config(process_group).lower()  # "cpu:gloo,cuda:nccl"
+    by_kind = dict(part.split(":") for part in config.split(","))
+    if device is None:
+        found = accelerator()
+        has_own = found is not None and by_kind.get(found.type, "gloo") != "gloo"
+        device = found if found is not None and has_own else torch.device("cpu")
+    if device.type not in by_kind:
+        raise CommError(
+            f"expected a process group with a backend for tensors on {device.type}, got one with "
+            f"{config}; init() picks one"
+        )
+    return by_kind[device.type], _with_index(device)
+
+
 @frozen(eq=False)
 class Group:
     """Ranks that communicate. Made by `init()`, `from_process_group()`, `from_mesh()`, `solo()`."""
@@ -102,7 +133,8 @@ class Group:
 
         Args:
             process_group: From `torch.distributed.new_group` and friends.
-            device: Where its tensors live; the current CUDA device for nccl, else the CPU.
+            device: Where its tensors live; the current accelerator if the group has a backend for
+                it, as nccl is for CUDA, else the CPU.
             timeout_s: Longest wait for the other ranks the first time; the group's own when None.
             patience_s: How long a gloo rank waits for a peer before it finds out whether that one
                 can still come, in seconds; as it is (3 at first) when None. Peers that are slow are
@@ -125,18 +157,14 @@ class Group:
             raise CommError(
                 f"rank {dist.get_rank()} of the job is not a member of the process group given"
             )
-        # A group made with "cpu:gloo,cuda:nccl" answers with both; the device decides.
-        names = dist.get_backend(process_group).lower()
-        name = "nccl" if "nccl" in names and device is None else names.split(",")[0].split(":")[-1]
-        if device is not None and torch.device(device).type == "cuda" and "nccl" in names:
-            name = "nccl"
-        if name not in BACKENDS:
-            raise CommError(f"expected backend gloo or nccl, got {name!r}; init() picks one")
-        if device is None:
-            device = "cuda" if name == "nccl" else "cpu"
+        name, where = _choose_backend(
+            process_group, None if device is None else torch.device(device)
+        )
         world_size = dist.get_world_size(process_group)
-        where = _with_index(torch.device(device))
-        backend, peers, watch, transport = BACKENDS[name], None, None, BACKENDS[name].reason
+        backend = BACKENDS.get(name) or Backend(
+            name, composes_from_peers=False, reason=f"{name} has collectives of its own"
+        )
+        peers, watch, transport = None, None, backend.reason
         nodes: tuple[int, ...] = ()
         if backend.composes_from_peers and world_size > 1:
             let_gloo_finish_at_exit()
@@ -189,8 +217,8 @@ class Group:
 
 def _with_index(device: torch.device) -> torch.device:
     """Tensors know the index of their device, and `cuda` equals no `cuda:0`."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "meta") and device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
     return device
 
 
@@ -198,46 +226,49 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
     """Join the job that torchrun describes, or be a job of one. Collective when there are others.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets; without
-    WORLD_SIZE this process is alone and nothing is started. Picks nccl where there is a CUDA device
-    for each local rank, else gloo. If torch.distributed is already initialised, wraps its default
-    group instead, whose backend and timeout are what they are.
+    WORLD_SIZE this process is alone and nothing is started. Where there is an accelerator for each
+    local rank, picks what torch takes by default for its kind (nccl for CUDA, xccl for XPU), else
+    gloo. If torch.distributed is already initialised, wraps its default group instead, whose
+    backend and timeout are what they are.
 
     Args:
-        backend: "gloo" or "nccl", to overrule the choice.
+        backend: "gloo", or that of the accelerator, to overrule the choice.
         timeout_s: Longest wait of a collective before it fails, in seconds.
 
     Raises:
-        CommError: `backend` is neither, or nccl without a CUDA device for each local rank; or
+        CommError: `backend` is neither, or there is no such accelerator for each local rank; or
             WORLD_SIZE is set but one of the other variables is not.
     """
-    if backend not in (None, "gloo", "nccl"):
-        raise CommError(f"expected backend 'gloo' or 'nccl', got {backend!r}")
+    known = _known_backends()
+    if backend not in (None, *known):
+        raise CommError(f"expected one of the backends {', '.join(known)}, got {backend!r}")
     if dist.is_initialized():
         return Group.from_process_group()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_cuda = accelerator() == torch.device("cuda") and (
-        torch.accelerator.device_count() >= local_world_size
-    )
-    if backend == "nccl" and not has_cuda:
+    found = accelerator()
+    own = "gloo" if found is None else dist.Backend.default_device_backend_map.get(found.type)
+    has_devices = own != "gloo" and torch.accelerator.device_count() >= local_world_size
+    if backend not in (None, "gloo") and not (has_devices and backend == own):
         raise CommError(
-            f"backend 'nccl': expected a CUDA device for each of {local_world_size} local ranks, "
-            f"and torch {torch.__version__} finds {torch.accelerator.device_count()} (rank "
-            f"{os.environ.get('RANK', '0')}); leave backend out, or take 'gloo'"
+            f"backend {backend!r}: expected a device of {known[backend]} for each of "
+            f"{local_world_size} local ranks, and torch {torch.__version__} finds "
+            f"{0 if found is None else f'{torch.accelerator.device_count()} of {found.type}'} "
+            f"(rank {os.environ.get('RANK', '0')}); leave backend out, or take 'gloo'"
         )
+    chosen = backend or (own if has_devices else None) or "gloo"
     if "WORLD_SIZE" not in os.environ:
-        return Group.solo("cuda" if has_cuda and backend != "gloo" else "cpu")
+        return Group.solo("cpu" if found is None or backend == "gloo" else found)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise CommError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not; "
             "start with torchrun, or unset WORLD_SIZE to run alone"
         )
-    chosen = backend or ("nccl" if has_cuda else "gloo")
     device_id = None
-    if chosen == "nccl":
-        device_id = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device_id)
+    if found is not None and chosen != "gloo":
+        device_id = torch.device(found.type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device_id)
     return Group.from_process_group()
 

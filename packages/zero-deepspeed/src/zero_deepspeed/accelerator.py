@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from zero_engine.torch_private import accelerator
 
@@ -79,7 +80,7 @@ class Accelerator:
 
     def communication_backend_name(self) -> str:
         """What torch.distributed needs for it."""
-        return "nccl" if self.device_name() == "cuda" else "gloo"
+        return dist.Backend.default_device_backend_map.get(self.device_name(), "gloo")
 
 
 _ACCELERATOR: Final = Accelerator()

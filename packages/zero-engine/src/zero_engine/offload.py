@@ -79,7 +79,8 @@ class Offload:
             and is stepped where shards of parameters do: on the device, or else on the host. 0
             offloads nothing.
         path: A folder on the disk to use; needed where something rests on disk.
-        pin: Page-lock host memory, where there is CUDA: transfers then overlap with computing.
+        pin: Page-lock host memory, where there is an accelerator: transfers then overlap with
+            computing.
         subgroup_bytes: Most optimizer state that is read, stepped and written together; three
             times this passes through memory. Below 1 MiB the step takes many times as long.
         read_ahead: With params="disk": units whose shards are read ahead of their gather.

@@ -60,7 +60,7 @@ def offload_states(
             buffers, which are just released); all when None.
         to: Where to.
         path: An existing folder on the disk to use, for files of this job's own.
-        pin: Page-lock host memory, where there is CUDA. It is taken from the host budget.
+        pin: Page-lock host memory, where there is an accelerator. It is taken from the host budget.
         non_blocking: Return before a device's copies are done. The memory is free for what follows
             on the current stream, and torch keeps it; else it goes back to the device.
 
@@ -124,8 +124,8 @@ def _offload(
     if non_blocking:
         return
     sharded = find_sharded(model)
-    if sharded is not None and sharded.group.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if sharded is not None and sharded.group.device.type != "cpu":
+        torch.accelerator.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)  # glibc keeps small pieces of what was freed; other allocators do not
 

@@ -39,7 +39,7 @@ def native_status(device: torch.device | str = "cpu") -> str:
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and accelerator() == device:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.accelerator.current_device_index())
     return _loaded(device)[1]
 
 

@@ -45,7 +45,7 @@ class Copying:
     _watched: list[tuple[str, Tensor, int]] = field(factory=list, init=False)  # and version
     _is_over: Event = field(factory=Event, init=False)
     _device: torch.device | None = field(default=None, init=False)
-    _is_ready: torch.cuda.Event | None = field(default=None, init=False)  # on that device
+    _is_ready: torch.Event | None = field(default=None, init=False)  # on that device
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Fail if somebody writes to this before all is copied."""
@@ -58,8 +58,8 @@ class Copying:
 
     def follow(self, device: torch.device) -> None:
         """Have it done after all that has been launched on a device by now, and after that only."""
-        self._device, self._is_ready = device, torch.cuda.Event()
-        self._is_ready.record(torch.cuda.current_stream(device))
+        self._device, self._is_ready = device, torch.Event(device)
+        self._is_ready.record(torch.accelerator.current_stream(device))
 
     def run(self) -> None:
         """On the thread. An error if somebody has written to a value meanwhile."""
@@ -82,15 +82,15 @@ class Copying:
 
     def _copy(self) -> None:
         if self._is_ready is not None:
-            stream = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(stream):
+            stream = torch.Stream(self._device)
+            with stream:
                 stream.wait_event(self._is_ready)
                 for copy, source in self._pending:
-                    if source.is_cuda:
+                    if not source.is_cpu:
                         copy.copy_(source, non_blocking=True)
             stream.synchronize()
         for copy, source in self._pending:
-            if not source.is_cuda:  # one core: torch would take all of those that training has
+            if source.is_cpu:  # one core: torch would take all of those that training has
                 np.copyto(copy.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
 
@@ -114,10 +114,10 @@ class HostSnapshot:
         rooms = iter(self._memory.split(aligned))
         writer.batches = [_copied(batch, rooms, copying) for batch in writer.batches]
         device = writer.group.device
-        if device.type == "cuda" and copying is not None:
+        if device.type != "cpu" and copying is not None:
             copying.follow(device)
-        elif device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        elif device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
         return sum(sizes)
 
 

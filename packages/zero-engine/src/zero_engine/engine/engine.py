@@ -285,7 +285,7 @@ class Engine(nn.Module):
             include: Of "lp_params", "hp_params" (masters), "lp_grads", "optim_states" and
                 "contiguous_grad_buffer", or enumeration members of those values; all when None.
             device: "cpu", or an enumeration member of that value.
-            pin_memory: Page-lock host memory, where there is CUDA.
+            pin_memory: Page-lock host memory, where there is an accelerator.
             non_blocking: Return before a device's copies are done.
 
         Raises:

@@ -178,12 +178,12 @@ class Clock:
 
     device: torch.device
     offset_s: float = 0.0  # of this host's clock, to that of rank 0
-    began: Any = field(init=False)  # moments: seconds, or events of CUDA
+    began: Any = field(init=False)  # moments: seconds, or events of the device
     _found: list[tuple[str, str, Any, Any]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
             self.offset_s -= time.monotonic()
         self.began = self._now()
 
@@ -200,20 +200,20 @@ class Clock:
             self._found.append((kind, subject, start, self._now()))
 
     def _now(self) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
         return event
 
     def take(self) -> list[Event]:
         """Ranges since it began, some inside others, and all that time as "compute"; begins anew.
 
-        On CUDA it waits for the device.
+        It waits for the device, where that is none of the host.
         """
-        began, end, on_host = self.began, self._now(), self.device.type != "cuda"
+        began, end, on_host = self.began, self._now(), self.device.type == "cpu"
         if not on_host:
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
 
         def seconds(moment: Any) -> float:
             since = moment if on_host else began.elapsed_time(moment) / 1e3

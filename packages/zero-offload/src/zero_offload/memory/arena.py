@@ -1,4 +1,4 @@
-"""Host memory at exact size: page-aligned, page-locked where there is a GPU, in one budget."""
+"""Host memory at exact size: page-aligned, page-locked for an accelerator, in one budget."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -49,7 +50,9 @@ class HostArena:
 
     Args:
         name: Who holds the memory, in the breakdown of a refusal.
-        is_pinned: Page-lock with CUDA where torch sees a device; plain memory where not.
+        is_pinned: Page-lock where torch sees an accelerator; plain memory where not. Pages are
+            registered with CUDA; for other kinds they are of torch's `pin_memory`, whose allocator
+            may round sizes up and keep what is freed for later.
         budget: What the bytes are counted in; one for the process unless said otherwise.
     """
 
@@ -82,43 +85,47 @@ class HostArena:
         holder = self.name if name is None else name
         mapped_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self.budget.taking(holder, mapped_bytes):
-            address, self.spread_reason = _map(mapped_bytes, holder)
-        unpin = self._pin(address, mapped_bytes)
-        how = "not page-locked" if unpin is None else "page-locked"
+            address, undo = self._take(mapped_bytes, holder)
+        how = "not page-locked" if self.pin_reason else "page-locked"
         _LOG.debug("%d bytes for %s, %s: %s", mapped_bytes, holder, how, self.pin_reason)
         owner = (ctypes.c_char * nbytes).from_address(address)
         # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
         # it earlier would take memory away from under tensors that outlive us.
-        end: Any = weakref.finalize(
-            owner, _release, address, mapped_bytes, unpin, self.budget, holder
-        )
+        end: Any = weakref.finalize(owner, _release, undo, self.budget, holder, mapped_bytes)
         end.atexit = False
         return torch.frombuffer(owner, dtype=dtype)
 
-    def _pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
-        """Page-lock; returns what undoes it, or None and the reason in `pin_reason`."""
-        if not self.is_pinned:
-            self.pin_reason = "is_pinned is False"
-            return None
-        if accelerator() != torch.device("cuda"):
-            self.pin_reason = "torch sees no CUDA device"
-            return None
-        cudart: Any = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
-        if int(status) != 0:
-            text = cudart.cudaGetErrorString(status)
-            self.pin_reason = f"cudaHostRegister of {nbytes} bytes: {text}"
-            # CUDA keeps the error until someone asks, and then blames the next kernel for it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
-            return None
-        self.pin_reason = ""
+    def _take(self, nbytes: int, holder: str) -> tuple[int, Callable[[], None]]:
+        """Return the address of memory, page-locked if it can be, and what gives it back."""
+        device = accelerator() if self.is_pinned else None
+        if device is None:
+            self.pin_reason = (
+                "torch sees no accelerator" if self.is_pinned else "is_pinned is False"
+            )
+        elif device.type != "cuda":
+            try:
+                pinned = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)]
+            except (RuntimeError, NotImplementedError) as error:  # such a device has none
+                self.pin_reason = f"pin_memory of {nbytes} bytes for {device.type}: {error}"
+            else:
+                self.pin_reason, self.spread_reason = "", "torch places what it pins"
+                return pinned[0].data_ptr(), partial(_drop, pinned)
+        address, self.spread_reason = _map(nbytes, holder)
+        if device is not None and device.type == "cuda":
+            self.pin_reason = _register(address, nbytes)
+        return address, partial(_unmap, address, nbytes, is_registered=not self.pin_reason)
 
-        def unpin() -> None:
-            torch.cuda.synchronize()  # a copy may still be under way
-            cudart.cudaHostUnregister(address)
 
-        return unpin
+def _register(address: int, nbytes: int) -> str:
+    """Page-lock memory with CUDA; why it is not, or an empty string."""
+    cudart: Any = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
+    if int(status) == 0:
+        return ""
+    # CUDA keeps the error until someone asks, and then blames the next kernel for it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return f"cudaHostRegister of {nbytes} bytes: {cudart.cudaGetErrorString(status)}"
 
 
 def _map(nbytes: int, holder: str) -> tuple[int, str]:
@@ -149,10 +156,19 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
     return address, reason
 
 
-def _release(
-    address: int, nbytes: int, unpin: Callable[[], None] | None, budget: HostBudget, holder: str
-) -> None:
-    if unpin is not None:
-        unpin()
+def _unmap(address: int, nbytes: int, *, is_registered: bool) -> None:
+    if is_registered:
+        torch.cuda.synchronize()  # a copy may still be under way
+        cudart: Any = torch.cuda.cudart()
+        cudart.cudaHostUnregister(address)
     _libc.munmap(address, nbytes)
+
+
+def _drop(pinned: list[Tensor]) -> None:
+    torch.accelerator.synchronize()  # a copy may still be under way
+    pinned.clear()
+
+
+def _release(undo: Callable[[], None], budget: HostBudget, holder: str, nbytes: int) -> None:
+    undo()
     budget.give_back(holder, nbytes)

@@ -16,12 +16,12 @@ def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) 
         into: What the current stream has used before; nobody may until the event.
         streams: For such copies, by device; made at first use.
     """
-    device = into.device if into.is_cuda else source.device
+    device = source.device if into.is_cpu else into.device
     if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    streams[device].wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(streams[device]):
+        streams[device] = torch.Stream(device)
+    streams[device].wait_stream(torch.accelerator.current_stream(device))
+    with streams[device]:
         into.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.Event(device)
         event.record(streams[device])
     return event

@@ -39,8 +39,8 @@ class HostBackup:
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
         """Copy `source`, whose memory may be given back to its allocator right afterwards."""
         self._copy(self._values[key], source, non_blocking=non_blocking)
-        if non_blocking and source.is_cuda:  # its memory may be another stream's
-            source.record_stream(torch.cuda.current_stream(source.device))
+        if non_blocking and not source.is_cpu:  # its memory may be another stream's
+            source.record_stream(torch.accelerator.current_stream(source.device))
 
     def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
         """Copy what was written into `into`."""
@@ -54,10 +54,10 @@ class HostBackup:
 
     def _copy(self, into: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         into.copy_(source, non_blocking=non_blocking)
-        device = into.device if into.is_cuda else source.device
-        if non_blocking and device.type == "cuda":
-            self._last_copy = torch.cuda.Event()
-            self._last_copy.record(torch.cuda.current_stream(device))
+        device = source.device if into.is_cpu else into.device
+        if non_blocking and device.type != "cpu":
+            self._last_copy = torch.Event(device)
+            self._last_copy.record(torch.accelerator.current_stream(device))
 
 
 def _hold(values: dict[str, Tensor], last_copy: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -115,10 +116,10 @@ class DelayedState:
 
     def _begin(self) -> None:
         assert self._job is not None, "step() says what to do"
-        device = next((param.device for param in self._stepped if param.is_cuda), None)
+        device = next((param.device for param in self._stepped if not param.is_cpu), None)
         if device is not None:  # gradients and masters are written on the stream of the caller
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream = self._stream or torch.Stream(device)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
         self._update = self._thread.submit(self._job)
 
     def _step(
@@ -129,7 +130,7 @@ class DelayedState:
         attributes: Sequence[Attributes],
     ) -> None:
         """In the thread."""
-        with torch.cuda.stream(self._stream):  # None changes nothing
+        with self._stream or nullcontext():
             try:
                 self.inner.step(groups, grads, factor=factor, attributes=attributes)
                 self.inner.read_ahead()

@@ -274,4 +274,4 @@ def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[in
 
 
 def _let_wait(event: Any, device: torch.device) -> None:
-    torch.cuda.current_stream(device).wait_event(event)
+    torch.accelerator.current_stream(device).wait_event(event)

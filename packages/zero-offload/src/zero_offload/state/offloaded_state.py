@@ -46,7 +46,7 @@ class OffloadedState:
         store: Needed if `shares.rest` is the disk; the caller's to close.
         grads_leave: Whether gradients go to the host during backward.
         budget_bytes: Most host memory for all; None: no limit but the process's.
-        is_pinned: Page-lock host memory where there is CUDA.
+        is_pinned: Page-lock host memory where there is an accelerator.
     """
 
     steppers: Sequence[Stepper]
@@ -94,7 +94,7 @@ class OffloadedState:
                 a master in the state, as "master". fp32 at least where the optimizer keeps masters.
             store: Needed with state="disk".
             budget_bytes: Most host memory to hold.
-            is_pinned: Page-lock host memory where there is CUDA.
+            is_pinned: Page-lock host memory where there is an accelerator.
             resting: `state`, `fraction`, `subgroup_bytes`, `small_bytes`: as for
                 `OffloadedOptimizer`.
 

@@ -55,7 +55,7 @@ class Staging:
     def wait(self) -> None:
         """Block until what was fetched is here."""
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
         self._devices = set()
 
     def send(self, source: Tensor, target: Tensor) -> None:
@@ -71,8 +71,8 @@ class Staging:
             waits: Block until it is there: the memory it was sent from may be another's then.
         """
         for device in self._devices:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
             self._events[self._turn].append(event)
         self._devices = set()
         if waits:

@@ -546,11 +546,12 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Take the user's gradients away, so that nothing a copy may share can step, and put back."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads, versions = [p.grad for p in params], [version_of(p) for p in params]
-    devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
+    elsewhere = [param.device for param in params if param.device.type not in ("cpu", "meta")]
+    kind, devices = elsewhere[0].type if elsewhere else "cpu", sorted({d.index for d in elsewhere})
     try:
         for param in params:
             param.grad = None
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
             yield
     finally:
         for param, grad in zip(params, grads, strict=True):
