@@ -77,8 +77,10 @@ __device__ Factors factors_of(const zero_rule &r, double lr, float divisor, doub
   f.factor = (r.maximize ? -1.0f : 1.0f) / divisor;
   f.shrink = r.decoupled ? (float)(1.0 - lr * (double)r.weight_decay) : 1.0f;
   f.decay = r.decoupled ? 0.0f : r.weight_decay;
-  f.rate = (float)(-lr / (1.0 - pow((double)r.beta1, step)));
-  f.correction = (float)sqrt(1.0 - pow((double)r.beta2, step));
+  /* 1 - beta was rounded to float near 0, where floats are dense: beta is exact to 1e-10. */
+  const double beta1 = 1.0 - (double)r.one_minus_beta1, beta2 = 1.0 - (double)r.one_minus_beta2;
+  f.rate = (float)(-lr / (1.0 - pow(beta1, step)));
+  f.correction = (float)sqrt(1.0 - pow(beta2, step));
   return f;
 }
 
@@ -107,8 +109,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kWidth; ++j) {
       if (j >= count) break;
       const float g = grad[j] * f.factor + f.decay * param[j];
-      const float m = first[j] + (1.0f - r.beta1) * (g - first[j]);
-      const float v = r.beta2 * second[j] + (1.0f - r.beta2) * g * g;
+      const float m = first[j] + r.one_minus_beta1 * (g - first[j]);
+      const float v = r.beta2 * second[j] + r.one_minus_beta2 * g * g;
       float spread = v;
       if (p.largest) largest[j] = spread = (largest[j] != largest[j] || largest[j] > v) ? largest[j] : v;
       first[j] = m;

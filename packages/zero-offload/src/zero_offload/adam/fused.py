@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, final
 
@@ -78,7 +79,7 @@ class FusedAdam(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 _check_param(param, index)
         self._step_supports_amp_scaling = True
-        self._tables: dict[Any, _Table] = {}
+        self._tables: dict[Any, PieceTable] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -101,10 +102,9 @@ class FusedAdam(torch.optim.Optimizer):
                     tensors = self._tensors_of(param, group)
                     launches.setdefault(_kind_of(tensors), []).append(tensors)
             for kind, tensors in launches.items():
-                addresses = [[_address_of(each) for each in some] for some in tensors]
                 table = self._tables.get((index, kind))
-                if table is None or table.addresses != addresses:
-                    table = _Table.of(tensors, addresses, self._library.zero_cuda_piece_numel())
+                if table is None or table.addresses != addresses_of(tensors):
+                    table = PieceTable.of(tensors, self._library.zero_cuda_piece_numel())
                     self._tables[index, kind] = table
                 self._launch(table, group, kind)
         return loss
@@ -138,7 +138,7 @@ class FusedAdam(torch.optim.Optimizer):
             state["step"],
         )
 
-    def _launch(self, table: _Table, group: dict[str, Any], kind: tuple[Any, ...]) -> None:
+    def _launch(self, table: PieceTable, group: dict[str, Any], kind: tuple[Any, ...]) -> None:
         device, param, grad, state, out = kind
         lr = group["lr"]
         is_lr_on_device = isinstance(lr, Tensor) and lr.device.type == "cuda"
@@ -156,19 +156,19 @@ class FusedAdam(torch.optim.Optimizer):
             state_dtype=state,
             out_dtype=out,
         )
-        found_inf = _address_of(getattr(self, "found_inf", None))
-        divisor = _address_of(getattr(self, "grad_scale", None))
-        rate = _address_of(lr if is_lr_on_device else None)
-        stream, steps = torch.cuda.current_stream(device).cuda_stream, table.steps
         with torch.cuda.device(device):
-            self._library.zero_cuda_advance(steps.data_ptr(), len(steps), found_inf, stream)
-            self._library.zero_cuda_adam(
-                table.pieces.data_ptr(), table.num_pieces, rule, rate, divisor, found_inf, stream
+            table.step(
+                self._library,
+                rule,
+                lr=lr if is_lr_on_device else None,
+                divisor=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                stream=torch.cuda.current_stream(device).cuda_stream,
             )
 
 
 @frozen(eq=False)
-class _Table:
+class PieceTable:
     """Pieces of tensors, one for each block of a launch, in device memory."""
 
     addresses: list[list[int]]  # of whole tensors
@@ -177,8 +177,9 @@ class _Table:
     steps: Tensor  # int64: addresses
 
     @classmethod
-    def of(cls, works: list[Tensors], addresses: list[list[int]], piece_numel: int) -> _Table:
+    def of(cls, works: list[Tensors], piece_numel: int) -> PieceTable:
         """Made where the tensors are; copied there once."""
+        addresses = addresses_of(works)
         pieces = np.concatenate([pieces_of(tensors, piece_numel) for tensors in works])
         array = np.zeros(len(pieces) + 1, TENSOR)  # one more: torch wants some memory
         array[:-1] = pieces
@@ -189,6 +190,42 @@ class _Table:
             len(pieces),
             torch.tensor([each[-1] for each in addresses], device=device),
         )
+
+    def step(
+        self,
+        library: ctypes.CDLL,
+        rule: Rule,
+        *,
+        lr: Tensor | None,
+        divisor: Tensor | None,
+        found_inf: Tensor | None,
+        stream: int,
+    ) -> None:
+        """Count a step for each parameter and take it. Launched on a stream of the current device.
+
+        Args:
+            library: That of the device.
+            rule: Its rate is minus the learning rate, unless there is `lr`.
+            lr: One float32 in memory of the device, as `divisor` and `found_inf` are.
+            divisor: What gradients are divided by.
+            found_inf: Nothing is done unless it is 0.
+            stream: Its address.
+        """
+        end = (_address_of(found_inf), stream)
+        library.zero_cuda_advance(self.steps.data_ptr(), len(self.steps), *end)
+        library.zero_cuda_adam(
+            self.pieces.data_ptr(),
+            self.num_pieces,
+            rule,
+            _address_of(lr),
+            _address_of(divisor),
+            *end,
+        )
+
+
+def addresses_of(works: list[Tensors]) -> list[list[int]]:
+    """Where the tensors of each parameter begin; 0 for None."""
+    return [[_address_of(tensor) for tensor in tensors] for tensors in works]
 
 
 def pieces_of(tensors: Tensors, piece_numel: int) -> np.ndarray:

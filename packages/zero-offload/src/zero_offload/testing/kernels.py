@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from torch import Tensor
+
 from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
-from zero_offload._native.library import Formula, Rule, with_io
+from zero_offload._native.library import Formula, Rule, open_cuda_library, with_io
 from zero_offload.adam import parallel
 from zero_offload.adam.batches import Batch
+from zero_offload.adam.fused import PieceTable, Tensors
 from zero_offload.adam.parallel import Team
 from zero_offload.disk import file as disk_file
 from zero_offload.errors import NativeUnavailableError
@@ -21,6 +25,7 @@ __all__ = [
     "Formula",
     "Rule",
     "checksums_in_pieces",
+    "fused_step",
     "load",
     "native",
     "native_isas",
@@ -65,6 +70,31 @@ def step(batch: Batch, rule: Rule, isa: str | None) -> None:
         NativeUnavailableError: This processor or build has none of that name.
     """
     parallel.step_batch(batch, rule, kernels=None if isa is None else _of(isa), team=_TEAM)
+
+
+def fused_step(
+    library: Path,
+    works: list[Tensors],
+    rule: Rule,
+    *,
+    lr: Tensor | None = None,
+    divisor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Step as FusedAdam does, by a library that was compiled for where the tensors are. Local.
+
+    Args:
+        library: The file.
+        works: Of each parameter: itself or its master, gradient, first and second moment, largest
+            second moment or None, what is rounded into or None, step.
+        rule: Its rate is minus the learning rate.
+        lr: In place of the rule's: one float32, as the others.
+        divisor: What gradients are divided by.
+        found_inf: Nothing is done unless it is 0.
+    """
+    kernels = open_cuda_library(library)
+    table = PieceTable.of(works, kernels.zero_cuda_piece_numel())
+    table.step(kernels, rule, lr=lr, divisor=divisor, found_inf=found_inf, stream=0)
 
 
 def share(numel: int, work: Callable[[int, int], None]) -> None:
