@@ -227,3 +227,23 @@ def test_collectives_are_waited_for(group: Group, stage: int, place: str) -> Non
         zero_engine.full_state_dict(model)
     _check(recorder, copies_beside=place == "host")
     assert recorder.num_collectives
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_steady_step_copies_nothing_from_the_host(group: Group, stage: int) -> None:
+    """For a copy of pageable memory the host waits, and then the device does for the host."""
+    del group
+    with recording(nccl=True) as recorder:
+        model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        across = Group.from_process_group(device="cuda")
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=across)
+        data = torch.randn(2, 3, 4).to("cuda")
+        for _ in range(3):
+            recorder.copies.clear()
+            for each in data:
+                model(each).square().sum().backward()
+            zero_engine.unscale_and_clip_(model, scale=2.0, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not recorder.copies

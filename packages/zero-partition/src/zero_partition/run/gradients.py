@@ -947,15 +947,15 @@ class GradientReducer:
         group = self.routes.whole
         if group.world_size == 1:
             return
-        flags, self._flags = self._flags, None
-        if flags is not None:
-            flags.wait()
+        earlier, self._flags = self._flags, None
+        if earlier is not None:
+            earlier.wait()
         mine = [param.grad is not None for g in self.gradients for param in g.targets]
-        self._flags = self.launch_exchange(torch.tensor(mine, dtype=torch.uint8), group)
-        if all(mine):
+        if all(mine):  # made on the device: for a copy of pageable memory the host would wait
+            present = torch.ones(len(mine), dtype=torch.uint8, device=group.device)
+            self._flags = self.launch_exchange(present, group)
             return
-        flags, self._flags = self._flags, None
-        everyone = flags.wait().view(group.world_size, -1)
+        everyone = self._exchange(torch.tensor(mine, dtype=torch.uint8)).view(group.world_size, -1)
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
             for position, param in enumerate(g.targets):
