@@ -190,6 +190,21 @@ def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> 
         zero_engine.load_deepspeed(folder, model)
 
 
+@pytest.mark.parametrize("name", ["../../elsewhere", "/elsewhere", "..", "a/b", ""])
+def test_a_universal_checkpoint_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    """Names are those of folders, and the file that has them may be a stranger's."""
+    folder = Path(_save(tmp_path, "1x2 universal"))
+    path = next(folder.glob(f"global_step{BEFORE}_universal/*_model_states.pt"))
+    content = torch.load(path, weights_only=False)
+    content["param_shapes"] = [
+        {name: next(iter(group.values()))} for group in content["param_shapes"]
+    ]
+    torch.save(content, path)
+
+    with pytest.raises(FileError, match=f"expected the name of a parameter, got {name!r}"):
+        zero_engine.load_deepspeed(folder, _build(seed=9))
+
+
 @pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
 def test_an_engine_resumes_from_what_deepspeeds_saved(
     group: Group, tmp_path: Path, scheduler: str

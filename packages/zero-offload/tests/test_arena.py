@@ -240,6 +240,47 @@ def test_memory_is_page_locked_for_the_device() -> None:
     assert arena.allocate(3).is_pinned()  # the last was let go of, or this would be refused
 
 
+def test_other_accelerators_lock_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages cannot be registered. The disk wants a page's address, whatever torch gives."""
+    real, given = torch.zeros, []
+
+    def zeros(numel: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        given.append(real(numel + 64, dtype=dtype)[64:])  # begins at no page
+        return given[-1]
+
+    monkeypatch.setattr(arena, "accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits := mock.Mock())
+    budget = made()
+    holder = HostArena("x", budget=budget)
+    memory = holder.allocate(10_001)
+
+    assert (holder.pin_reason, memory.numel()) == ("", 10_001)
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    start, stop = given[0].data_ptr(), given[0].data_ptr() + given[0].nbytes
+    assert start <= memory.data_ptr()
+    assert memory.data_ptr() + memory.nbytes <= stop
+    assert budget.held() == {"x": 3 * mmap.PAGESIZE}
+    del memory
+    assert waits.called
+    assert not budget.held()
+
+
+def test_an_accelerator_that_locks_nothing_is_served_plain_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are slower then, and the arena says why."""
+    monkeypatch.setattr(arena, "accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError("no pinned memory")))
+    holder = HostArena("x", budget=made())
+
+    memory = holder.allocate(5)
+
+    assert holder.pin_reason == "pin_memory of 4096 bytes for xpu: no pinned memory"
+    assert memory.tolist() == [0] * 5
+
+
 @pytest.mark.parametrize(
     ("nodes", "words"), [([0], [1]), ([0, 63], [1 | 1 << 63]), ([1, 64, 130], [2, 1, 4])]
 )

@@ -138,6 +138,11 @@ def _works(dtypes: tuple[Any, ...], amsgrad: bool, offset: int) -> tuple[list[Wo
     return works, memory
 
 
+def _rule(**numbers: Any) -> Rule:
+    numbers |= {"rate": -0.25, "eps": 1e-8, "weight_decay": 0.125}
+    return Rule(Formula.ADAM, beta1=0.9, beta2=0.999, **numbers)
+
+
 def _formula(work: Work, rule: Rule, lr: float, divisor: float) -> None:
     """Adam in plain torch, each operation rounded to fp32, in the kernel's order."""
     one, f32 = torch.ones(()), torch.float32
@@ -182,17 +187,7 @@ def test_the_kernel_gives_the_bits_of_the_formula(
     for offset, decoupled, divisor in itertools.product((0, 1), (True, False), (None, 4.0)):
         mine, memory = _works(dtypes, amsgrad, offset)
         theirs, expected = _works(dtypes, amsgrad, offset)
-        rule = Rule(
-            Formula.ADAM,
-            rate=-0.25,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.125,
-            decoupled=decoupled,
-            maximize=not decoupled,
-            **kinds,
-        )
+        rule = _rule(decoupled=decoupled, maximize=not decoupled, **kinds)
         lr = None if divisor is None else torch.tensor(0.125)  # on the device, as a scaler's are
         scale = None if divisor is None else torch.tensor(divisor)
         found_inf = None if divisor is None else torch.zeros(())
@@ -217,16 +212,7 @@ def test_its_averages_are_those_of_torch(host_library: Path) -> None:
     ours = ours._replace(first=torch.zeros(1), second=torch.zeros(1), step=torch.zeros(()))
     theirs = nn.Parameter(ours.param.clone())
     optimizer = torch.optim.AdamW([theirs], lr=0.25, weight_decay=0.125)
-    rule = Rule(
-        Formula.ADAM,
-        rate=-0.25,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.125,
-        decoupled=True,
-        out_dtype=NO_DTYPE,
-    )
+    rule = _rule(decoupled=True, out_dtype=NO_DTYPE)
     for _ in range(3):
         theirs.grad = ours.grad
         optimizer.step()

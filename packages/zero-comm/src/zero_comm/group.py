@@ -64,10 +64,10 @@ BACKENDS: Final = {
 
 
 def _known_backends() -> dict[str, str]:
-    """Return the backends that a group may have, each with the kind of device it is for.
+    """Return the backends that `init` can start, each with the kind of device it is for.
 
-    They are those that torch takes by default for a kind of device; packages of other devices add
-    theirs when they are imported.
+    These are torch's defaults for kinds of devices; packages of other devices add theirs when they
+    are imported. Of gloo, which several kinds have, the kind is the CPU.
     """
     by_kind = dist.Backend.default_device_backend_map
     return {backend: kind for kind, backend in reversed([*by_kind.items()])}

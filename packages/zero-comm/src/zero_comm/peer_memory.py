@@ -623,5 +623,5 @@ _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
 
 
 def any_peers() -> PeerMemory | None:
-    """Of any group of this process that is whole: `look_until` of one brings all further."""
+    """Return those of some group that is not broken: `look_until` of one advances all."""
     return next((peers for peers in tuple(_ALL) if not peers.is_broken), None)

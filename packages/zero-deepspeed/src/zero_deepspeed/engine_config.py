@@ -1,4 +1,4 @@
-"""What a configuration file says to EngineConfig; optimizers, schedulers and monitors by name."""
+"""Reads EngineConfig from a configuration file; optimizers and schedulers by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NamedOptimizer:
     rests_on_device: bool = True
 
     def __call__(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """As `make_optimizer`. Local."""
+        """Make the optimizer of parameters, as `make_optimizer` does. Local."""
         params = [
             {**each, "params": members_of(each["params"])} if isinstance(each, dict) else each
             for each in params
@@ -81,12 +81,12 @@ class NamedScheduler:
     params: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        """As `make_scheduler`. Local."""
+        """Make the scheduler of an optimizer, as `make_scheduler` does. Local."""
         return make_scheduler(optimizer, self.type, self.params)
 
 
 def _parameters_in(params: Iterable[Any]) -> Iterable[Tensor]:
-    """Of parameters, named parameters or param groups."""
+    """Yield the parameters of parameters, named parameters or param groups."""
     for each in params:
         if isinstance(each, Tensor):
             yield each
@@ -242,7 +242,7 @@ def _named(settings: Settings, name: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _leaf_modules(settings: Settings) -> dict[str, Any]:
-    """What to make leaves, those of the default included; nothing below stage 3."""
+    """Return what to make leaves, the default included; nothing below stage 3."""
     prefix = "zero_optimization.leaf_module."
     return {
         path.removeprefix(prefix): setting.value
@@ -258,10 +258,8 @@ def _rows(settings: Settings) -> tuple[SourceRow, ...]:
         if meaning is not None:
             if value is UNRESOLVED:
                 value = value.value
-            elif setting.key.is_ignored or isinstance(
-                value, Mapping
-            ):  # may have no str(): 5,000 digits
-                value = shown(value)
+            elif setting.key.is_ignored or isinstance(value, Mapping):
+                value = shown(value)  # it may have no str(): an int of 5,000 digits
             rows.append(SourceRow(setting.key.path, value, setting.origin, meaning))
     return tuple(rows)
 

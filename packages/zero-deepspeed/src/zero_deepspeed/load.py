@@ -30,7 +30,7 @@ from .saved import DeepSpeedFolder
 @final
 @frozen(kw_only=True)
 class DeepSpeedLoadReport:
-    """What was loaded."""
+    """Report of a load."""
 
     path: Path  # of the folder the files lie in
     step: int  # DeepSpeed's global_steps

@@ -94,15 +94,15 @@ class Monitor(AbstractMonitor):
         self._count_flops_after(0)
 
     def note_loss(self, num_samples: int, loss: Tensor) -> None:
-        """Of one micro-batch of this step."""
+        """Keep the loss of one micro-batch of this step."""
         self._losses.append((num_samples, loss))
 
     def forget(self) -> None:
-        """Losses that were noted since the last step."""
+        """Drop the losses that were noted since the last step."""
         self._losses = []
 
     def close(self) -> None:
-        """Writers, too."""
+        """Close what it writes to."""
         self._stack.close()
 
     def step(self, num_steps: int, num_samples: int, values: Row) -> None:

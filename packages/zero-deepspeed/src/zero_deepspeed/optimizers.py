@@ -164,7 +164,15 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-class DeepSpeedCPUAdam(CPUAdam):
+class _SteppedOnHost(torch.optim.Optimizer):
+    """Takes parameters on any device: `initialize` brings what is stepped to the host."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+
+class DeepSpeedCPUAdam(_SteppedOnHost, CPUAdam):
     """`zero_offload.CPUAdam`, with the arguments in DeepSpeed's order.
 
     Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
@@ -197,10 +205,6 @@ class DeepSpeedCPUAdam(CPUAdam):
             masters=False,
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `step` refuses what is not on the CPU then."""
-        torch.optim.Optimizer.add_param_group(self, param_group)
 
 
 class FusedAdam(torch.optim.Adam):
@@ -247,7 +251,7 @@ class FusedAdam(torch.optim.Adam):
         )
 
 
-class DeepSpeedCPUAdagrad(CPUAdagrad):
+class DeepSpeedCPUAdagrad(_SteppedOnHost, CPUAdagrad):
     """`zero_offload.CPUAdagrad`, with the arguments in DeepSpeed's order, as `DeepSpeedCPUAdam`.
 
     Raises:
@@ -277,12 +281,8 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `step` refuses what is not on the CPU then."""
-        torch.optim.Optimizer.add_param_group(self, param_group)
 
-
-class DeepSpeedCPULion(CPULion):
+class DeepSpeedCPULion(_SteppedOnHost, CPULion):
     """`zero_offload.CPULion`, with the arguments in DeepSpeed's order, as `DeepSpeedCPUAdam`."""
 
     def __init__(
@@ -301,10 +301,6 @@ class DeepSpeedCPULion(CPULion):
             masters=False,
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `step` refuses what is not on the CPU then."""
-        torch.optim.Optimizer.add_param_group(self, param_group)
 
 
 def _make_adam(name: str, params: list[Any], **options: Any) -> torch.optim.Optimizer:

@@ -226,7 +226,7 @@ def _joined(path: Path, name: str, shape: torch.Size, runs: Sequence[MemoryRun])
 def _cut_frozen(
     path: Path, models: Mapping[int, Mapping[str, Any]], world_size: int
 ) -> dict[str, Range]:
-    """Parameters that do not train, of stage 3: each rank's model states have a part."""
+    """Put together what does not train at stage 3: each rank's model states have a part."""
     ranges = {}
     for name, said in (models[0].get("frozen_param_shapes") or {}).items():
         lacking = [rank for rank in range(world_size) if rank not in models]
@@ -375,7 +375,7 @@ def _buffers_of(model: Mapping[str, Any]) -> list[str]:
 
 
 def _frozen_in(model: Mapping[str, Any], trained: set[str]) -> dict[str, Range]:
-    """Parameters among a module's values that do not train."""
+    """Find parameters among a module's values that do not train."""
     known = {*trained, *_buffers_of(model), *_ties_of(model)}
     found = {str(name): value for name, value in model["module"].items() if name not in known}
     return {name: Range.of(value) for name, value in found.items()}
@@ -391,7 +391,7 @@ def _folder_from(
     trained: set[str],
     states: Mapping[str, Mapping[str, Range]],
 ) -> DeepSpeedFolder:
-    """With what the model states of rank 0 say."""
+    """Make a folder of parameters, states, and what the model states of rank 0 say."""
     buffers, ties = _buffers_of(model), _ties_of(model)
     return DeepSpeedFolder(
         path=path,
@@ -437,6 +437,8 @@ def _open_universal(path: Path) -> DeepSpeedFolder:
     }
     params, states = {}, {}
     for name, shape in shapes.items():
+        if name == ".." or (path / _PARAMS / name).parent != path / _PARAMS:
+            raise FileError(f"{path}: expected the name of a parameter, got {name!r:.80}")
         found = {
             file.stem: _universal_entry(file, shape)
             for file in sorted((path / _PARAMS / name).glob("*.pt"))
@@ -475,7 +477,7 @@ def _universal_entry(file: Path, shape: torch.Size) -> Range:
 
 
 def _common_step(common: Mapping[str, Any]) -> Any:
-    """The step of the first parameter that has one."""
+    """Return the step of the first parameter that has one."""
     base = common.get("optimizer_state_dict") or common
     for said in (*(base.get("state") or {}).values(), *base["param_groups"]):
         if "step" in said:
@@ -484,5 +486,5 @@ def _common_step(common: Mapping[str, Any]) -> Any:
 
 
 def _as_range(value: Any) -> Range:
-    """Of a number, as torch's optimizers count."""
+    """Return the range of a value; numbers become tensors, as torch's optimizers count."""
     return Range.of(value if isinstance(value, Tensor) else torch.tensor(float(value)))

@@ -11,7 +11,7 @@ from zero_engine import ConfigError
 
 
 def _bounds(size: int, splits: int, what: str) -> list[int]:
-    """Where the parts begin and end; the first ones have an element more if they must."""
+    """Return where parts begin and end; the first ones have an element more if they must."""
     if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= size:
         raise ConfigError(f"TiledLinear: expected {what} from 1 to {size}, got {splits!r}")
     quotient, rest = divmod(size, splits)

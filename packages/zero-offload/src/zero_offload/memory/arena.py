@@ -51,8 +51,8 @@ class HostArena:
     Args:
         name: Who holds the memory, in the breakdown of a refusal.
         is_pinned: Page-lock where torch sees an accelerator; plain memory where not. Pages are
-            registered with CUDA; for other kinds they are of torch's `pin_memory`, whose allocator
-            may round sizes up and keep what is freed for later.
+            registered with CUDA; for other kinds they are of torch's `pin_memory`: a page more,
+            and its allocator may round sizes up and keep what is freed for later.
         budget: What the bytes are counted in; one for the process unless said otherwise.
     """
 
@@ -104,12 +104,13 @@ class HostArena:
             )
         elif device.type != "cuda":
             try:
-                pinned = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)]
+                pinned = [torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)]
             except (RuntimeError, NotImplementedError) as error:  # such a device has none
                 self.pin_reason = f"pin_memory of {nbytes} bytes for {device.type}: {error}"
             else:
                 self.pin_reason, self.spread_reason = "", "torch places what it pins"
-                return pinned[0].data_ptr(), partial(_drop, pinned)
+                address = -(-pinned[0].data_ptr() // PAGE_BYTES) * PAGE_BYTES  # at a page
+                return address, partial(_drop, pinned)
         address, self.spread_reason = _map(nbytes, holder)
         if device is not None and device.type == "cuda":
             self.pin_reason = _register(address, nbytes)
