@@ -383,7 +383,7 @@ def test_what_is_read_stays_until_it_was_read(tmp_path: Path, tag: str | None) -
     for step in (2, 3):
         _save_step(tmp_path, model, optimizer, step, tag=tag, keep=1)
 
-    checkpoint.verify(checkpoint.files)
+    checkpoint.verify(checkpoint.manifest.files)
     assert checkpoint.source.params["0.weight"].read(0, 63).unique().tolist() == [1.0]
     assert _check_newest(tmp_path) == 3
     checkpoint.folder.close()

@@ -118,7 +118,7 @@ def open_weights_of(
     Files that have anything of these are verified first.
     """
     found = _open(path, tag)
-    if isinstance(found, Checkpoint) and found.excludes_frozen and has_frozen:
+    if isinstance(found, Checkpoint) and found.manifest.excludes_frozen and has_frozen:
         raise FileError(
             f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
             "model only; load it into the model, save that whole, and export what was saved"

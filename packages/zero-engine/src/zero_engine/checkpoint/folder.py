@@ -17,7 +17,7 @@ from zero_partition.seams import StateSource
 from zero_engine.errors import ConfigError, FileError
 
 from .file_system import OpenFolder, open_regular, read_regular
-from .manifest import MANIFEST, FileFacts, TensorFacts, read_fields, read_manifest
+from .manifest import MANIFEST, FileFacts, Manifest, TensorFacts, read_fields, read_manifest
 from .ranges import FileRun, Range, TensorFile
 
 LATEST: Final = "latest"
@@ -57,35 +57,35 @@ def holds_parts(path: Path) -> bool:
     return any(path.glob("rank-*.safetensors"))
 
 
-def serials_in(found: Mapping[str, Path]) -> tuple[dict[str, int | None], dict[str, FileError]]:
-    """Serials by tag, None of those that are loaded by it only; and what is wrong with others."""
+def serials_in(found: Mapping[str, Path]) -> tuple[dict[str, int], dict[str, FileError]]:
+    """Serials by tag, the newest first, and the errors of checkpoints whose manifest is damaged.
+
+    A checkpoint that is loaded by its tag only has the serial 0.
+    """
     serials, damaged = {}, {}
     for tag, path in found.items():
         try:
-            [serials[tag]] = read_fields(path / MANIFEST, "serial")
+            serials[tag] = read_fields(path / MANIFEST, "serial")[0] or 0
         except FileError as error:
             damaged[tag] = error
-    return serials, damaged
-
-
-def serials_of(found: Mapping[str, Path]) -> dict[str, int]:
-    """By tag; 0 of those that are loaded by it only. Damaged ones have none: nobody loads them."""
-    return {tag: serial or 0 for tag, serial in serials_in(found)[0].items()}
+    return dict(sorted(serials.items(), key=lambda item: -item[1])), damaged
 
 
 def other_tags(folder: Path, tag: str) -> str:
     """What to load in place of a checkpoint that is damaged: the newest first."""
-    found, serials = find_complete(folder), {}
-    for name, path in found.items():
-        with suppress(OSError, FileError):  # damaged, too
-            files, serial = read_fields(path / MANIFEST, "files", "serial")
-            is_whole = all((path / n).stat().st_size == f.num_bytes for n, f in files.items())
-            if is_whole and name != tag:
-                serials[name] = serial or 0
-    ranked = sorted(serials, key=serials.__getitem__, reverse=True)
-    if not ranked:
+    found = find_complete(folder)
+    whole = [name for name in serials_in(found)[0] if name != tag and _is_whole(found[name])]
+    if not whole:
         return "there is no other checkpoint here that could be loaded"
-    return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"
+    return f"load another checkpoint, with tag={' or '.join(map(repr, whole))}"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether all files of a checkpoint are there, of the sizes that its manifest says."""
+    with suppress(OSError, FileError):
+        [files] = read_fields(path / MANIFEST, "files")
+        return all((path / name).stat().st_size == of.num_bytes for name, of in files.items())
+    return False
 
 
 def _manifests_in(folder: Path) -> dict[Path, int]:
@@ -100,12 +100,7 @@ def _manifests_in(folder: Path) -> dict[Path, int]:
 _MOST_CHANGES: Final = 100  # of a folder, seen while one of its checkpoints is opened
 _VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
 
-# What a checkpoint has of its manifest, as it is and with readers for tensors.
-_AS_THEY_ARE: Final = (
-    *("tag", "step", "world_size", "serial", "excludes_frozen", "loco_facts", "num_updates"),
-    *("scheduler", "engine", "extra", "files"),
-)
-_OF_RANKS: Final = ("rank_buffers", "rngs", "loco")
+_OF_RANKS: Final = ("rank_buffers", "rngs", "loco")  # sections with tensors of each rank
 
 
 @final
@@ -118,24 +113,16 @@ class Checkpoint:
     """
 
     path: Path
-    tag: str
-    step: int
-    world_size: int  # that saved it
-    serial: int | None  # grows with every save to the folder; None: loaded by its tag only
+    manifest: Manifest
     source: StateSource  # values in the dtype in which they are trained: that of masters
-    frozen: frozenset[str]  # names of parameters in it that do not train
-    excludes_frozen: bool  # parameters that did not train were left out
-    rank_buffers: Mapping[int, Mapping[str, Range]]  # of ranks where they differ from rank 0's
-    rngs: Mapping[int, Mapping[str, Range]]  # by rank and stream
-    loco: Mapping[int, Mapping[str, Range]]  # by rank: what encoding gradients has lost
-    loco_facts: Mapping[str, str]  # what these are of; empty where none were kept
     average: Mapping[str, Range]  # of parameters that train
-    num_updates: int | None  # of the average; None: none was saved
-    scheduler: Any
-    engine: Any
-    extra: Any
-    files: Mapping[str, FileFacts]
     folder: OpenFolder  # of its own
+    _of_ranks: Mapping[str, Mapping[int, Mapping[str, Range]]]  # by section, rank and name
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of parameters in it that do not train."""
+        return frozenset(name for name, of in self.manifest.params.items() if of.is_frozen)
 
     @classmethod
     def open(cls, folder: str | Path, tag: str | None = None) -> Checkpoint | None:
@@ -172,8 +159,7 @@ class Checkpoint:
             bad = hint if hint in damaged else next(iter(damaged))  # it may be the newest
             raise FileError(f"{damaged[bad]}; {other_tags(folder, bad)}") from damaged[bad]
         if tag is None:
-            ranked = {name: serial for name, serial in serials.items() if serial is not None}
-            tag = max(ranked, key=ranked.__getitem__, default=None)
+            tag = next((name for name, serial in serials.items() if serial), None)
         return None if tag is None else cls._of(found[tag])
 
     @classmethod
@@ -206,33 +192,28 @@ class Checkpoint:
                 own=by_rank(said.own_state),
                 layout=said.state_dict,
             )
-            as_they_are: dict[str, Any] = {name: getattr(said, name) for name in _AS_THEY_ARE}
-            of_ranks: dict[str, Any] = {name: by_rank(getattr(said, name)) for name in _OF_RANKS}
-            average = tensors(said.average)
+            return cls(
+                path=path,
+                manifest=said,
+                source=source,
+                average=tensors(said.average),
+                folder=folder,
+                of_ranks={name: by_rank(getattr(said, name)) for name in _OF_RANKS},
+            )
         except FileError as error:
             raise FileError(f"{path / MANIFEST}: {error}") from error
-        frozen = frozenset(name for name, facts in said.params.items() if facts.is_frozen)
-        return cls(
-            path=path,
-            source=source,
-            frozen=frozen,
-            average=average,
-            folder=folder,
-            **as_they_are,
-            **of_ranks,
-        )
 
     def read(self, section: str, rank: int) -> dict[str, Tensor]:
         """A rank's own tensors; none where it saved none."""
-        own: Mapping[str, Range] = getattr(self, section).get(rank, {})
+        own = self._of_ranks[section].get(rank, {})
         return {name: reader.whole() for name, reader in own.items()}
 
     def verify(self, files: Iterable[str]) -> None:
         """See that some of its files are what they were when they were saved. Local."""
         for name in files:
-            damage = _find_damage(self.path / name, self.files[name], self.folder)
+            damage = _find_damage(self.path / name, self.manifest.files[name], self.folder)
             if damage is not None:
-                raise FileError(f"{damage}; {other_tags(self.path.parent, self.tag)}")
+                raise FileError(f"{damage}; {other_tags(self.path.parent, self.manifest.tag)}")
 
 
 def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:

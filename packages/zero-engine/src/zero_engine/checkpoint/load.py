@@ -175,7 +175,7 @@ def load(
     group, has_state = sharded.whole, optimizer is not None
     checkpoint = open_together(
         lambda: _open(Path(folder), tag, missing_ok=missing_ok),
-        lambda found: "none" if found is None else f"{found.tag} ({found.serial})",
+        lambda found: f"{found.manifest.tag} ({found.manifest.serial})" if found else "none",
         what="load()",
         group=group,
         is_strict=is_strict,
@@ -186,17 +186,17 @@ def load(
     if checkpoint is None:
         return None
     with contextlib.closing(checkpoint.folder):
-        source = checkpoint.source
-        if checkpoint.excludes_frozen:
+        source, manifest = checkpoint.source, checkpoint.manifest
+        if manifest.excludes_frozen:
             frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
             source = evolve(source, may_lack=frozen)
         if optimizer is None:
             source = evolve(source, states=None, own_said={})
         planned = plan_load(sharded, source, is_strict=is_strict)
         problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
-        if scheduler is not None and checkpoint.scheduler is None and is_strict:
+        if scheduler is not None and manifest.scheduler is None and is_strict:
             problems.append("it was saved without a scheduler")
-        if average is not None and checkpoint.num_updates is not None:
+        if average is not None and manifest.num_updates is not None:
             problems += average.find_problems(of_average)
         elif average is not None and is_strict:
             problems.append("it was saved without an average")
@@ -209,16 +209,16 @@ def load(
             if each is not None:
                 each.zero_grad()
         loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
-        does_rngs = restores_rngs and checkpoint.world_size == group.world_size
+        does_rngs = restores_rngs and manifest.world_size == group.world_size
 
         def apply() -> None:
             try:
                 planned.apply()
                 _fill_own_buffers(checkpoint, planned, sharded)
-                if scheduler is not None and checkpoint.scheduler is not None:
-                    scheduler.load_state_dict(checkpoint.scheduler)
-                if average is not None and checkpoint.num_updates is not None:
-                    average.load(of_average, checkpoint.num_updates)
+                if scheduler is not None and manifest.scheduler is not None:
+                    scheduler.load_state_dict(manifest.scheduler)
+                if average is not None and manifest.num_updates is not None:
+                    average.load(of_average, manifest.num_updates)
                 if has_state:
                     restore_loco(
                         sharded, {} if loco_problem else checkpoint.read("loco", group.rank)
@@ -239,8 +239,8 @@ def load(
         entries = [entry for state in (source.states or {}).values() for entry in state.values()]
         return LoadReport(
             path=checkpoint.path,
-            step=checkpoint.step,
-            extra=checkpoint.extra,
+            step=manifest.step,
+            extra=manifest.extra,
             num_tensors=planned.num_tensors,
             num_tensors_saved=len(weights) + len(entries),
             num_bytes=sum(e.num_bytes for e in restored + entries if isinstance(e, Range)),
@@ -248,7 +248,7 @@ def load(
             unexpected=planned.unexpected,
             restores_rngs=does_rngs,
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
-            engine=checkpoint.engine,
+            engine=manifest.engine,
         )
 
 
@@ -290,7 +290,7 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
     """Every rank checks some of the files, of about as many bytes."""
     shares: list[list[str]] = [[] for _ in range(group.world_size)]
     sizes = [0] * group.world_size
-    largest_first = sorted(checkpoint.files.items(), key=lambda item: -item[1].num_bytes)
+    largest_first = sorted(checkpoint.manifest.files.items(), key=lambda item: -item[1].num_bytes)
     for name, facts in largest_first:
         least = sizes.index(min(sizes))
         shares[least].append(name)
@@ -300,7 +300,7 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
 
 def _fill_own_buffers(checkpoint: Checkpoint, planned: StateLoad, sharded: ShardedModel) -> None:
     """Those of this rank that were not rank 0's, if as many ranks have saved them."""
-    if checkpoint.world_size == sharded.whole.world_size:
+    if checkpoint.manifest.world_size == sharded.whole.world_size:
         buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
         of_rank = planned.rename(checkpoint.read("rank_buffers", sharded.whole.rank))
         for name, value in of_rank.items():
@@ -310,7 +310,7 @@ def _fill_own_buffers(checkpoint: Checkpoint, planned: StateLoad, sharded: Shard
 
 def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
     """What to say where errors of encoding are kept, and those that were saved are of others."""
-    here, saved = loco_facts(sharded), checkpoint.loco_facts
+    here, saved = loco_facts(sharded), checkpoint.manifest.loco_facts
     if not here:
         return None
     what = "errors of encoding gradients (LoCo)"

@@ -18,7 +18,7 @@ from zero_partition.seams import StateDictLayout
 from zero_engine.errors import ConfigError, FileError
 
 from .file_system import OpenFolder, read_regular
-from .limits import LARGEST_NUMBER, MOST_NESTED
+from .limits import LARGEST_NUMBER, MOST_DIMENSIONS, MOST_NESTED, MOST_RANK_DIGITS
 
 T = TypeVar("T")
 Check = Callable[[Any, str], T]  # of what JSON says, and where that is; raises FileError
@@ -208,7 +208,9 @@ def _dict_of(check: Check[T]) -> Check[dict[str, T]]:
 def _by_rank(check: Check[T]) -> Check[dict[int, T]]:
     def look(said: Any, where: str) -> dict[int, T]:
         found = _dict_of(check)(said, where)
-        if wrong := [key for key in found if not (key.isdecimal() and len(key) < 10)]:
+        if wrong := [
+            key for key in found if not (key.isdecimal() and len(key) <= MOST_RANK_DIGITS)
+        ]:
             raise _refuse(where, "the numbers of ranks", wrong[0])
         return {int(key): value for key, value in found.items()}
 
@@ -220,7 +222,7 @@ def _shape(said: Any, where: str) -> torch.Size:
     numel = 1
     for side in sides:
         numel *= side
-    if numel > LARGEST_NUMBER or len(sides) > 64:
+    if numel > LARGEST_NUMBER or len(sides) > MOST_DIMENSIONS:
         raise _refuse(where, "the shape of a tensor", said)
     return torch.Size(sides)
 

@@ -20,13 +20,7 @@ from zero_partition import ShardedAverage
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular, removing
-from .folder import (
-    LATEST,
-    REPLACED,
-    find_complete,
-    holds_parts,
-    serials_of,
-)
+from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_in
 from .manifest import MANIFEST, FileFacts, name_of, read_fields, seal
 from .ranges import CODES, file_bytes, in_files
 
@@ -153,7 +147,7 @@ class CheckpointWriter:
                         "choose another tag, or remove it"
                     )
                 if self.asked.is_latest:
-                    serials = serials_of(find_complete(self.folder)).values()
+                    serials = serials_in(find_complete(self.folder))[0].values()
                     self.content["serial"] = 1 + max(serials, default=0)
                 system.mkdir(self.path)
                 self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -241,11 +235,10 @@ class CheckpointWriter:
 
     def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
         """The newest checkpoint that is not damaged, and its files."""
-        with suppress(OSError, FileError, ValueError):  # there is none
+        with suppress(OSError, FileError):  # it has just gone
             found = find_complete(self.folder)
-            serials = {tag: serial for tag, serial in serials_of(found).items() if serial}
-            newest = found[max(serials, key=serials.__getitem__)]
-            return newest, read_fields(newest / MANIFEST, "files")[0]
+            for newest in (found[tag] for tag, serial in serials_in(found)[0].items() if serial):
+                return newest, read_fields(newest / MANIFEST, "files")[0]
         return None
 
     def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
@@ -378,10 +371,10 @@ def _remove(path: Path, system: FileSystem) -> None:
 def _prune(newest: Path, keep: int, system: FileSystem) -> None:
     """Keep the newest; the one that was saved just now is one of them."""
     found = find_complete(newest.parent)
-    serials = {tag: n for tag, n in serials_of(found).items() if n and tag != newest.name}
-    ranked = sorted(serials, key=serials.__getitem__)
-    for name in ranked[: max(0, len(ranked) - (keep - 1))]:
-        _retire(found[name], name, system)
+    serials = serials_in(found)[0]
+    others = [tag for tag, serial in serials.items() if serial and tag != newest.name]
+    for tag in others[keep - 1 :]:
+        _retire(found[tag], tag, system)
 
 
 def _retire(path: Path, tag: str, system: FileSystem) -> None:

@@ -221,7 +221,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
             extra = _load(path, module, None, module.strict_loading)
             return _kept_beside(extra, path, weights_only)
         self._resumed = path
-        return _kept_beside(_open(path).extra, path, weights_only)
+        return _kept_beside(_open(path).manifest.extra, path, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a folder, or a file."""
