@@ -12,6 +12,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Engine
 from zero_engine.engine import EngineConfig
 
@@ -94,4 +95,4 @@ def assert_near(engine: Engine, plain: nn.Module) -> None:
     """
     weights = weights_of(engine)
     if engine.group.rank == 0:
-        torch.testing.assert_close(weights, plain.state_dict(), rtol=1e-5, atol=1e-6)
+        assert_close(weights, plain.state_dict(), rtol=1e-5, atol=1e-6)

@@ -24,6 +24,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_ckpt import checkpoint
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import Offload, Wire
 from zero_partition.seams import find_sharded
 
@@ -157,7 +158,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
 def are_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
     """Whether these are the same bits, and the same are missing."""
     return len(found) == len(expected) and all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        (a is None and b is None) or (a is not None and b is not None and equal(a, b))
         for a, b in zip(found, expected, strict=True)
     )
 

@@ -28,6 +28,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
+from zero_comm.testing import equal, on_cpu
 from zero_partition import Cut
 from zero_partition.plan import BufferPlan
 from zero_partition.planning import choose_units, plan_units
@@ -113,7 +114,10 @@ def tiny_float32() -> Tiny:
 
 def build(make: Callable[[], nn.Module] = Tiny, *, seed: int = 0) -> nn.Module:
     """The same model at every call."""
-    torch.default_generator.manual_seed(seed)  # torch's would note a stack for each kind of device
+    # torch.manual_seed() would note a stack for each kind of device.
+    torch.default_generator.manual_seed(seed)
+    if (device := torch.get_default_device()).type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
     return make()
 
 
@@ -393,7 +397,7 @@ def whole_gradients(
     if group.world_size == 1:
         return mine
     everyone: list[list[Tensor | None]] = [[] for _ in range(group.world_size)]
-    dist.all_gather_object(everyone, mine, group=group.process_group)
+    dist.all_gather_object(everyone, on_cpu(mine), group=group.process_group)
     return [None if parts[0] is None else torch.cat(parts) for parts in zip(*everyone, strict=True)]
 
 
@@ -502,9 +506,9 @@ def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
 
 def _live_bytes(at_least: int) -> int:
     gc.collect()
-    storages = {}
+    storages, device = {}, torch.get_default_device().type
     for value in gc.get_objects():
-        if issubclass(type(value), Tensor) and value.device.type == "cpu":
+        if issubclass(type(value), Tensor) and value.device.type == device:
             with contextlib.suppress(zero_partition.StateError):  # guards share their stand-in's
                 storage = value.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -525,9 +529,9 @@ def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any], *, wh
     """The same keys in the same order, and every tensor equal bit for bit."""
     assert list(weights) == list(expected), f"{what}: keys {list(weights)} != {list(expected)}"
     different = {
-        key: (weights[key].float() - value.float()).abs().max().item()
+        key: (on_cpu(weights[key]).float() - on_cpu(value).float()).abs().max().item()
         for key, value in expected.items()
-        if weights[key].dtype != value.dtype or not torch.equal(weights[key], value)
+        if weights[key].dtype != value.dtype or not equal(weights[key], value)
     }
     assert not different, f"{what}: largest difference of what differs: {different}"
 
@@ -543,7 +547,7 @@ def assert_close(curve: Curve, expected: Curve, *, what: str) -> None:
         assert (ours is None) == (theirs is None), f"{what}: gradient {index}: {ours} != {theirs}"
         if ours is None:
             continue
-        difference = (ours.flatten() - theirs.flatten()).abs().max().item()
+        difference = (on_cpu(ours).flatten() - on_cpu(theirs).flatten()).abs().max().item()
         assert difference <= 1e-5 * largest, f"{what}: gradient {index} is off {difference}"
 
 

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from attrs import define, field
 from torch import Tensor
+from zero_comm.testing import equal
 from zero_offload import AbstractStore, StoreError
 
 
@@ -167,7 +168,7 @@ class PoisonedStore(AbstractStore):
         lent = source.clone()
 
         def act() -> None:
-            same = torch.equal(_bytes_of(source), _bytes_of(lent))
+            same = equal(_bytes_of(source), _bytes_of(lent))
             assert same, f"{key}: memory was written to while it was lent"
             self.values[key] = lent
             poison(source)

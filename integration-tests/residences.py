@@ -18,6 +18,7 @@ from attrs import frozen
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import Offload, testing
 from zero_offload import CPUAdam, DiskStore, StoreError
 
@@ -166,7 +167,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 
 def _is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
+        return found.dtype == expected.dtype and equal(found, expected)
     if isinstance(expected, dict):
         pairs = [(found.get(key), value) for key, value in expected.items()]
         return found.keys() == expected.keys() and all(_is_same(*pair) for pair in pairs)

@@ -18,6 +18,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zero_comm import Group, Reduction, all_reduce_flat
+from zero_comm.testing import assert_close, equal
 from zero_engine import ConfigError, FileError
 from zero_partition import PartitionError, StateError
 
@@ -139,7 +140,7 @@ def _train_plainly(
 def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
     assert not ours or ours.keys() == theirs.keys()  # the whole is on rank 0
     for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), f"{what}: {name}"
+        assert equal(value, theirs[name]), f"{what}: {name}"
 
 
 # ---- The law ----
@@ -162,7 +163,7 @@ def test_trains_as_accelerates_ddp_and_as_our_plain_loop(group: Group) -> None:
         _assert_equal(ours[1], plain[1], f"stage {stage}, plain loop")
         assert ours[0] == pytest.approx(clipped_losses, rel=1e-5)
         for name, value in ours[1].items():
-            torch.testing.assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
+            assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
 
 
 def _around(group: Group, make: Callable[..., Any], folder: Path) -> list[Any]:
@@ -200,7 +201,7 @@ def test_what_is_done_around_a_loop_is_as_with_ddp(group: Group, tmp_path: Path)
     expected = _around(group, _ddp, tmp_path / "ddp")
     for stage in STAGES:
         found = _around(group, partial(_zero, stage), tmp_path / str(stage))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=f"stage {stage}")
+        assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=f"stage {stage}")
 
 
 @pytest.mark.ranks(timeout_s=120)
@@ -224,7 +225,7 @@ def test_gradients_between_micro_batches_are_what_the_guide_says(group: Group) -
                 found = [param.grad for param in model.parameters()]
             else:
                 found = [zero_engine.full_grad(param) for param in model.parameters()]
-        torch.testing.assert_close(found, mean if stage else own, msg=f"stage {stage}")
+        assert_close(found, mean if stage else own, msg=f"stage {stage}")
 
 
 def _mean_over_ranks(grad: Tensor, group: Group) -> Tensor:

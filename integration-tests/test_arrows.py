@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import torch.utils._device
 
 ROOT: Final = Path(__file__).parents[1]
 ALLOWED: Final[dict[str, set[str]]] = {
@@ -80,6 +81,22 @@ def test_cuda_is_named_only_where_no_other_device_would_do() -> None:
     }
 
     assert found == CUDA_ALONE.keys()
+
+
+def test_whatever_is_made_in_a_package_names_its_device() -> None:
+    """Under torch.set_default_device() it would be elsewhere than the code around it expects."""
+    makers = {of.__name__ for of in torch.utils._device._device_constructors()}
+    packages, found = ROOT / "packages", []
+    for file in packages.glob("*/src/**/*.py"):
+        for call in (
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        ):
+            named = {keyword.arg for keyword in call.keywords}  # None: of **options
+            module, _, name = ast.unparse(call.func).partition(".")
+            if module == "torch" and name in makers and not named & {"device", None}:
+                found.append(f"{file.relative_to(packages)}:{call.lineno}")
+
+    assert not found
 
 
 @pytest.mark.parametrize("package", ALLOWED)

@@ -23,6 +23,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from training import assert_weights_of
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_partition import AtRestError, StateError
 
 
@@ -99,7 +100,7 @@ def test_torchs_clip_works_where_the_shard_is_everything(group: Group) -> None:
     theirs = nn.utils.clip_grad_norm_(shards, 1e9)
 
     ours = zero_engine.clip_grad_norm_(model, 1e9)
-    torch.testing.assert_close(torch.as_tensor(theirs).float(), ours)
+    assert_close(torch.as_tensor(theirs).float(), ours)
 
 
 PARTS: dict[str, Callable[[nn.Module, Any], Any]] = {
@@ -126,10 +127,10 @@ def test_some_gradients_are_clipped_as_torchs_function_clips_them(group: Group, 
 
         ours = zero_engine.clip_grad_norm_(part(model, optimizer), 1e-3)
 
-        torch.testing.assert_close(ours, theirs, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        assert_close(ours, theirs, msg=lambda m: f"{name}: {m}")  # noqa: B023
         for key, param in model.named_parameters():
             if (grad := zero_engine.full_grad(param)) is not None:
-                torch.testing.assert_close(grad, plain.get_parameter(key).grad)
+                assert_close(grad, plain.get_parameter(key).grad)
         zero_engine.clip_grad_value_(part(model, optimizer), 1e-5)
     with pytest.raises(StateError, match="expected parameters of one sharded model, got 0 of 0"):
         zero_engine.clip_grad_norm_([], 1.0)
@@ -147,7 +148,7 @@ def test_either_object_finds_the_gradients_to_clip(group: Group) -> None:
             expected = nn.utils.get_total_norm(given, norm_type)
             for either in (model, optimizer):
                 norm = zero_engine.clip_grad_norm_(either, 1e9, norm_type=norm_type)
-                torch.testing.assert_close(norm.double(), expected)
+                assert_close(norm.double(), expected)
         for wrong in (0, math.nan):
             with pytest.raises(StateError, match="norm_type to be the order of a norm, such as 2"):
                 zero_engine.clip_grad_norm_(model, 1.0, norm_type=wrong)
@@ -191,7 +192,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "a write": lambda value: value.__setitem__(0, 1.0),
     "an array": np.asarray,
     "copy_": lambda value: torch.empty(value.shape).copy_(value),
-    "equal": lambda value: torch.equal(value, value),
+    "equal": lambda value: equal(value, value),
     "foreach": lambda value: torch._foreach_norm([value]),
     "out": lambda value: torch.add(torch.ones(()), 1, out=value),
     "a parameter": nn.Parameter,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from training import assert_trains_as_plain, train
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
 
@@ -91,8 +92,8 @@ def test_autograd_grad_gives_this_ranks_gradients_and_reduces_nothing(
     grads = torch.autograd.grad(loss_of(model, group.rank), list(model.parameters()))
     after = [param.grad for param in parity._trained(optimizer)]
 
-    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(after, held, strict=True))
+    assert all(equal(*pair) for pair in zip(grads, expected, strict=True))
+    assert all(equal(*pair) for pair in zip(after, held, strict=True))
     if group.rank == 0 and stage < 3:  # where parameters are whole, no other rank need take part
         x = _x(0, requires_grad=True)
         torch.autograd.grad(model(x).sum(), x)
@@ -150,10 +151,10 @@ def test_transforms_of_torch_func_give_plain_torchs_numbers_or_say_no(
             with pytest.raises(StateError, match=r"transform of torch.func.*stage 2 or lower"):
                 take(model, _x(0))
         else:
-            assert torch.equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
+            assert equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
     for take in BY_FORWARD:
         with torch.no_grad():
-            assert torch.equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
+            assert equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
     others = {name: param.detach() + 1 for name, param in plain.named_parameters()}
     with pytest.raises(StateError, match=r"functional_call\(\) put in its place"):
         functional_call(model, others, (_x(0),))

@@ -11,6 +11,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 
 STEPS = 4
 WIDTH = 6
@@ -85,10 +86,10 @@ def test_ranks_on_different_ways_train_as_under_ddp(group: Group, case: str) -> 
         model = parity.build(Branches)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-        torch.testing.assert_close(train(model, optimizer), expected, **exactly)
+        assert_close(train(model, optimizer), expected, **exactly)
         whole = zero_engine.full_state_dict(model)
         if group.rank == 0:
-            torch.testing.assert_close(whole, dict(plain.state_dict()), **exactly)
+            assert_close(whole, dict(plain.state_dict()), **exactly)
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
@@ -103,7 +104,7 @@ def test_ranks_evaluate_as_often_as_they_like(group: Group, stage: int) -> None:
     with torch.no_grad():
         for step in range(3 * group.rank):
             expected = _other_branches(plain, step, group.rank)
-            assert torch.equal(_other_branches(model, step, group.rank), expected)
+            assert equal(_other_branches(model, step, group.rank), expected)
     optimizer.zero_grad()
     _other_branches(model, 1, group.rank).backward()
     optimizer.step()
@@ -132,4 +133,4 @@ def test_a_rank_without_a_batch_takes_part_in_the_step(group: Group, stage: int)
     whole = zero_engine.full_state_dict(model)
     if group.rank == 0:
         for name, value in alone.state_dict().items():
-            assert torch.equal(whole[name], value), name
+            assert equal(whole[name], value), name

@@ -13,6 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_partition import memory_report
 
 WIDTH = 64
@@ -174,7 +175,7 @@ def test_a_container_of_several_classes_is_whole_by_parts(group: Group) -> None:
     assert largest <= slots < 1.1 * largest
     weights = zero_engine.full_state_dict(model)
     for name in weights:
-        torch.testing.assert_close(weights[name], plain.state_dict()[name])
+        assert_close(weights[name], plain.state_dict()[name])
 
 
 @pytest.mark.slow

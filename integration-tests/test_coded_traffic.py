@@ -16,6 +16,7 @@ import zero_engine
 import zero_partition
 from parity import Recipe, ZeroConfig
 from zero_comm import Group, GroupMismatchError, Loco, Sent, parse_codec, record_traffic
+from zero_comm.testing import assert_close, equal
 from zero_engine import ConfigError, Offload, Wire
 from zero_partition import PartitionError, StateError, memory_report
 from zero_partition.seams import find_sharded
@@ -122,7 +123,7 @@ def test_what_is_lost_is_told_by_unit(group: Group, codec: str) -> None:
     assert found.keys() == shards.keys() == errors.gradients.relative().keys()
     for name, shard in shards.items():
         expected = parse_codec(codec).relative_error(shard)
-        torch.testing.assert_close(torch.tensor(found[name]), expected, rtol=1e-4, atol=0)
+        assert_close(torch.tensor(found[name]), expected, rtol=1e-4, atol=0)
     assert all(0 < error < 0.2 for error in errors.gradients.relative().values())
 
 
@@ -176,12 +177,12 @@ def test_weights_by_request_are_exact(group: Group, place: str, tmp_path: Path) 
     plain = parity.build(parity.tiny_float32)
     data = parity.batch(0, 0, group.rank)
     with zero_engine.unsharded(model), torch.no_grad():
-        assert torch.equal(parity.loss_of(model, data), parity.loss_of(plain, data))
+        assert equal(parity.loss_of(model, data), parity.loss_of(plain, data))
     for name, param in model.named_parameters():
         value = zero_engine.full_param(param)
-        assert torch.equal(gathered[name], expected[name]), name
-        assert torch.equal(value, expected[name]), name
-        assert group.rank or torch.equal(whole[name], expected[name]), name
+        assert equal(gathered[name], expected[name]), name
+        assert equal(value, expected[name]), name
+        assert group.rank or equal(whole[name], expected[name]), name
 
 
 # ---- What is refused ----

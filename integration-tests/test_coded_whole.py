@@ -28,6 +28,7 @@ from parking import offload_and_reload
 from residences import Cell, resting_as
 from torch import Tensor, nn
 from zero_comm import Group, Handle, parse_codec, record_traffic
+from zero_comm.testing import equal
 from zero_engine import Offload, Precision, Wire
 from zero_partition import LostEditError, StateError, StateKind, memory_report
 from zero_partition.seams import find_sharded
@@ -128,14 +129,14 @@ def test_shards_that_are_not_stepped_are_rounded_once(group: Group, precision: M
     exact = parity.build(OneDtype)
     for name, param in model.named_parameters():
         exact.get_parameter(name).data = zero_engine.full_param(param).float()
-    assert torch.equal(exact.unused, parity.build(OneDtype).unused)  # nothing has stepped it
+    assert equal(exact.unused, parity.build(OneDtype).unused)  # nothing has stepped it
 
     stepper = parity.OPTIMIZERS["sgd"](parity.param_groups(exact))
     coded.round_params(twin, exact, stepper, CODEC, 2)
     for name, value in twin.named_parameters():
         if value.requires_grad:
-            assert torch.equal(model.get_parameter(name), value), name
-    assert torch.equal(model.frozen.float(), exact.frozen)  # nobody gathers it
+            assert equal(model.get_parameter(name), value), name
+    assert equal(model.frozen.float(), exact.frozen)  # nobody gathers it
 
 
 # ---- What is asked for, and what is written ----
@@ -147,27 +148,27 @@ def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
     model, optimizer = build(group, 2, precision, state_dict="gather")
     at_rest, _ = build(group, 3, precision, state_dict="gather")  # the same, by an older way
     data = parity.batch(0, 0, group.rank)
-    assert torch.equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
+    assert equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     at_rest.load_state_dict(model.state_dict())
     expected = at_rest.state_dict()
 
     whole, gathered = zero_engine.full_state_dict(model), model.state_dict()
     for name, param in model.named_parameters():
-        assert torch.equal(gathered[name], expected[name]), name
-        assert group.rank or torch.equal(whole[name], expected[name]), name
+        assert equal(gathered[name], expected[name]), name
+        assert group.rank or equal(whole[name], expected[name]), name
         full = zero_engine.full_param(param)
-        assert torch.equal(full.to(param.dtype), expected[name]), name
+        assert equal(full.to(param.dtype), expected[name]), name
         with zero_engine.GatheredParameters(param):
-            assert torch.equal(param, expected[name]), name
+            assert equal(param, expected[name]), name
         if param.requires_grad:
-            assert not torch.equal(param, expected[name]), name
+            assert not equal(param, expected[name]), name
     with zero_engine.unsharded(model), zero_engine.unsharded(at_rest), torch.no_grad():
-        assert torch.equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
+        assert equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
 
     zero_engine.unshard(model, optimizer)
     for name, param in model.named_parameters():
-        assert torch.equal(param.to(expected[name].dtype), expected[name]), name
+        assert equal(param.to(expected[name].dtype), expected[name]), name
 
 
 def test_what_would_be_of_rounded_weights_is_refused(group: Group) -> None:
@@ -228,8 +229,8 @@ def test_what_lies_beside_a_written_parameter_stays_exact(group: Group, precisio
 
     for name, param in model.named_parameters():
         if name not in ("unused", "blocks.0.up.bias"):
-            assert torch.equal(zero_engine.local_param(param), exact[name]), name
-    assert torch.equal(zero_engine.full_param(model.unused).float(), written)
+            assert equal(zero_engine.local_param(param), exact[name]), name
+    assert equal(zero_engine.full_param(model.unused).float(), written)
 
 
 @BOTH_PRECISIONS
@@ -248,7 +249,7 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
         parity.run_steps(again, stepper, range(7, 8), rank=group.rank)
         zero_engine.load(tmp_path / "saved", again, stepper)
         loaded = zero_engine.full_state_dict(again)
-        assert all(torch.equal(loaded[key], value) for key, value in saved.items()), stage
+        assert all(equal(loaded[key], value) for key, value in saved.items()), stage
         found = parity.run_steps(again, stepper, range(2, 4), rank=group.rank)
         # Torch's AdamW and the host's kernels agree to the last bits.
         close = pytest.approx(expected, rel=1e-6 if offload else 0, abs=0)
@@ -329,7 +330,7 @@ def test_small_parameters_at_stage_3_travel_as_they_are(group: Group) -> None:
     small = [param for param in model.parameters() if param.requires_grad and param.numel() <= 13]
     assert small
     for param in small:
-        assert torch.equal(param.detach(), zero_engine.full_param(param).to(param.dtype))
+        assert equal(param.detach(), zero_engine.full_param(param).to(param.dtype))
 
 
 @pytest.mark.ranks(1)

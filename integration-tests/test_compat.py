@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from training import assert_weights_of
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_deepspeed import utils
 from zero_engine import ConfigError, NotBuiltError, ZeroConfig
 from zero_engine.engine import EngineConfig
@@ -61,8 +62,8 @@ def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path) -> None:
     expected = _train_alone(settings)
     for rank, report in enumerate(reports):
         for key in ("norms", "lr", "weight"):
-            torch.testing.assert_close(torch.tensor(report[key]), torch.tensor(expected[key]))
-        torch.testing.assert_close(report["losses"], expected["losses"][rank])
+            assert_close(torch.tensor(report[key]), torch.tensor(expected[key]))
+        assert_close(report["losses"], expected["losses"][rank])
         assert report["steps"] == len(expected["norms"])
 
 
@@ -126,8 +127,8 @@ def test_safe_accessors_read_and_write_by_parameter(group: Group, stage: int) ->
     assert memory_report(model).slots_bytes == 0
     param, expected = model.blocks[1].up.weight, plain.blocks[1].up.weight
 
-    assert torch.equal(utils.safe_get_full_grad(param), expected.grad)
-    assert torch.equal(utils.safe_get_full_fp32_param(param), expected)
+    assert equal(utils.safe_get_full_grad(param), expected.grad)
+    assert equal(utils.safe_get_full_fp32_param(param), expected)
     assert utils.safe_get_local_grad(param).dim() == 1
     assert utils.safe_get_local_fp32_param(param).dim() == 1
     utils.safe_set_full_grad(param, torch.ones_like(expected))
@@ -139,13 +140,13 @@ def test_safe_accessors_read_and_write_by_parameter(group: Group, stage: int) ->
     plain_optimizer.step()
 
     state = utils.safe_get_full_optimizer_state(param, "exp_avg")
-    assert torch.equal(state, plain_optimizer.state[expected]["exp_avg"])
-    assert torch.equal(utils.safe_get_full_fp32_param(bias), plain_bias)
+    assert equal(state, plain_optimizer.state[expected]["exp_avg"])
+    assert equal(utils.safe_get_full_fp32_param(bias), plain_bias)
     utils.safe_set_full_fp32_param(param, torch.zeros_like(expected))
     assert not utils.safe_get_full_fp32_param(param).any()
     utils.safe_set_full_optimizer_state(param, torch.ones_like(expected), "exp_avg")
     local = utils.safe_get_local_optimizer_state(param, "exp_avg")
-    assert torch.equal(local, torch.ones_like(local))
+    assert equal(local, torch.ones_like(local))
     utils.safe_set_local_optimizer_state(param, torch.zeros_like(local), "exp_avg")
     assert not utils.safe_get_full_optimizer_state(param, "exp_avg").any()
     for kind in ("full", "local"):

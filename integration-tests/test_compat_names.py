@@ -28,6 +28,7 @@ from deepspeed_folders import Form, save_as_deepspeed
 from packaging.version import Version
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
@@ -90,7 +91,7 @@ def _compare_adams(group: Group, is_decoupled: bool, *, device: str = "cpu") -> 
     for engine in engines:
         found = zero_engine.full_state_dict(engine.module)
         if group.rank == 0:
-            torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+            assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def _cpu_adam(*arguments: Any) -> DeepSpeedCPUAdam:
@@ -117,7 +118,7 @@ def test_deepspeeds_other_cpu_optimizers_train_as_ours(group: Group, name: str) 
         optimizer.step()
 
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(mine, other)
+        assert equal(mine, other)
     half = kind(models[1].parameters(), fp32_optimizer_states=False)
     half.step()
     param = next(models[1].parameters())
@@ -218,7 +219,7 @@ def _check_state_dict(folder: Path, tag: str, expected: dict[str, Tensor]) -> No
         for name, value in expected.items():
             assert again[name].shape == value.shape
             assert again[name].dtype == found[name].dtype == torch.float32
-            assert torch.equal(found[name], value.float()), name
+            assert equal(found[name], value.float()), name
     without = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert without.keys() == expected.keys() - {"frozen"}
     with pytest.raises(FileError, match="elsewhere"):
@@ -239,8 +240,8 @@ def test_weights_go_into_a_plain_model_and_into_a_folder(ranks, tmp_path: Path) 
     assert same is model
     of_torch = torch.load(tmp_path / "torch" / "pytorch_model.bin")
     for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name].float())
-        assert torch.equal(of_torch[name], value)
+        assert equal(value, expected[name].float())
+        assert equal(of_torch[name], value)
     assert len([*(tmp_path / "safe").glob("*.safetensors")]) > 1
     for wrong in ({"max_shard_size": "5 apples"}, {"exclude_frozen_parameters": True}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -261,11 +262,9 @@ def test_what_is_cloned_is_written_without_what_is_beside_it(tmp_path: Path) -> 
     named = namedtuple("Named", "first second")(large[:2], defaultdict(list, {"x": large[2:4]}))
     again = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(named)
     assert type(again) is type(named) and again.second["new"] == []
-    assert (
-        torch.equal(again.second["x"], large[2:4]) and again.first.untyped_storage().nbytes() == 8
-    )
+    assert equal(again.second["x"], large[2:4]) and again.first.untyped_storage().nbytes() == 8
     assert cloned["n"] == 3 and cloned["b"][1][0] == "c"
-    assert torch.equal(cloned["a"], large[:4]) and torch.equal(cloned["b"][1][1], large[6:7])
+    assert equal(cloned["a"], large[:4]) and equal(cloned["b"][1][1], large[6:7])
 
 
 # ---- Other names ----
@@ -307,20 +306,20 @@ def test_a_tiled_layer_computes_what_the_whole_layer_does(
     if returns_bias:
         assert (got[1] is not None) == bias
         got = got[0] if got[1] is None else got[0] + got[1]
-    assert torch.equal(got, expected)
+    assert equal(got, expected)
     engine.backward(got.sum())
     tops, lefts = tiled.out_parts, tiled.in_parts
     for o, i in itertools.product(range(2), range(3)):
         grad = zero_engine.full_grad(tiled.linears[o][i].weight)
-        assert torch.equal(grad, whole.weight.grad[tops[o] : tops[o + 1], lefts[i] : lefts[i + 1]])
+        assert equal(grad, whole.weight.grad[tops[o] : tops[o + 1], lefts[i] : lefts[i + 1]])
 
     assert [name for name, _ in tiled.named_parameters() if name.endswith("bias")] == [
         f"linears.{o}.2.bias" for o in range(2) if bias
     ]
     alone = names.TiledLinear(7, 5, bias, input_is_already_split=True, init_linear=whole)
-    assert torch.equal(alone(x), expected)
+    assert equal(alone(x), expected)
     halves = names.TiledLinear(7, 5, bias, 2, input_is_already_split=True, init_linear=whole)
-    assert torch.equal(halves(x.split([4, 3], dim=-1)), expected)
+    assert equal(halves(x.split([4, 3], dim=-1)), expected)
     for wrong in ({"in_splits": 8}, {"out_splits": 0}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} from 1"):
             names.TiledLinear(7, 5, **wrong)
@@ -354,7 +353,7 @@ def test_parameters_of_stage_3_have_deepspeeds_attributes(group: Group) -> None:
     engine(torch.ones(1, 8))
     zero_engine.unshard(model, engine.optimizer)
     again = pickle.loads(pickle.dumps(model))[1].weight
-    assert torch.equal(again, weight) and again.ds_status is status.AVAILABLE
+    assert equal(again, weight) and again.ds_status is status.AVAILABLE
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -400,7 +399,7 @@ def test_parts_of_small_parameters_are_written(group: Group) -> None:
         names.safe_set_local_fp32_param(param, part * 2 + 1)
 
     for name, param in model.named_parameters():
-        assert torch.equal(names.safe_get_full_fp32_param(param), expected[name])
+        assert equal(names.safe_get_full_fp32_param(param), expected[name])
 
 
 def test_estimates_are_those_of_the_plan(capsys) -> None:
@@ -521,7 +520,7 @@ def test_parameters_may_be_given_in_any_form(group: Group, form: str) -> None:
     engine.step()
 
     for param, was in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(zero_engine.full_param(param), was)
+        assert not equal(zero_engine.full_param(param), was)
 
 
 def test_logs_follow_the_environment() -> None:
@@ -579,7 +578,7 @@ def test_an_accelerator_knows_its_dtypes() -> None:
     assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported() >= is_cpu
     assert (torch.float16 in dtypes) == accelerator.is_fp16_supported() >= is_cpu
     pinned = accelerator.pin_memory(tensor)
-    assert torch.equal(pinned, tensor) and (pinned is tensor) == is_cpu
+    assert equal(pinned, tensor) and (pinned is tensor) == is_cpu
 
 
 # ---- Under DeepSpeed's own name ----

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
 
@@ -89,7 +90,7 @@ def _compare(
         assert losses == expected, f"stage {stage}"
         if group.rank == 0:
             for ours, theirs in zip(weights.values(), plain.state_dict().values(), strict=True):
-                assert torch.equal(ours, theirs), f"stage {stage}"
+                assert equal(ours, theirs), f"stage {stage}"
 
 
 def _train(

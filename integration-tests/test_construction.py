@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from training import assert_weights_of
 from zero_comm import AgreementError, Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, equal
 from zero_engine import ConfigError
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -65,7 +65,7 @@ def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes:
     torch.manual_seed(group.rank * 99)  # rank 0's values win, as in shard()
     with zero_partition.Init(group=group, batch_bytes=batch_bytes):
         model = make()
-    assert group.rank or torch.equal(torch.rand(()), after)  # and no random number was lost
+    assert group.rank or equal(torch.rand(()), after)  # and no random number was lost
 
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert type(param) is type(expected)
@@ -366,7 +366,7 @@ def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     assert all(a is b for a, b in zip(model.parameters(), faces, strict=True))
     assert model.head.weight is model.embed.weight
     assert model.same is model.frequencies
-    assert torch.equal(model.frequencies, plain.frequencies)
+    assert equal(model.frequencies, plain.frequencies)
     assert not model.scale.requires_grad and model.embed.weight.requires_grad
     assert_built_as(model, plain, group=group)
 
@@ -444,7 +444,7 @@ def test_init_may_put_other_tensors_in_their_place(group: Group) -> None:
             plain[1].reset_parameters()
     assert model[0].weight.untyped_storage().nbytes() == 4  # sharded
     for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, plain.get_buffer(name)), name
+        assert equal(buffer, plain.get_buffer(name)), name
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     assert_weights_of(model, plain, group=group, what="assigned")
 

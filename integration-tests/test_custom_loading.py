@@ -13,6 +13,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import ZeroConfig
 from zero_partition import LoadError
 
@@ -327,7 +328,7 @@ def test_what_a_module_saves_and_loads_itself_comes_back(
         folder = tmp_path / f"{before}-{after}"
         _trained(KINDS[kind], folder, group, before)
         found = _resumed(KINDS[kind], folder, group, after)
-        torch.testing.assert_close(found, expected, msg=f"stages {before} and {after}")
+        assert_close(found, expected, msg=f"stages {before} and {after}")
 
 
 @pytest.mark.ranks(1, 2)
@@ -341,7 +342,7 @@ def test_a_module_takes_what_an_older_class_has_saved(
     for stage, later in STAGES:
         folder = tmp_path / f"{stage}-{later}"
         _trained(_Body, folder, group, stage)
-        torch.testing.assert_close(_resumed(after, folder, group, later), expected)
+        assert_close(_resumed(after, folder, group, later), expected)
 
 
 @pytest.mark.ranks(1, 2)
@@ -367,7 +368,7 @@ def test_weights_alone_go_through_the_same_code(
         zero_engine.shard(model, None, ZeroConfig(3), group=group)
     whole = zero_engine.full_state_dict(model)
     if group.rank == 0:
-        torch.testing.assert_close(whole, dict(plain.state_dict()))
+        assert_close(whole, dict(plain.state_dict()))
 
 
 @pytest.mark.ranks(1, 2)
@@ -377,7 +378,7 @@ def test_what_computes_with_values_is_said_and_resumes(group: Group, tmp_path: P
         folder = tmp_path / f"{stage}-{later}"
         with pytest.warns(UserWarning, match="_Computes computes with values"):
             _trained(_Computes, folder, group, stage)
-        torch.testing.assert_close(_resumed(_Computes, folder, group, later), expected)
+        assert_close(_resumed(_Computes, folder, group, later), expected)
 
 
 @pytest.mark.ranks(1, 2)
@@ -390,7 +391,7 @@ def test_what_a_module_saves_and_does_not_load_is_in_every_model_of_it(
     for stage, later in STAGES:
         folder = tmp_path / f"{stage}-{later}"
         _trained(_Quantized, folder, group, stage)
-        torch.testing.assert_close(_resumed(_Quantized, folder, group, later), expected)
+        assert_close(_resumed(_Quantized, folder, group, later), expected)
         model, _ = _make(_Quantized, 0)
         zero_engine.shard(model, None, ZeroConfig(stage, min_unit_bytes=0), group=group)
         whole = zero_engine.full_state_dict(model)
@@ -403,7 +404,7 @@ def _nothing_changes(model: nn.Module, group: Group) -> Iterator[None]:
     yield
     after = zero_engine.full_state_dict(model)
     if group.rank == 0:
-        torch.testing.assert_close(after, before)
+        assert_close(after, before)
 
 
 @pytest.mark.ranks(1, 2)

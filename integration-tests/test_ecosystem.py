@@ -31,6 +31,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from training import assert_weights_of
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import Precision
 from zero_partition import StateError
 
@@ -146,7 +147,7 @@ def test_a_grad_scaler_skips_masters_of_fp16_parameters_everywhere(group: Group)
             assert scaler.get_scale() == (scale / 2 if step == 1 else scale)
             for name in before:
                 if name.endswith("weight"):
-                    assert torch.equal(before[name], after[name]) == (step == 1), (stage, name)
+                    assert equal(before[name], after[name]) == (step == 1), (stage, name)
 
 
 # ---- Schedulers and averages ----
@@ -230,7 +231,7 @@ def test_statistics_are_computed_again_for_an_average_of_the_weights(group: Grou
             assert model.training
             model.eval(), expected.eval()
             with torch.no_grad():
-                assert torch.equal(model(batches[0][0]), expected(batches[0][0])), stage
+                assert equal(model(batches[0][0]), expected(batches[0][0])), stage
 
 
 # ---- Metrics ----
@@ -262,8 +263,8 @@ def test_metrics_reduce_over_all_ranks_beside_the_model_and_in_it(group: Group) 
             whole = _accuracy()
             whole.sync_on_compute = False
             whole.update(torch.cat([o for o, _, _ in seen]), torch.cat([t for _, t, _ in seen]))
-            assert torch.equal(found[0], whole.compute()), f"stage {stage}, step {step}"
-            torch.testing.assert_close(found[1].item(), sum(s[2] for s in seen) / len(seen))
+            assert equal(found[0], whole.compute()), f"stage {stage}, step {step}"
+            assert_close(found[1].item(), sum(s[2] for s in seen) / len(seen))
 
 
 # ---- What reads or writes the model ----

@@ -19,6 +19,7 @@ from engines import (
 )
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import ConfigError
 from zero_engine.engine import DynamicLossScale
 from zero_partition import StateError
@@ -200,4 +201,4 @@ def test_a_transform_of_an_engine_is_no_micro_batch(group: Group, stage: int) ->
     expected = torch.func.grad(energy, argnums=1)(plain, x)
     found = torch.func.grad(energy, argnums=1)(engine, x)
 
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)

@@ -15,6 +15,7 @@ from parity import ZeroConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from zero_comm import AgreementError, Group
+from zero_comm.testing import assert_close
 from zero_engine import ConfigError, Engine, FileError, Precision
 from zero_engine.engine import DynamicLossScale
 
@@ -144,6 +145,6 @@ def test_weights_alone_are_saved_for_others(group: Group, tmp_path: Path) -> Non
     parity.assert_same_weights(state, expected, what="torch.save")
     found: dict[str, Tensor] = load_file(tmp_path / "m.safetensors")
     del expected["head.weight"]  # tied
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)
     trained = load_file(tmp_path / "trained.safetensors")
     assert found.keys() - trained.keys() == {"frozen"} and len(list(tmp_path.iterdir())) == 3

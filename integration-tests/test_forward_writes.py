@@ -14,6 +14,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Precision, ZeroConfig
 from zero_partition import StateError
 
@@ -176,7 +177,7 @@ def test_other_values_may_stand_in_a_parameter_for_a_while(
     config = ZeroConfig(stage, min_unit_bytes=0, precision=precision)
     zero_engine.shard(model, optimizer, config, group=group)
     found = run(model, optimizer, is_sharded=True)
-    torch.testing.assert_close(found, expected, rtol=0.1 if masters else 1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=0.1 if masters else 1e-6, atol=1e-6)
     zero_engine.save(tmp_path, model, optimizer, step=3)
     for param in model.parameters():
         param.data = torch.full_like(param, 3.0)

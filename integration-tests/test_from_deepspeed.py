@@ -20,6 +20,7 @@ from parity import ZeroConfig
 from torch import nn
 from training import assert_weights_of
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import FileError, Offload
 from zero_partition import LoadError, Precision, StateError
 
@@ -97,7 +98,7 @@ def test_training_goes_on_as_if_it_had_been_here_all_along(
     expected = _trained(BEFORE + AFTER)[2][BEFORE:]
     if world_size < 3:
         assert found[0] == expected
-    torch.testing.assert_close(found[0], expected)  # a third of three equal gradients is rounded
+    assert_close(found[0], expected)  # a third of three equal gradients is rounded
 
 
 def test_state_goes_where_it_rests(group: Group, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_state_goes_where_it_rests(group: Group, tmp_path: Path) -> None:
 
     found = _go_on(group, folder, 3, offload)
 
-    torch.testing.assert_close(found, _trained(BEFORE + AFTER)[2][BEFORE:])
+    assert_close(found, _trained(BEFORE + AFTER)[2][BEFORE:])
 
 
 def _go_on(group: Group, folder: str, stage: int, offload: Offload | None = None) -> list[float]:
@@ -247,10 +248,10 @@ def test_masters_are_the_saved_ones_to_the_last_bit(group: Group, tmp_path: Path
 
     expected = dict(_trained()[0].named_parameters())
     for name, param in model.named_parameters():
-        assert torch.equal(zero_engine.full_param(param).float(), expected[name]), name
+        assert equal(zero_engine.full_param(param).float(), expected[name]), name
     with zero_engine.unsharded(model):
         for name, param in model.named_parameters():
-            assert torch.equal(param, expected[name].bfloat16()), name
+            assert equal(param, expected[name].bfloat16()), name
 
 
 def test_weights_alone_go_into_a_model_that_is_not_there_yet(group: Group, tmp_path: Path) -> None:
@@ -276,8 +277,8 @@ def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
         del expected["head.weight"]
         assert found.keys() == expected.keys()
         frozen = found.pop("frozen")
-        assert torch.equal(frozen.float(), expected.pop("frozen"))
-        assert all(torch.equal(found[key], value) for key, value in expected.items()), name
+        assert equal(frozen.float(), expected.pop("frozen"))
+        assert all(equal(found[key], value) for key, value in expected.items()), name
 
 
 # ---- What is wrong ----

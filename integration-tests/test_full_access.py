@@ -14,6 +14,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import (
     full_grad,
     full_optimizer_state,
@@ -50,19 +51,19 @@ def test_what_is_read_is_what_plain_torch_has(group: Group, stage: int) -> None:
 
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     for (name, param), theirs in pairs:
-        assert torch.equal(full_param(param), theirs), name
+        assert equal(full_param(param), theirs), name
         grad = full_grad(param)
         assert (grad is None) == (theirs.grad is None), name
         if grad is not None:
             assert grad.shape == theirs.grad.shape
-            assert torch.equal(grad, theirs.grad), name
+            assert equal(grad, theirs.grad), name
         state = plain_optimizer.state.get(theirs)
         if not state:
             with pytest.raises(StateError, match=rf"no state for parameter '{name}'"):
                 full_optimizer_state(param, "exp_avg")
             continue
         for key, value in state.items():
-            assert torch.equal(full_optimizer_state(param, key), value), (name, key)
+            assert equal(full_optimizer_state(param, key), value), (name, key)
         assert type(grad) is Tensor
     assert full_param(model.head.weight, to_rank=0) is None or group.rank == 0
     assert (full_grad(model.scale, to_rank=group.world_size - 1) is None) == (
@@ -125,9 +126,9 @@ def test_local_parts_laid_end_to_end_are_the_whole(ranks, stage: int) -> None:
 
     for name in parts[0][0]:
         whole, grad, moment = parts[0][1][name]
-        assert torch.equal(torch.cat([rank[0][name][0] for rank in parts]), whole.flatten())
-        assert torch.equal(torch.cat([rank[0][name][1] for rank in parts]), grad.flatten())
-        assert torch.equal(torch.cat([rank[0][name][2] for rank in parts]), moment.flatten())
+        assert equal(torch.cat([rank[0][name][0] for rank in parts]), whole.flatten())
+        assert equal(torch.cat([rank[0][name][1] for rank in parts]), grad.flatten())
+        assert equal(torch.cat([rank[0][name][2] for rank in parts]), moment.flatten())
 
 
 def _parts(group: Group, stage: int) -> tuple[dict, dict]:
@@ -215,7 +216,7 @@ def test_inside_no_sync_a_gradient_is_the_ranks_own(group: Group, stage: int) ->
         expected = dict(plain.named_parameters())[name].grad
         for ours, theirs in ((local[name], param.grad), (averaged[name], expected)):
             assert (ours is None) == (theirs is None), name
-            assert ours is None or torch.equal(ours, theirs), name
+            assert ours is None or equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -246,7 +247,7 @@ def test_a_gradient_is_written_where_none_has_come(
         kept.append([full_param(p) if is_ours else p.detach() for p in model.parameters()])
 
     for ours, theirs in zip(*kept, strict=True):
-        assert torch.equal(ours, theirs)
+        assert equal(ours, theirs)
 
 
 def _put(param: nn.Parameter, value: Tensor) -> None:
@@ -285,7 +286,7 @@ def test_many_gradients_are_updated_in_one_pass(group: Group, stage: int) -> Non
     zero_engine.update_full_grads(model.parameters(), update, ahead=2)
     for (name, param), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         ours = full_grad(param)
-        assert ours is None or torch.equal(ours, theirs.grad), name
+        assert ours is None or equal(ours, theirs.grad), name
 
 
 def test_wrong_arguments_are_named_on_all_ranks(group: Group) -> None:

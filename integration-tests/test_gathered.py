@@ -16,6 +16,7 @@ import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
+from zero_comm.testing import assert_close, equal
 from zero_engine import GatheredParameters, Offload, Precision, full_param, unsharded
 from zero_partition import LostEditError, OverlapError, StateError, memory_report
 from zero_partition.seams import find_sharded
@@ -30,7 +31,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 def _assert_equal(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert values.keys() == expected.keys()
-    different = [name for name, value in values.items() if not torch.equal(value, expected[name])]
+    different = [name for name, value in values.items() if not equal(value, expected[name])]
     assert not different, different
 
 
@@ -59,10 +60,10 @@ def test_inside_every_parameter_is_whole_in_its_own_object(group: Group, stage: 
         with GatheredParameters(params):
             for name, param in model.named_parameters():
                 if what in ("module", "backwards") or (what == "list" and param is up.bias):
-                    assert torch.equal(param.data, plain[name]), (what, name)
-                    assert torch.equal(param, plain[name]), (what, name)
+                    assert equal(param.data, plain[name]), (what, name)
+                    assert equal(param, plain[name]), (what, name)
                     assert str(param) == str(plain[name])
-                    assert torch.equal(copy.deepcopy(param), plain[name])
+                    assert equal(copy.deepcopy(param), plain[name])
         left = {name: (param.data_ptr(), type(param)) for name, param in model.named_parameters()}
         assert left == at_rest, what
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
@@ -179,7 +180,7 @@ def test_one_rank_loads_a_state_dict_for_all(
         part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
     for name, value in _values(model).items():
         is_changed = name.startswith("blocks.0.")
-        torch.testing.assert_close(value, before[name] + is_changed, rtol=0.01, atol=0.01)
+        assert_close(value, before[name] + is_changed, rtol=0.01, atol=0.01)
     with GatheredParameters(model, modifier_rank=0):
         alone = {"embed.weight": given["embed.weight"]}
         model.load_state_dict(alone, strict=False)  # and nothing of other modules
@@ -345,9 +346,9 @@ def test_ranks_may_generate_unevenly_and_train_on(
     with pytest.raises(KeyError), unsharded(model):
         with record_traffic(group) as traffic, torch.no_grad():
             for _ in range(3 + 4 * group.rank):
-                assert torch.equal(model(tokens), reference)
+                assert equal(model(tokens), reference)
             for name, param in model.named_parameters():
-                assert torch.equal(param.detach() + 0, weights[name])  # outside a forward, too
+                assert equal(param.detach() + 0, weights[name])  # outside a forward, too
         assert not traffic.operations
         with pytest.raises(StateError, match=r"optimizer\.step\(\) inside unsharded\(\)"):
             optimizer.step()
@@ -435,7 +436,7 @@ def test_values_are_read_between_init_and_shard(group: Group) -> None:
 
     with GatheredParameters(backwards + backwards):
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+            assert equal(ours, theirs)
         data = parity.batch(0, 0, group.rank)
         assert parity.loss_of(model, data).item() == parity.loss_of(plain, data).item()
         assert list(model.state_dict()) == list(plain.state_dict())

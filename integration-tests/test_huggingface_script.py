@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
+from zero_comm.testing import assert_close
 
 pytest.importorskip("transformers")
 
@@ -78,12 +79,12 @@ def test_a_script_for_transformers_runs_with_one_line_changed(
     # In 16 bits, the gradient of a batch is not to the bit the mean of those of its parts.
     atol = 1e-5 if dtype is torch.float32 else 1e-3
     for what in ("lr", "losses", "grad_norms", "evals", "norms"):
-        torch.testing.assert_close(printed[what], expected[what], rtol=atol, atol=atol)
+        assert_close(printed[what], expected[what], rtol=atol, atol=atol)
     assert expected["evals"][-1] < expected["losses"][0] - 0.3, "it learns nothing"
 
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "model", dtype="auto").eval()
     assert saved.dtype == dtype
-    torch.testing.assert_close(_evaluate(saved), printed["evals"][-1], rtol=0, atol=1e-5)
+    assert_close(_evaluate(saved), printed["evals"][-1], rtol=0, atol=1e-5)
     prompt = torch.tensor(printed["generated"])[:, :4]
     for _ in range(6):  # greedily
         with torch.no_grad():

@@ -15,6 +15,7 @@ from engines import assert_weights, build_engine, engine_config, run_micro_batch
 from packaging.version import Version
 from torch import Tensor
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import Engine, LossScaleError, ZeroConfig
 from zero_engine.engine import DynamicLossScale
 from zero_partition import StateError, unscale_and_clip_
@@ -79,19 +80,19 @@ def test_a_fused_step_unscales_and_clips_as_a_pass_of_its_own_does(
         # The first step creates the state.
         assert found.is_in_step == (takes_scales and number > 0)
         assert not expected.is_in_step
-        torch.testing.assert_close(found.norm, expected.norm)
+        assert_close(found.norm, expected.norm)
         weights, state = fused.snapshot()
         if max_norm is None:  # a power of two alone: to the bit
             parity.assert_same_weights(weights, apart.snapshot()[0], what=name)
-        torch.testing.assert_close(weights, apart.snapshot()[0])
-        torch.testing.assert_close(state, apart.snapshot()[1])
+        assert_close(weights, apart.snapshot()[0])
+        assert_close(state, apart.snapshot()[1])
 
     weights, state = fused.snapshot()
     report = fused.step(4, factor=bad)
     assert report.is_in_step == takes_scales and not report.is_finite
     after, state_after = fused.snapshot()
     parity.assert_same_weights(after, weights, what=name)
-    assert all(torch.equal(a, b) for a, b in zip(state_after, state, strict=True))
+    assert all(equal(a, b) for a, b in zip(state_after, state, strict=True))
 
 
 @pytest.mark.ranks(1)

@@ -15,7 +15,7 @@ import zero_engine
 from high_water import HighWater, giving_memory_back, needs_high_water
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, assert_close, equal
 from zero_engine import ConfigError, Offload, ShardedAverage, ZeroConfig
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -192,7 +192,7 @@ def test_a_life_leads_where_plain_torchs_does(
         if find_sharded(model) is not None:
             zero_engine.unshard(model)
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(
+            assert_close(
                 value,
                 plain.model.state_dict()[name],
                 msg=lambda m: f"{stage} and {other}: {m}",  # noqa: B023
@@ -289,12 +289,12 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
             lambda *of, config=config: zero_engine.shard(*of, config, group=group),  # type: ignore[misc]
             lambda model: ShardedAverage(model, decay=0.5),
         )
-        torch.testing.assert_close(found, expected)
+        assert_close(found, expected)
         for name, value in zero_engine.full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name])
+            assert_close(value, plain.state_dict()[name])
         # An average has what trains: what is frozen is the model's own.
         for name, value in average.full_state_dict().items() if when != WHEN[-1] else ():
-            torch.testing.assert_close(value, expected_average.values[name])
+            assert_close(value, expected_average.values[name])
 
 
 @needs_high_water
@@ -403,7 +403,7 @@ def test_an_engine_may_come_after_another(group: Group, before: str) -> None:
         train(engine_of(model, other))
         train_plain(plain)
         for name, value in zero_engine.full_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name])
+            assert_close(value, plain.state_dict()[name])
 
 
 # ---- Several optimizers ----
@@ -492,14 +492,14 @@ def test_several_optimizers_go_on_by_themselves(
     assert zero_engine.shard(model, ours, config, group=group)[1] is ours
     loop(model, *ours, lambda by: zero_engine.clip_grad_norm_(by, 0.5))
     for name, value in zero_engine.full_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+        assert_close(value, plain.state_dict()[name])
 
     zero_engine.shard(model, ours, ZeroConfig((stage + 1) % 4), group=group)  # with their state
     loop(model, *ours, lambda by: zero_engine.clip_grad_norm_(by, 0.5))
     loop(plain, *theirs, lambda by: nn.utils.clip_grad_norm_(by.param_groups[0]["params"], 0.5))
     zero_engine.unshard(model, ours)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+        assert_close(value, plain.state_dict()[name])
 
 
 def test_several_optimizers_are_saved_and_loaded(group: Group, tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_several_optimizers_are_saved_and_loaded(group: Group, tmp_path: Path) -
         _both(each, *ours, lambda _: None)
     weights = [zero_engine.full_state_dict(each) for each in (model, other)]
     for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name])
+        assert equal(value, weights[1][name])
 
 
 def test_several_optimizers_share_no_parameter_and_leave_none_out(group: Group) -> None:

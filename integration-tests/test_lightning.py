@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zero_engine
 from torch import nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 
 pytest.importorskip("lightning")
 pytestmark = [
@@ -203,9 +204,9 @@ def test_a_backbone_is_thawed_epoch_by_epoch(group: Group, tmp_path: Path) -> No
         strategy = loops.strategy_of(stage)
         trainer = loops.trainer_of(group, strategy, callbacks=[ByBlocks()], **options)
         trainer.fit(module, DataLoader(TensorDataset(*data), batch_size=2))
-        torch.testing.assert_close(module.losses, losses)
+        assert_close(module.losses, losses)
         for name, value in zero_engine.full_state_dict(module).items():
-            torch.testing.assert_close(value, plain.state_dict()[name])
+            assert_close(value, plain.state_dict()[name])
 
         first, second = WithBackbone(trained), WithBackbone(trained)
         short = {**options, "max_epochs": 2, "callbacks": [ByBlocks()]}
@@ -217,7 +218,7 @@ def test_a_backbone_is_thawed_epoch_by_epoch(group: Group, tmp_path: Path) -> No
         )
         loader = DataLoader(TensorDataset(*data), batch_size=2)
         trainer.fit(second, loader, ckpt_path=tmp_path / f"{stage}.ckpt")
-        torch.testing.assert_close([*first.losses, *second.losses], losses)
+        assert_close([*first.losses, *second.losses], losses)
 
         thawing = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
         loops.fit(group, stage, WithBackbone(trained), callbacks=[thawing], max_epochs=3)
@@ -298,9 +299,9 @@ def test_clipping_and_accumulation_are_close_to_ddp_strategy_and_equal_to_a_plai
     for stage, fields in ((1, {}), (3, {}), (3, on_host)):
         module = loops.Module(loops.sgd)
         got = loops.fit(group, stage, module, fields=fields, **options)
-        torch.testing.assert_close(got[0], losses, rtol=1e-5, atol=0)
+        assert_close(got[0], losses, rtol=1e-5, atol=0)
         if group.rank == 0:
-            torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
+            assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
         config = zero_engine.ZeroConfig(stage, min_unit_bytes=0, **fields)
         plain = _plain_loop(group, module.seen, config)
         loops.assert_same(got, plain, group=group, what=f"stage {stage}")
@@ -401,7 +402,7 @@ def _save(group: Group, folder: str) -> None:
         (found,) = checker.validate(fresh, loops.batches(8), ckpt_path=path, verbose=False)
         assert found["loss"] == said
     module = loops.Module.load_from_checkpoint(f"{folder}/weights.ckpt")
-    torch.testing.assert_close(module.shift, trainer.lightning_module.shift + 0, rtol=0, atol=0)
+    assert_close(module.shift, trainer.lightning_module.shift + 0, rtol=0, atol=0)
     for stage, path in ((3, last), (2, best), (1, f"{folder}/ddp-step=4.ckpt")):
         module = loops.Module()
         module.losses += whole[0][:4]
@@ -480,7 +481,7 @@ def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(
                 got = losses, zero_engine.full_state_dict(model.module)
                 theirs = expected, plain.state_dict()
                 loops.assert_same(got, theirs, group=group, what=f"stage {stage}")
-            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+            assert_close(losses, expected, rtol=1e-5, atol=0)
 
     state = {"model": model, "optimizer": optimizer, "step": 4, "seed": (1, 2)}
     fabric.save(f"{tmp_path}/it.ckpt", state)
@@ -534,7 +535,7 @@ def test_fabric_saves_several_optimizers(group: Group, tmp_path: Path) -> None:
         state = dict(zip(names, (model, *optimizers), strict=True)) | {"step": 0}
         assert fabric.load(f"{tmp_path}/{stage}.ckpt", state) == {}
         assert state["step"] == 3
-        torch.testing.assert_close(train(fabric, model, *optimizers), expected)
+        assert_close(train(fabric, model, *optimizers), expected)
 
 
 @pytest.mark.ranks(timeout_s=120)

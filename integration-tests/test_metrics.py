@@ -24,6 +24,7 @@ from parity import ZeroConfig
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from zero_comm import Group, record_traffic
+from zero_comm.testing import assert_close
 from zero_deepspeed.monitor import Monitoring
 from zero_engine import ConfigError, FileError, Wire
 from zero_engine.engine import DynamicLossScale
@@ -222,7 +223,7 @@ def test_csv_monitor_writes_what_training_computed(
             head, *lines = files[f"Train_Samples_{name}.csv"]
             assert head == ["step", name]
             found = torch.tensor([[float(each) for each in line] for line in lines])
-            torch.testing.assert_close(found, torch.tensor(rows))
+            assert_close(found, torch.tensor(rows))
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="TensorBoard is not installed")

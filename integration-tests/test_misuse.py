@@ -16,6 +16,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from training import assert_weights_of, train
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import ChainedOptimizer
 from zero_partition import AtRestError, PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -55,7 +56,7 @@ def test_a_gradient_that_the_user_dropped_is_not_in_the_norm(group: Group, stage
         each[1].weight.grad = None
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
 
-    torch.testing.assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
+    assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
 
 
 class _Pauses(parity.PerParameter):
@@ -142,7 +143,7 @@ class _GivesSparse(nn.Linear):
 def test_a_unit_may_return_a_sparse_tensor(group: Group) -> None:
     """Its outputs are looked at for views of parameters, and this one has no memory of its own."""
     _, model, _ = _sharded(group, 3, lambda: _GivesSparse(WIDTH, WIDTH))
-    assert torch.equal(model(torch.ones(1, WIDTH))[1].to_dense(), torch.eye(2))
+    assert equal(model(torch.ones(1, WIDTH))[1].to_dense(), torch.eye(2))
 
 
 # ---- Loading, sharding, undoing ----

@@ -9,6 +9,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 
 HIDDEN = 8
 
@@ -49,9 +50,9 @@ def test_the_norm_covers_the_model_and_counts_what_is_replicated_once(
 
     norm = zero_engine.clip_grad_norm_(model, 1.0, norm_type=norm_type, across=model_group)
 
-    torch.testing.assert_close(norm, expected)
+    assert_close(norm, expected)
     grad = zero_engine.full_grad(model.matrix)
-    torch.testing.assert_close(grad, whole.matrix.grad.chunk(2, dim=1)[model_group.rank])
+    assert_close(grad, whole.matrix.grad.chunk(2, dim=1)[model_group.rank])
 
 
 def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(group: Group) -> None:

@@ -12,6 +12,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_comm import Group, all_gather_json, record_traffic
+from zero_comm.testing import assert_close, equal
 from zero_engine import ModulePrecision, Precision, Wire, ZeroConfig
 from zero_partition import PartitionError
 
@@ -176,7 +177,7 @@ def test_policies_are_those_of_fsdp2(group: Group) -> None:
     weights = {name: param.full_tensor() for name, param in theirs.named_parameters()}
     is_exact = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
     atol = 0.0 if is_exact else 1e-3
-    torch.testing.assert_close(dict(plain.named_parameters()), weights, rtol=0, atol=atol)
+    assert_close(dict(plain.named_parameters()), weights, rtol=0, atol=atol)
     assert losses[:3] == pytest.approx(losses[3:], rel=0, abs=atol)
 
 
@@ -188,7 +189,7 @@ def test_stage_0_and_a_model_of_16_bits(group: Group) -> None:
     config = ZeroConfig(0, precision=Precision(masters=None, keep={"*norm": FP32}))
     zero_engine.shard(model, None, config, group=group)
     expected = _loss(_convert(plain, [("norm", FP32, "restored")]), 0)
-    assert torch.equal(_loss(model, 0), expected)
+    assert equal(_loss(model, 0), expected)
 
 
 class _Normed(nn.Module):
@@ -275,7 +276,7 @@ def test_modules_of_an_autocast_travel_in_its_dtype(group: Group, stage: int) ->
     for rank in range(group.world_size):
         its_loss = _loss(plain, rank)
         grads.append(torch.autograd.grad(its_loss, list(plain.parameters())))
-        assert rank != group.rank or torch.equal(loss, its_loss)
+        assert rank != group.rank or equal(loss, its_loss)
 
     numels = [sum(p.numel() for p in plain.parameters())]
     linear = [m for m in plain.modules() if type(m) is nn.Linear]
@@ -289,10 +290,10 @@ def test_modules_of_an_autocast_travel_in_its_dtype(group: Group, stage: int) ->
     ):
         found, mean = zero_engine.full_grad(mine), sum(of_ranks) / len(of_ranks)
         if id(param) in of_linear:
-            assert torch.equal(found, found.bfloat16().float())
-            torch.testing.assert_close(found, mean, rtol=0.02, atol=1e-3)
+            assert equal(found, found.bfloat16().float())
+            assert_close(found, mean, rtol=0.02, atol=1e-3)
         else:
-            assert torch.equal(found, mean)
+            assert equal(found, mean)
 
 
 def test_a_dtype_to_travel_in_is_checked() -> None:

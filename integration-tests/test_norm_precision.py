@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import train
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import Offload, Precision
 from zero_partition import memory_report
 
@@ -145,10 +146,10 @@ def test_norms_with_statistics_compute_as_they_are_and_the_rest_in_16_bits(
                 is_index = name.endswith("num_batches_tracked")
                 expected = FP32 if name.split(".")[0] in kept else dtype
                 assert value.dtype == (torch.int64 if is_index else expected), name
-                assert torch.equal(value, plain.state_dict()[name]), f"{what}, {name}"
+                assert equal(value, plain.state_dict()[name]), f"{what}, {name}"
             zero_engine.unshard(model, optimizer)
             for param, value in zip(model.parameters(), values, strict=True):
-                assert torch.equal(param, value), what
+                assert equal(param, value), what
             assert not model.batch._forward_pre_hooks
 
 
@@ -196,7 +197,7 @@ def test_sync_batch_norm_is_a_norm_with_statistics(group: Group) -> None:
     zero_engine.shard(model, None, config, group=group)
     batch, more = _inputs(0, 0)
     with torch.no_grad():
-        assert torch.equal(model(batch, more=more), plain(batch, more=more).float())
+        assert equal(model(batch, more=more), plain(batch, more=more).float())
 
 
 class _CastsItself(nn.Linear):
@@ -216,7 +217,7 @@ def test_inputs_are_left_alone_where_that_is_said(group: Group, stage: int) -> N
         model = parity.build(lambda: _CastsItself(5, 5))
         precision = Precision(params=BF16, masters=None, cast_inputs=casts)
         zero_engine.shard(model, None, ZeroConfig(stage, precision=precision), group=group)
-        assert torch.equal(model(x), plain(x.to(BF16) if casts else x))
+        assert equal(model(x), plain(x.to(BF16) if casts else x))
         assert model.seen == (BF16 if casts else FP32)
     model = parity.build(lambda: _CastsItself(5, 5))
     zero_engine.shard(model, None, ZeroConfig(stage, precision=Precision()), group=group)

@@ -14,6 +14,7 @@ from one_dtype import OneDtype
 from parity import ZeroConfig
 from residences import Blocks, Cell, Optimizers, assert_same, cells, parts_of, sharded, train
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Precision
 from zero_offload import CPUAdam
 from zero_partition import MemoryReport, memory_report
@@ -130,7 +131,7 @@ def test_a_file_says_in_which_dtype_state_is_kept_with_offload_and_without(group
         assert of_device == of_host == {torch.bfloat16 if is_bf16 else torch.float32}
         if not has_masters:
             assert_same(weights, expected, f"{is_bf16=}: state on the host")
-        torch.testing.assert_close(weights, expected)  # our kernel rounds apart from torch's
+        assert_close(weights, expected)  # our kernel rounds apart from torch's
 
 
 @pytest.mark.parametrize(
@@ -153,4 +154,4 @@ def test_the_native_adam_steps_shards_and_clips_on_the_way(
             optimizer.step()
             optimizer.zero_grad()
         found.append(zero_engine.full_state_dict(model))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_close(*found, rtol=1e-5, atol=1e-6)

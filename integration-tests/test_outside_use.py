@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from training import assert_trains_as_plain, train
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_partition import AtRestError, StateError
 from zero_partition.seams import find_sharded
 
@@ -225,8 +226,8 @@ def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
         with mode():
             for part in ("left", "right", "left.head", "right.blocks.1.norm"):
                 expected = plain.get_submodule(part)(x)
-                assert torch.equal(model.get_submodule(part)(x), expected), part
-            assert torch.equal(model(x), plain(x))
+                assert equal(model.get_submodule(part)(x), expected), part
+            assert equal(model(x), plain(x))
             with pytest.raises(AtRestError, match="a call of the model or of a module in it"):
                 _Scaled(model.scale)(x)  # no part of it: one rank's own affair, for all we know
     assert not find_sharded(model).outside.num_bytes
@@ -238,7 +239,7 @@ def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
         module(x).square().mean().backward()
         chosen.step()
         chosen.zero_grad()
-    assert torch.equal(model(x), plain(x))
+    assert equal(model(x), plain(x))
 
 
 class _Scaled(nn.Module):
@@ -267,7 +268,7 @@ def test_looking_at_a_parameter_at_rest_gathers_nothing(group: Group) -> None:
     for ask in (x.to, x.type_as, x.view_as, lambda w: x.reshape_as(other=w), x[:WIDTH].expand_as):
         got, expected = ask(ours), ask(theirs)
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert torch.equal(got, expected)
+        assert equal(got, expected)
     assert find_sharded(model).outside.num_gathers == 0
     types_seen = []
     model.blocks[0].register_forward_hook(lambda m, *_: types_seen.append(type(m.linear.weight)))

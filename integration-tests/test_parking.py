@@ -22,6 +22,7 @@ from parity import ZeroConfig
 from parking import PoisonedBackup, Training, offload_and_reload
 from torch import nn
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import Precision
 from zero_partition import StateError, StateKind
 from zero_partition.seams import find_sharded, offload_states, reload_states
@@ -88,7 +89,7 @@ def test_forwards_and_backwards_go_on_while_what_they_do_not_need_is_parked(
         with torch.no_grad():
             expected = plain(data)
         with torch.inference_mode():  # where a loop may well come back from generation
-            assert torch.equal(model(data), expected)
+            assert equal(model(data), expected)
             reload_states(model)
         offload_states(model, PoisonedBackup(), [StateKind.OPTIM, StateKind.MASTERS])
         loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
@@ -117,7 +118,7 @@ def test_a_graph_made_before_runs_backward_after(group: Group) -> None:
             loss.backward()
             grads.append([zero_engine.full_grad(param) for param in model.parameters()])
         for ours, theirs in zip(*grads, strict=True):
-            assert ours is theirs or torch.equal(ours, theirs)
+            assert ours is theirs or equal(ours, theirs)
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
@@ -212,15 +213,15 @@ def test_memory_that_somebody_else_views_stays_and_stays_right() -> None:
     value = kept.clone()
     with pytest.warns(UserWarning, match="bytes stay in memory"):
         offload_states(model, PoisonedBackup(), ALL)
-    assert torch.equal(kept, value)
+    assert equal(kept, value)
     with pytest.raises(StateError, match="reload_states"):
         model.layers[0].weight.sum()
 
     reload_states(model)
     _solo_step(model, optimizer)
 
-    assert not torch.equal(kept, value)
-    assert torch.equal(kept, model.layers[0].weight)
+    assert not equal(kept, value)
+    assert equal(kept, model.layers[0].weight)
 
 
 # ---- Errors ----

@@ -13,6 +13,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import ZeroConfig
 from zero_partition import AtRestError, StateError
 
@@ -133,7 +134,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks(2, timeout_s=120)

@@ -17,6 +17,7 @@ from one_dtype import OneDtype
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
+from zero_comm.testing import assert_close, equal
 from zero_engine import Precision
 from zero_partition import PartitionError, StateError, memory_report
 
@@ -163,7 +164,7 @@ def test_every_rounding_is_where_it_is_documented(group: Group, case: str) -> No
         assert curve.losses == losses[group.rank], f"stage {stage}"
         for number, (ours, theirs) in enumerate(zip(curve.masters, expected.masters, strict=True)):
             assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs), f"stage {stage}, master {number}"
+            assert equal(ours, theirs), f"stage {stage}, master {number}"
         if group.rank == 0:
             parity.assert_same_weights(curve.weights, expected.weights, what=f"stage {stage}")
 
@@ -220,10 +221,10 @@ def test_outputs_are_converted_wherever_they_are(group: Group, stage: int) -> No
     assert output["y"].dtype == output["more"][0].dtype == FP32
     assert output["index"].dtype == torch.int64
     assert output["more"][1:] == [None, 3]
-    assert torch.equal(output["y"], expected["y"].float())
+    assert equal(output["y"], expected["y"].float())
     (output["y"].sum() + output["more"][0].sum()).backward()
     (expected["y"].float().sum() + expected["more"][0].float().sum()).backward()
-    assert torch.equal(zero_engine.full_grad(model.weight), plain.weight.grad)
+    assert equal(zero_engine.full_grad(model.weight), plain.weight.grad)
     with pytest.raises(StateError, match=r"Precision\.outputs=torch\.float32: .*SimpleNamespace"):
         model(x, opaque=True)
 
@@ -238,7 +239,7 @@ def test_a_norm_beyond_the_range_of_fp16_is_a_norm(group: Group) -> None:
     report = zero_engine.unscale_and_clip_(model)
 
     assert report.is_finite
-    torch.testing.assert_close(report.norm, torch.tensor(20_000.0 * 64))
+    assert_close(report.norm, torch.tensor(20_000.0 * 64))
 
 
 # ---- Values in and out ----
@@ -255,9 +256,9 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage
         value = zero_engine.full_param(param)
         expected = other.get_parameter(name)
         if param.requires_grad:  # the masters have every bit that was loaded
-            assert torch.equal(value, expected), name
+            assert equal(value, expected), name
         else:
-            assert torch.equal(value, expected.to(BF16)), name
+            assert equal(value, expected.to(BF16)), name
 
     zero_engine.set_full_param(model.unused, torch.full((5,), 1 + 2**-12))
     assert zero_engine.full_param(model.unused).eq(1 + 2**-12).all()
@@ -271,14 +272,14 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage
     weights = zero_engine.full_state_dict(model)
     if group.rank == 0:
         expected = torch.full((5,), 3.0 if stage == 3 else 7.0, dtype=BF16)
-        assert torch.equal(weights["unused"], expected)
+        assert equal(weights["unused"], expected)
 
     before = zero_engine.full_param(model.blocks[0].up.weight)
     for group_ in optimizer.param_groups:
         group_["lr"] = group_["weight_decay"] = 0.0
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     optimizer.step()
-    assert torch.equal(zero_engine.full_param(model.blocks[0].up.weight), before)
+    assert equal(zero_engine.full_param(model.blocks[0].up.weight), before)
     assert zero_engine.full_param(model.unused).eq(3 if stage == 3 else 7).all()
 
 

@@ -19,6 +19,7 @@ import zero_engine
 from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import DivergenceError, Group, Levels, all_gather_json, record_traffic
+from zero_comm.testing import assert_close, equal
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_engine.testing import MANIFEST, unsealed
 from zero_partition import PartitionError
@@ -55,7 +56,7 @@ def test_training_is_a_mean_of_means_in_rank_order(
     expected = parity.train_ddp(group, recipe).weights
     found = parity.train_sharded(group, recipe, ZeroConfig(3, wire=wire)).weights
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+        assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -199,7 +200,7 @@ def test_a_model_that_is_built_in_parts_is_replicated(group: Group) -> None:
         model = parity.build()
     zero_engine.shard(model, None, ZeroConfig(3, wire=REPLICAS), group=group)
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(zero_engine.full_param(param), expected)
+        assert equal(zero_engine.full_param(param), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -219,7 +220,7 @@ def test_one_replica_is_saved_and_loads_anywhere(group: Group, stage: int, tmp_p
         if wire.replicas:
             assert losses == expected
         else:  # adds in another order
-            torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
+            assert_close(losses, expected, rtol=1e-4, atol=0)
 
     manifest = unsealed(tmp_path / "one" / report.path.name / MANIFEST)
     states = [state for of in manifest["optimizer"].values() for state in of.values()]

@@ -24,7 +24,7 @@ from parity import ZeroConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, assert_close, equal
 from zero_engine import ConfigError, FileError, Offload
 from zero_engine.testing import MANIFEST, damage, edit_manifest, write_manifest
 from zero_partition import LoadError, StateError, full_optimizer_state
@@ -271,11 +271,11 @@ def _load_shapes(group: Group, folder: Path, build: Any, expected: Any) -> None:
     report = zero_engine.load(folder, model, optimizer)
     assert report.num_tensors == report.num_tensors_saved
     for param, state in zip(model.parameters(), states, strict=True):
-        torch.testing.assert_close({key: full_optimizer_state(param, key) for key in state}, state)
+        assert_close({key: full_optimizer_state(param, key) for key in state}, state)
     assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == losses
     zero_engine.load(folder, model, optimizer)
     zero_engine.unshard(model, optimizer)
-    torch.testing.assert_close(_states(model, optimizer), states)
+    assert_close(_states(model, optimizer), states)
     zero_engine.shard(model, optimizer, ZeroConfig(build["stage"]), group=group)
     assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == losses
 
@@ -333,7 +333,7 @@ def test_files_are_safetensors_and_json(group: Group, tmp_path: Path) -> None:
     for name in ("embed.weight", "blocks.1.up.weight", "frozen", "adapter.weight"):
         tensor = said["params"][name]
         parts = [load_file(path / piece["file"])[piece["key"]] for piece in tensor["pieces"]]
-        assert torch.equal(torch.cat(parts).view(tensor["shape"]), expected[name])
+        assert equal(torch.cat(parts).view(tensor["shape"]), expected[name])
     assert said["ties"] == {"head.weight": "embed.weight"}
     assert "head.weight" not in said["params"]
 
@@ -416,7 +416,7 @@ def test_what_does_not_fit_or_is_damaged_is_named_and_nothing_is_written(
     report = zero_engine.load(tmp_path, model, optimizer, is_strict=False)
     assert (report.missing, report.unexpected) == (("scale",), ("other",))
     assert report.num_tensors == report.num_tensors_saved - 1
-    assert torch.equal(zero_engine.full_param(model.scale), before["scale"])
+    assert equal(zero_engine.full_param(model.scale), before["scale"])
 
 
 def test_of_a_damaged_newest_the_tags_that_load_are_named_and_the_next_save_replaces_it(

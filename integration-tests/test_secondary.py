@@ -17,6 +17,7 @@ from parking import PoisonedBackup
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, Levels, Sent, record_traffic
+from zero_comm.testing import assert_close
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, StateKind, memory_report
 from zero_partition.seams import find_sharded, offload_states, reload_states
@@ -153,13 +154,13 @@ def test_a_write_makes_the_copy_void(group: Group, write: str) -> None:
         crossed = traffic.across("all_gather")
         assert crossed.payload_numel == PSI // 2
 
-        torch.testing.assert_close(model(x), first, rtol=0, atol=0)
+        assert_close(model(x), first, rtol=0, atol=0)
         assert traffic.across("all_gather") == crossed  # nothing has changed
 
         for layer in model.layers:
             WRITES[write](layer, torch.full((64, 64), 0.01))
         expected = 0.5 * 0.64**NUM_BLOCKS
-        torch.testing.assert_close(model(x), torch.full((1, 64), expected))
+        assert_close(model(x), torch.full((1, 64), expected))
 
 
 @pytest.mark.ranks(4)

@@ -10,6 +10,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import Precision, ZeroConfig
 from zero_partition import StateError
 
@@ -113,10 +114,10 @@ def test_a_write_outside_the_step_is_everybodys(group: Group, stage: int) -> Non
             found = _loop(model, optimizer, write, when)
 
             for value, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(value, other, msg=lambda m: f"{name}, {when}: {m}")  # noqa: B023
+                assert_close(value, other, msg=lambda m: f"{name}, {when}: {m}")  # noqa: B023
             weights = zero_engine.full_state_dict(model)
             for key, value in weights.items():
-                torch.testing.assert_close(value, plain.state_dict()[key])
+                assert_close(value, plain.state_dict()[key])
 
 
 READS: Final[dict[str, Callable[[nn.Parameter], object]]] = {
@@ -162,7 +163,7 @@ def test_a_write_while_the_model_runs_is_refused(group: Group, stage: int) -> No
     with zero_engine.unsharded(model):
         write()
     for name, value in zero_engine.full_state_dict(model).items():
-        assert torch.equal(value, before[name])
+        assert equal(value, before[name])
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -194,7 +195,7 @@ def test_parameters_written_through_data_are_what_masters_become(
         found.append(zero_engine.full_state_dict(model))
 
     for name, value in found[0].items():  # a version tells of a parameter, values of each element
-        torch.testing.assert_close(value, found[1][name], rtol=0.02, atol=5e-3)
+        assert_close(value, found[1][name], rtol=0.02, atol=5e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -215,4 +216,4 @@ def test_a_write_to_masters_reaches_what_the_model_computes_with(group: Group, s
         if group.rank == 0:
             plain.load_state_dict(weights)
             plain.bfloat16()
-            assert torch.equal(plain(X.bfloat16()), found), name
+            assert equal(plain(X.bfloat16()), found), name

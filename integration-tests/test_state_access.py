@@ -13,6 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_engine import full_optimizer_state, full_param, local_optimizer_state
 from zero_partition import Cut, StateError, parameter_status
 
@@ -59,7 +60,7 @@ def _step(model: Few, optimizer: torch.optim.Optimizer, step: int, *, is_ours: b
         grad = torch.randn(param.shape, generator=generator)
         if is_ours:
             zero_engine.set_full_grad(param, grad)
-            assert torch.equal(zero_engine.full_grad(param), grad)
+            assert equal(zero_engine.full_grad(param), grad)
             assert zero_engine.local_grad(param).dim() in {1, grad.dim()}
         else:
             param.grad = grad
@@ -107,18 +108,18 @@ def _is_plain_torchs(group: Group, name: str) -> None:
         _step(plain, theirs, 2, is_ours=False)
         _step(model, ours, 2, is_ours=True)
         for param, other in pairs.items():
-            assert torch.equal(full_param(param), other), f"stage {stage}"
+            assert equal(full_param(param), other), f"stage {stage}"
 
         zero_engine.unshard(model, ours)
         for param, other in pairs.items():
-            assert torch.equal(param, other), f"stage {stage}"
+            assert equal(param, other), f"stage {stage}"
             expected, state = theirs.state.get(other, {}), ours.state.get(param, {})
             assert state.keys() == expected.keys()
             for key, value in expected.items():
                 _assert_same(state[key], value, what=f"stage {stage}, unsharded: {key}")
         _step(plain, theirs, 3, is_ours=False)
         _step(model, ours, 3, is_ours=False)
-        assert all(torch.equal(param, other) for param, other in pairs.items())
+        assert all(equal(param, other) for param, other in pairs.items())
 
 
 def _changed(value: Any) -> Any:
@@ -140,7 +141,7 @@ def _assert_same(ours: Any, theirs: Any, *, what: str) -> None:
     assert type(ours) is type(theirs), what
     if isinstance(theirs, Tensor):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), f"{what} {ours.shape}"
-        assert torch.equal(ours, theirs), what
+        assert equal(ours, theirs), what
     else:
         assert ours == theirs, what
 

@@ -17,6 +17,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Offload
 from zero_engine.testing import edit_manifest
 from zero_partition import LoadError, StateError
@@ -191,13 +192,13 @@ def test_state_of_any_kind_resumes_in_another_layout(
     for turn, stage in enumerate(stages):
         folder = tmp_path / str(stage)
         model, optimizer = _sharded(kind, group, stage, place, **config)
-        torch.testing.assert_close(_steps(model, optimizer, 0), expected[0])
+        assert_close(_steps(model, optimizer, 0), expected[0])
         zero_engine.save(folder, model, optimizer, step=NUM_STEPS)
         model, optimizer = _sharded(kind, group, parity.STAGES[turn - 2], place)
         report = zero_engine.load(folder, model, optimizer)
         assert report is not None
         assert not report.begins_anew
-        torch.testing.assert_close(_steps(model, optimizer, NUM_STEPS), expected[1])
+        assert_close(_steps(model, optimizer, NUM_STEPS), expected[1])
 
 
 @pytest.mark.ranks(1, 2)
@@ -222,14 +223,14 @@ def test_state_of_any_kind_is_given_back(group: Group, kind: str) -> None:
         weights = zero_engine.full_state_dict(model)
         zero_engine.load_full_optimizer_state_dict(other, whole)
         other.load_state_dict(parity.by_rank_0(group, lambda weights=weights: weights))
-        torch.testing.assert_close(_steps(other, other_optimizer, NUM_STEPS), expected)
+        assert_close(_steps(other, other_optimizer, NUM_STEPS), expected)
 
         config = {"cut": "tensor"} if kind in NEED_TENSORS else {}
         zero_engine.shard(model, optimizer, ZeroConfig(3 - stage, **config), group=group)
         zero_engine.unshard(model, optimizer)
         found = [_forms(optimizer.state[param]) for param in model.parameters()]
         assert found == forms, f"stage {stage}: {found} != {forms}"
-        torch.testing.assert_close(_steps(model, optimizer, NUM_STEPS), expected)
+        assert_close(_steps(model, optimizer, NUM_STEPS), expected)
 
 
 def _name_a_foreign_class(said: dict[str, Any]) -> None:
@@ -304,7 +305,7 @@ def test_what_hooks_of_a_state_dict_save_comes_back(
     zero_engine.shard(model, optimizer, ZeroConfig(3 - stage), group=group)
     zero_engine.load(tmp_path, model, optimizer)
     assert optimizer.secret == "here"
-    torch.testing.assert_close(_steps(model, optimizer, NUM_STEPS), expected)
+    assert_close(_steps(model, optimizer, NUM_STEPS), expected)
 
 
 def test_keys_without_a_name_are_refused_on_every_rank(group: Group, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import Offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")  # DDP's
@@ -116,8 +117,8 @@ def test_an_image_without_a_batch_gives_what_it_gave(group: Group) -> None:
     image = torch.randn(3, _SIDE, _SIDE)
     expected = conv(image)
     zero_engine.shard(conv, None, ZeroConfig(3), group=group)
-    torch.testing.assert_close(conv(image), expected)
-    torch.testing.assert_close(conv(input=image), expected)
+    assert_close(conv(image), expected)
+    assert_close(conv(input=image), expected)
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[int, int, int], Any]]
@@ -230,7 +231,7 @@ def test_init_shards_them(group: Group) -> None:
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     zero_engine.unshard(model, optimizer)
     for (label, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param, expected), label
+        assert equal(param, expected), label
         if label != "head.weight":  # gaps are not kept
             assert param.stride() == expected.stride(), label
 
@@ -242,10 +243,10 @@ def test_values_go_in_and_out_in_the_order_of_the_shape(group: Group) -> None:
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     whole = zero_engine.full_state_dict(model)
     for name, value in plain.state_dict().items() if group.rank == 0 else ():
-        assert torch.equal(whole[name], value), name
+        assert equal(whole[name], value), name
     value = parity.build(_channels_last).stem.weight.detach() + 1
     zero_engine.set_full_param(model.stem.weight, value)
-    assert torch.equal(zero_engine.full_param(model.stem.weight), value)
+    assert equal(zero_engine.full_param(model.stem.weight), value)
     other = copy.deepcopy(plain).to(memory_format=torch.channels_last).state_dict()  # type: ignore[call-overload]
     model.load_state_dict(other)
-    assert torch.equal(zero_engine.full_param(model.stem.weight), plain.stem.weight)
+    assert equal(zero_engine.full_param(model.stem.weight), plain.stem.weight)

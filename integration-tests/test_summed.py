@@ -12,6 +12,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Precision
 from zero_partition import StateError
 
@@ -109,4 +110,4 @@ def _assert_trained(model: nn.Module, group: Group, *, num_micro_batches: int) -
         optimizer.zero_grad()
     whole: dict[str, Tensor] = zero_engine.full_state_dict(model)
     if group.rank == 0:
-        torch.testing.assert_close(whole, dict(plain.state_dict()))
+        assert_close(whole, dict(plain.state_dict()))

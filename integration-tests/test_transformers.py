@@ -19,7 +19,7 @@ import zero_engine
 from high_water import HighWater, giving_memory_back, needs_high_water
 from torch import Tensor
 from zero_comm import Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, assert_close, equal
 from zero_engine import ConfigError, Precision, ZeroConfig, full_state_dict
 
 transformers = pytest.importorskip("transformers")
@@ -148,7 +148,7 @@ def test_numbers_are_those_of_ddp(group: Group, tmp_path: Path, way: str) -> Non
     assert logs[-2] < logs[0] - 0.5, "it learns nothing"
     for stage, (their_logs, their_norms, their_weights) in found.items():
         assert their_logs == logs, stage
-        torch.testing.assert_close(their_norms, norms, rtol=1e-5, atol=0)
+        assert_close(their_norms, norms, rtol=1e-5, atol=0)
         if group.rank == 0:
             parity.assert_same_weights(their_weights, weights, what=f"stage {stage}")
 
@@ -172,15 +172,13 @@ def test_accumulated_and_clipped_it_is_the_plain_loop(group: Group, tmp_path: Pa
         trainer = _train(_gpt2(**STILL), train_dataset=data, **options)
         weights = full_state_dict(trainer.model)
         for name in ("loss", "grad_norm"):
-            torch.testing.assert_close(
-                _logged(trainer, name), _logged(ddp, name), rtol=1e-5, atol=0
-            )
+            assert_close(_logged(trainer, name), _logged(ddp, name), rtol=1e-5, atol=0)
         norms, expected = _plain_loop(group, stage, trainer)
         assert _logged(trainer, "grad_norm") == norms
         assert min(norms) > 0.1, "nothing is clipped"
         if group.rank == 0:
             for name, value in ddp.model.state_dict().items():
-                torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+                assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
             parity.assert_same_weights(weights, expected, what=f"stage {stage}")
 
 
@@ -265,7 +263,7 @@ def test_an_evaluation_in_16_bits_is_that_of_ddp(group: Group, tmp_path: Path, d
         found[stage].append(alone.evaluate()["eval_loss"])
     expected = found.pop(None)
     for stage, losses in found.items():
-        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0, msg=f"stage {stage}")
+        assert_close(losses, expected, rtol=1e-3, atol=0, msg=f"stage {stage}")
 
 
 class _Runs(ZeroTrainer):
@@ -291,7 +289,7 @@ def test_a_batch_size_is_found(group: Group, tmp_path: Path) -> None:
         )
         trainer.train()
         assert trainer._train_batch_size == 2
-        torch.testing.assert_close(_logged(trainer, "loss")[0], _logged(ddp, "loss")[0])
+        assert_close(_logged(trainer, "loss")[0], _logged(ddp, "loss")[0])
 
 
 def _search(folder: Path, zero: ZeroConfig | None, **options: Any) -> tuple[Any, list[float]]:
@@ -346,7 +344,7 @@ def test_a_search_over_learning_rates_is_that_of_ddp(
     expected, losses = _search(tmp_path / "ddp", None, **SEARCHES[search])
     for stage in (1, 3):
         best, found = _search(tmp_path / str(stage), _zero(stage), **SEARCHES[search])
-        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5, msg=f"stage {stage}")
+        assert_close(found, losses, rtol=1e-5, atol=1e-5, msg=f"stage {stage}")
         if group.rank == 0:
             assert best.hyperparameters == expected.hyperparameters
             assert best.objective == pytest.approx(expected.objective, rel=1e-5)
@@ -380,12 +378,10 @@ def test_a_loss_of_its_own_may_use_parts_of_the_model(group: Group, tmp_path: Pa
         args = _args(tmp_path, **told)
         trainer = _InParts(model=_gpt2(**STILL), args=args, zero=_zero(stage), **options)
         trainer.train()
-        torch.testing.assert_close(
-            _logged(trainer, "loss"), _logged(ddp, "loss"), rtol=1e-4, atol=0
-        )
+        assert_close(_logged(trainer, "loss"), _logged(ddp, "loss"), rtol=1e-4, atol=0)
         weights = full_state_dict(trainer.model)
         for name, value in ddp.model.state_dict().items() if group.rank == 0 else ():
-            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
+            assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
 
 
 def _plain_loop(group: Group, stage: int, trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -512,14 +508,14 @@ def test_checkpoints_are_gone_on_with(ranks, tmp_path: Path) -> None:
     for name in ("zero", "again"):
         parity.assert_same_weights(written(name, 6), expected, what=name)
     found = _logged(alone, "loss", "eval_loss", "learning_rate")
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_close(found, losses, rtol=1e-5, atol=0)
     best, last = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         for name in ("final", "zero/checkpoint-6")
     )
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "zero/checkpoint-2")
     parity.assert_same_weights(best, reloaded.state_dict(), what="best")
-    assert not torch.equal(best["lm_head.weight"], last["lm_head.weight"])
+    assert not equal(best["lm_head.weight"], last["lm_head.weight"])
     kept = {path.name for path in (tmp_path / "zero").iterdir()}
     assert kept == {"checkpoint-2", "checkpoint-6"}
 

@@ -15,6 +15,7 @@ from residences import Cell, cpu_adam, sharded
 from torch import Tensor, nn
 from training import assert_weights_of
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_partition import StateError, unscale_and_clip_
 
 SCALE = 2.0**10
@@ -55,16 +56,16 @@ def test_unscaling_and_clipping_are_those_of_plain_torch(group: Group, stage: in
 
         assert report.is_finite
         assert report.norm.dtype == torch.float32
-        torch.testing.assert_close(report.norm, expected_norm)
-        torch.testing.assert_close(_found(model, optimizer, group), expected)
+        assert_close(report.norm, expected_norm)
+        assert_close(_found(model, optimizer, group), expected)
         if max_norm is not None:
             model, optimizer = _build(group, stage)
             _scaled_backward(model, group.rank, 1.0)
             norm = zero_engine.clip_grad_norm_(
                 model, max_norm, error_if_nonfinite=True, foreach=True
             )
-            torch.testing.assert_close(norm, expected_norm)
-            torch.testing.assert_close(_found(model, optimizer, group), expected)
+            assert_close(norm, expected_norm)
+            assert_close(_found(model, optimizer, group), expected)
 
 
 def _found(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> list[Tensor]:
@@ -81,8 +82,8 @@ def test_without_scale_and_bound_gradients_are_only_looked_at(group: Group, stag
     before = parity.whole_gradients(model, optimizer, group)
     by_optimizer = unscale_and_clip_(optimizer)
 
-    assert torch.equal(by_model.norm, by_optimizer.norm)
-    assert torch.equal(by_model.norm, zero_engine.clip_grad_norm_(model, math.inf))
+    assert equal(by_model.norm, by_optimizer.norm)
+    assert equal(by_model.norm, zero_engine.clip_grad_norm_(model, math.inf))
     _assert_same(parity.whole_gradients(model, optimizer, group), before)
 
 
@@ -142,8 +143,8 @@ def test_a_run_goes_on_after_a_skipped_step(group: Group, stage: int) -> None:
     _scaled_backward(model, group.rank)
     report = unscale_and_clip_(model, scale=SCALE)
     assert report.is_finite
-    torch.testing.assert_close(report.norm, expected_norm)
-    torch.testing.assert_close(_found(model, optimizer, group), expected)
+    assert_close(report.norm, expected_norm)
+    assert_close(_found(model, optimizer, group), expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -192,7 +193,7 @@ def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(
     losses, norms = train(plain, optimizer, parity.as_ddp(plain, group), is_ours=False)
     unclipped, optimizer = build()
     parity.run_steps(parity.as_ddp(unclipped, group), optimizer, range(3), rank=group.rank)
-    assert not torch.equal(unclipped.scale, plain.scale), "the bound bites"
+    assert not equal(unclipped.scale, plain.scale), "the bound bites"
     cells = [Cell(stage) for stage in parity.STAGES]
     cells += [Cell(1, "host"), Cell(2, "disk"), Cell(3, "host", "disk", 0.3)]
     for cell in cells:
@@ -200,7 +201,7 @@ def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(
         with sharded(group, cell, tmp_path, **how) as (model, optimizer):
             found = train(model, optimizer, model, is_ours=True)
             assert found[0] == losses, cell
-            torch.testing.assert_close(found[1], norms)
+            assert_close(found[1], norms)
             assert_weights_of(model, plain, group=group, what=str(cell))
 
 
@@ -210,4 +211,4 @@ def _assert_same(found: list[Tensor | None], before: list[Tensor | None]) -> Non
     for one, other in zip(found, before, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
-            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+            assert equal(one.view(torch.int32), other.view(torch.int32))

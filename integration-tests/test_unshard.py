@@ -15,6 +15,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import ConfigError
 from zero_partition import StateError
 from zero_partition.seams import find_sharded
@@ -45,7 +46,7 @@ def test_unshard_gives_back_what_plain_training_would_have_made(group: Group, na
         _assert_same_state(optimizer, plain_optimizer)
         pickle.dumps(model)
         again, _ = zero_engine.shard(copy.deepcopy(model), None, ZeroConfig(3), group=group)
-        assert torch.equal(
+        assert equal(
             parity.loss_of(again, parity.batch(9, 0, 0)),
             parity.loss_of(plain, parity.batch(9, 0, 0)),
         )
@@ -77,7 +78,7 @@ def _assert_same_state(optimizer: torch.optim.Optimizer, expected: torch.optim.O
     for index, state in theirs["state"].items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                assert torch.equal(ours["state"][index][key], value), f"{index} {key}"
+                assert equal(ours["state"][index][key], value), f"{index} {key}"
             else:
                 assert ours["state"][index][key] == value, f"{index} {key}"
 
@@ -113,7 +114,7 @@ def test_gradients_that_wait_come_back_whole(group: Group, stage: int, in_no_syn
             assert param.grad is None or not param.grad.any(), name
         else:
             assert type(param.grad) is torch.Tensor
-            torch.testing.assert_close(param.grad, other.grad)
+            assert_close(param.grad, other.grad)
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)

@@ -16,6 +16,7 @@ import ways
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_engine import ZeroConfig
 from zero_partition import StateError
 
@@ -58,7 +59,7 @@ def test_states_of_gradients_make_legal_moves_only(group: Group, stage: int) -> 
     for cell in [cell for cell in ways.cells_with_every_pair() if cell.stage == stage]:
         weights = ways.found(cell, group, sanitize=True)
         for name, value in ways.expected(cell, 1).items():
-            torch.testing.assert_close(weights[name], value, msg=lambda m: f"{cell}: {m}")  # noqa: B023
+            assert_close(weights[name], value, msg=lambda m: f"{cell}: {m}")  # noqa: B023
 
 
 def test_the_cells_that_are_always_run_have_every_pair_of_choices() -> None:
@@ -101,7 +102,7 @@ def test_a_penalty_on_weights_survives_a_drop_before_its_backward(
 
     plain, sharded = found
     for name, value in sharded.items():
-        torch.testing.assert_close(value, plain[name])
+        assert_close(value, plain[name])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -158,7 +159,7 @@ def test_a_backward_that_fails_leaves_no_gradient_whatever_the_way_in(
 
     weights = zero_engine.full_state_dict(model)
     for name, value in weights.items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+        assert_close(value, plain.state_dict()[name])
 
 
 class _KeepsLoss(nn.Module):
@@ -257,9 +258,9 @@ def test_forwards_without_a_graph_leave_nothing_around_the_calls_that_follow(
     for _ in range(2):
         model(x).backward()
         with torch.no_grad(), torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            assert torch.equal(model(x), plain(x))
+            assert equal(model(x), plain(x))
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert torch.equal(model(x), plain(x))
+        assert equal(model(x), plain(x))
 
 
 class _Balances(nn.Module):
@@ -321,7 +322,7 @@ def test_a_second_loss_is_right_or_refused(
         step(model, optimizer, number)
         step(plain, its, number)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(zero_engine.full_param(ours), theirs.detach())
+        assert_close(zero_engine.full_param(ours), theirs.detach())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -350,7 +351,7 @@ def test_an_engine_is_entered_by_any_way(group: Group, stage: int) -> None:
                 by.step()
                 by.zero_grad()
         for key, value in zero_engine.full_state_dict(model).items():
-            torch.testing.assert_close(
+            assert_close(
                 value,
                 plain[0][0].state_dict()[key],
                 msg=lambda m: f"{name}: {m}",  # noqa: B023

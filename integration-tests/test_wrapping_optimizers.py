@@ -13,6 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Offload
 from zero_partition import PartitionError
 
@@ -134,7 +135,7 @@ def test_a_wrapper_trains_resumes_and_is_given_back(
     expected = _steps(plain, plain_optimizer, 0), _steps(plain, plain_optimizer, NUM_STEPS)
     model, optimizer = _build(name)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-    torch.testing.assert_close(_steps(model, optimizer, 0), expected[0])
+    assert_close(_steps(model, optimizer, 0), expected[0])
     zero_engine.save(tmp_path, model, optimizer, step=1)
     whole = zero_engine.full_optimizer_state_dict(model)
     assert group.rank or all("momentum_buffer" in s for s in whole["state"].values())
@@ -143,9 +144,9 @@ def test_a_wrapper_trains_resumes_and_is_given_back(
     later = 3 - stage if stage else 0
     zero_engine.shard(other, other_optimizer, ZeroConfig(later), group=group)
     zero_engine.load(tmp_path, other, other_optimizer)
-    torch.testing.assert_close(_steps(other, other_optimizer, NUM_STEPS), expected[1])
+    assert_close(_steps(other, other_optimizer, NUM_STEPS), expected[1])
     zero_engine.unshard(model, optimizer)
-    torch.testing.assert_close(_steps(model, optimizer, NUM_STEPS), expected[1])
+    assert_close(_steps(model, optimizer, NUM_STEPS), expected[1])
 
 
 def test_state_of_a_wrapper_stays_on_the_device(group: Group) -> None:

@@ -23,6 +23,7 @@ import zero_engine.planning
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from zero_comm import Group, Loco
+from zero_comm.testing import equal
 from zero_engine import Precision, Wire, ZeroConfig
 from zero_offload import DiskStore, OffloadedOptimizer
 from zero_partition import ZeroRedundancyOptimizer
@@ -97,7 +98,7 @@ def _check_model(model: nn.Module, optimizer: str, *, has_frozen: bool = True) -
     if not has_frozen:
         del expected["frozen"]
     for name, value in expected.items() if found else ():
-        assert torch.equal(found[name].float(), value), name
+        assert equal(found[name].float(), value), name
     for name, param in _trained(model).items():
         _check_state(name, param, optimizer)
 
@@ -105,7 +106,7 @@ def _check_model(model: nn.Module, optimizer: str, *, has_frozen: bool = True) -
 def _check_state(name: str, param: nn.Parameter, optimizer: str) -> None:
     for entry in ENTRIES[optimizer]:
         found = zero_engine.full_optimizer_state(param, entry)
-        assert torch.equal(found, _state_of(name, entry)), (name, entry)
+        assert equal(found, _state_of(name, entry)), (name, entry)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -141,7 +142,7 @@ def test_a_checkpoint_goes_on_where_it_was(group: Group) -> None:
     torch.manual_seed(100 + group.rank)
     random.seed(200 + group.rank)
     np.random.seed(300 + group.rank)
-    assert torch.equal(drawn[0], torch.rand(3))
+    assert equal(drawn[0], torch.rand(3))
     assert drawn[1:] == (random.random(), np.random.rand())
     _check_model(model, "sgd")
 
@@ -158,7 +159,7 @@ def test_what_was_saved_in_the_background_loads() -> None:
     with average.swap():
         weights = zero_engine.full_state_dict(model)
     for name in _trained(model):
-        assert torch.equal(weights[name], _weights()[name]), name
+        assert equal(weights[name], _weights()[name]), name
 
 
 def test_an_engines_checkpoint_loads() -> None:
@@ -179,7 +180,7 @@ def test_an_engines_checkpoint_loads() -> None:
     assert (engine.global_steps, engine.skipped_steps, engine.cur_scale) == (STEP, 0, 16)
     assert engine.lr_scheduler.last_epoch == STEP
     for name, param in _trained(engine.module).items():
-        assert torch.equal(zero_engine.full_param(param), _weights()[name].half()), name
+        assert equal(zero_engine.full_param(param), _weights()[name].half()), name
         _check_state(name, param, "adamw")
 
 
@@ -194,10 +195,10 @@ def test_weights_load(source: str) -> None:
     dtype = {"engine-16": torch.float16, "exported": torch.float32}.get(source, torch.bfloat16)
     for name, value in expected.items():
         rounded = value if name == "counts" and source != "exported-16" else value.to(dtype)
-        assert torch.equal(found[name], rounded.float()), name
+        assert equal(found[name], rounded.float()), name
     for file in (FILES / source).glob("*.safetensors"):
         for name, value in load_file(file).items():
-            assert torch.equal(value.float(), found[name]), (file, name)
+            assert equal(value.float(), found[name]), (file, name)
 
 
 def test_an_optimizers_whole_state_dict_loads() -> None:
@@ -210,7 +211,7 @@ def test_an_optimizers_whole_state_dict_loads() -> None:
     zero_engine.load_full_optimizer_state_dict(model, state)
 
     for name, param in _trained(model).items():
-        assert torch.equal(zero_engine.local_param(param), _weights()[name].flatten())
+        assert equal(zero_engine.local_param(param), _weights()[name].flatten())
         _check_state(name, param, "adamw")
 
 
@@ -239,7 +240,7 @@ def test_state_dicts_of_optimizers_by_themselves_load() -> None:
         assert found["param_groups"][0]["lr"] == LR
         for index, state in expected.state_dict()["state"].items():
             for entry, value in state.items():
-                assert torch.equal(torch.as_tensor(found["state"][index][entry]), value), entry
+                assert equal(torch.as_tensor(found["state"][index][entry]), value), entry
 
 
 def test_what_a_killed_job_left_on_the_disk_is_removed(tmp_path: Path) -> None:
@@ -260,4 +261,4 @@ def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert len(found) == len(_weights()) - 1  # tied ones once
     for name, value in found.items():
-        assert torch.equal(value, _weights()[name].bfloat16()), name
+        assert equal(value, _weights()[name].bfloat16()), name

@@ -21,7 +21,7 @@ from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, equal
 from zero_engine import initialize, shard
 from zero_partition import PartitionError, StateError
 
@@ -95,10 +95,10 @@ def test_state_dicts_have_the_names(group: Group) -> None:
         assert all(kept[name] is param for name, param in model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         for name, value in engine.module.state_dict().items():
-            assert torch.equal(value, expected[name].to(value.dtype)), name
+            assert equal(value, expected[name].to(value.dtype)), name
     with deepspeed.zero.GatheredParameters([model.embed.weight]):
         some = engine.module.state_dict()
-        assert torch.equal(some["embed.weight"], some["head.weight"])
+        assert equal(some["embed.weight"], some["head.weight"])
         with pytest.raises(StateError, match="'scale'"):
             some["scale"].sum()
     _assert_names(engine.module.state_dict(), expected, torch.bfloat16)
@@ -116,7 +116,7 @@ def _assert_names(
     assert list(found) == list(expected)
     for name, value in found.items():
         if name in buffers:
-            assert torch.equal(value, expected[name])
+            assert equal(value, expected[name])
         else:
             assert not value.requires_grad
             assert (value.shape, value.dtype) == (expected[name].shape, dtype), name

@@ -16,6 +16,7 @@ import zoo
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import equal
 from zero_partition import memory_report
 from zero_partition.seams import find_sharded
 
@@ -155,7 +156,7 @@ def test_generation_gives_the_logits_of_plain_torch(group: Group, name: str) -> 
             logits = _generate(model, specimen, over)
         assert len(logits) == len(expected)
         for ours, theirs in zip(logits, expected, strict=True):
-            assert torch.equal(ours, theirs), f"{name}, stage {stage}, {context.__name__}"
+            assert equal(ours, theirs), f"{name}, stage {stage}, {context.__name__}"
 
 
 def _sharded(
@@ -237,7 +238,7 @@ def test_tables_that_are_not_saved_stay_what_they_are(group: Group, name: str) -
         model, optimizer = _sharded(group, specimen, stage)
         parity.finish_step(zoo.loss_of(model, specimen.batch(0, 0, group.rank)), optimizer)
         for key, table in plain.named_buffers():
-            assert torch.equal(dict(model.named_buffers())[key], table), f"stage {stage}: {key}"
+            assert equal(dict(model.named_buffers())[key], table), f"stage {stage}: {key}"
         state = zero_engine.full_state_dict(model)
         if group.rank == 0:
             assert list(state) == list(plain.state_dict())

@@ -17,6 +17,7 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import ZeroConfig
 from zero_partition import PartitionError, ZeroRedundancyOptimizer
 
@@ -95,9 +96,9 @@ def test_a_module_computes_and_learns_as_it_does_plain(group: Group, name: str) 
             found = _step(model, sample.forward_input)
             optimizer.step()
             where = f"{sample.desc} at stage {stage}: {made}"
-            torch.testing.assert_close(found, expected, equal_nan=True, msg=where)
+            assert_close(found, expected, equal_nan=True, msg=where)
             zero_engine.unshard(model, optimizer)
-            torch.testing.assert_close(
+            assert_close(
                 dict(model.state_dict()), dict(plain.state_dict()), equal_nan=True, msg=where
             )
             assert type(model) is type(plain)
@@ -154,6 +155,6 @@ def test_an_optimizer_steps_over_shards_as_over_whole_parameters(group: Group, n
                 continue
             found = zero_engine.full_state_dict(model) if way in (1, 3) else model.state_dict()
             if group.rank == 0 or way == "torch's class":
-                torch.testing.assert_close(
+                assert_close(
                     dict(found), dict(plain.state_dict()), msg=f"{way}: {sample.desc} {options}"
                 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zero_ckpt import RngTracker
+from zero_comm.testing import equal
 
 Run = Callable[..., Any]  # calls a function on arguments: directly, or checkpointed
 
@@ -167,4 +168,4 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], what: object = "")
     """To the bit."""
     assert len(found) == len(expected), what
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), (what, index)
+        assert equal(one, other), (what, index)

@@ -39,6 +39,7 @@ from zero_ckpt import (
 )
 from zero_ckpt.testing import choices_of, fresh_default
 from zero_comm import Group
+from zero_comm.testing import equal
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) 
         torch.manual_seed(0)
         found = slope(partial(run, layer, **options, scale=2), x)
         torch.manual_seed(0)
-        assert torch.equal(found, slope(partial(layer, scale=2), x))
+        assert equal(found, slope(partial(layer, scale=2), x))
         with torch.no_grad():  # where nothing is kept, the call is the same
             run(layer, x, **options, scale=2)
 
@@ -119,7 +120,7 @@ def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run) -> N
         with pytest.raises(CheckpointError, match=remedy):
             run(layer, flag, x)
         for own in (partial(layer, flag), partial(layer, causal=flag)):
-            assert torch.equal(run(own, x), x.sin())
+            assert equal(run(own, x), x.sin())
 
 
 def test_the_list_gets_every_output_in_order() -> None:
@@ -131,8 +132,8 @@ def test_the_list_gets_every_output_in_order() -> None:
     outputs[-1].sum().backward()
 
     assert outputs[2:4] == [None, "text"]
-    assert torch.equal(outputs[1], x + 1)
-    assert torch.equal(x.grad, x.cos())
+    assert equal(outputs[1], x + 1)
+    assert equal(x.grad, x.cos())
 
 
 def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
@@ -183,8 +184,8 @@ def test_ranks_share_the_default_seed_and_have_one_each_besides(mpu: Any, rank: 
 
     for _ in range(2):  # as Megatron's does, which resets the tracker: a seed may come twice
         model_parallel_cuda_manual_seed(1000)
-        assert torch.equal(_drawn(), _numbers_of(1000))
-        assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + rank))
+        assert equal(_drawn(), _numbers_of(1000))
+        assert equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + rank))
 
 
 def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
@@ -197,8 +198,8 @@ def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
 
     model_parallel_reconfigure_tp_seed(2000)
 
-    assert torch.equal(torch.random.get_rng_state(), expected)
-    assert torch.equal(_drawn_in_fork(), _numbers_of(2000 + 2718 + 2))
+    assert equal(torch.random.get_rng_state(), expected)
+    assert equal(_drawn_in_fork(), _numbers_of(2000 + 2718 + 2))
 
 
 def test_a_seed_that_is_refused_changes_nothing() -> None:
@@ -213,8 +214,8 @@ def test_a_seed_that_is_refused_changes_nothing() -> None:
             with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
                 call(seed)
 
-    assert torch.equal(_drawn(), _numbers_of(1000))
-    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
+    assert equal(_drawn(), _numbers_of(1000))
+    assert equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
 
 
 # What configure is told.
@@ -429,9 +430,9 @@ def test_buffers_are_free_after_a_reset() -> None:
 
     y = checkpoint(torch.sin, x)
     y.sum().backward()
-    assert torch.equal(x.grad, x.cos())
+    assert equal(x.grad, x.cos())
     left[0].sum().backward()
-    assert torch.equal(x.grad, 2 * x.cos())
+    assert equal(x.grad, 2 * x.cos())
 
 
 def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:
@@ -446,7 +447,7 @@ def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:
 
     with checkpointer.tracker.fork():
         drawn = torch.rand(3, device=checkpointer.tracker.device)
-    assert torch.equal(drawn, _numbers_of(10 + 2718 + group.rank))
+    assert equal(drawn, _numbers_of(10 + 2718 + group.rank))
 
 
 def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:

@@ -41,6 +41,7 @@ from zero_ckpt import (
     within_bytes,
 )
 from zero_comm import Group
+from zero_comm.testing import equal
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -141,7 +142,7 @@ def test_what_is_kept_runs_once_and_the_rest_twice(name: str) -> None:
         assert num_bytes in (checkpointer.kept_bytes, None)
         (found,) = torch.autograd.grad(y.sum(), x)
 
-    assert torch.equal(found, gradient)
+    assert equal(found, gradient)
     assert {operator: ran.calls[operator] for operator in expected} == expected
     assert checkpointer.kept_bytes == 0
 
@@ -162,7 +163,7 @@ def test_what_is_written_by_a_view_that_does_not_say_so_runs_again(name: str) ->
     x, w, gates = torch.randn(2, 8, 8, requires_grad=True), torch.randn(8, 8), nn.GRU(8, 8)
     function = partial(_WRITES[name], w=w) if name in _WRITES else lambda x: gates(x)[0]
     found = slope(partial(Checkpointer(keeps=MATMULS).checkpoint, function), x)
-    assert torch.equal(found, slope(function, x))
+    assert equal(found, slope(function, x))
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (2, 8, 8)])  # of more than two dims it is a view
@@ -173,7 +174,7 @@ def test_what_is_written_after_forward_runs_again(sizes: tuple[int, ...]) -> Non
     with torch.no_grad():
         products.mul_(2)
     (found,) = torch.autograd.grad(sines.sum(), x)
-    assert torch.equal(found, slope(lambda x: (x @ w).sin(), x))
+    assert equal(found, slope(lambda x: (x @ w).sin(), x))
 
 
 @pytest.mark.gpu
@@ -237,7 +238,7 @@ def test_collectives_write_without_saying_so(group: Group) -> None:
         if policy is MATMULS:
             assert checkpointer.kept_bytes == BYTES  # of the first, which nobody wrote to
         (found,) = torch.autograd.grad(loss, x)
-        assert torch.equal(found, expected)
+        assert equal(found, expected)
 
 
 def test_a_policy_sees_the_call() -> None:
@@ -360,7 +361,7 @@ def test_a_graph_that_is_retained_keeps_them_for_each_backward() -> None:
         for retains in (True, True, False):
             memory.clear()
             (found,) = torch.autograd.grad(loss, x, retain_graph=retains)
-            assert torch.equal(found, expected)
+            assert equal(found, expected)
             assert memory and all(storage.expired() for storage in memory)
             assert checkpointer.kept_bytes == (2 * BYTES if retains else 0)
 
@@ -374,7 +375,7 @@ def test_looking_at_saved_tensors_gives_nothing_back() -> None:
     checkpointer = Checkpointer(keeps=MATMULS)
     y = checkpointer.checkpoint(model, x)
 
-    assert torch.equal(y.grad_fn._saved_self, model[0](x))
+    assert equal(y.grad_fn._saved_self, model[0](x))
     assert checkpointer.kept_bytes == BYTES
     y.sum().backward()
     assert checkpointer.kept_bytes == 0

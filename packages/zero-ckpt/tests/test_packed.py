@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_ckpt import Checkpointer, CheckpointError, PackedSaver
 from zero_ckpt.testing import late
 from zero_comm import DivergenceError, Group, even_splits, record_traffic
+from zero_comm.testing import assert_close, equal
 
 CPU = torch.device("cpu")
 NUMEL = 7354  # of which half is the size of nothing else
@@ -143,8 +144,8 @@ def test_inputs_come_back_as_they_were(group: Group, options: dict[str, Any]) ->
         assert num_messages == (num_dtypes if options["splits"] else 0)
         for found, tensor, old in zip(restored, inputs, before, strict=True):
             assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(found.to_dense(), old.to_dense())
-            assert torch.equal(tensor.to_dense(), old.to_dense())
+            assert equal(found.to_dense(), old.to_dense())
+            assert equal(tensor.to_dense(), old.to_dense())
             if not tensor.is_sparse:
                 assert all(found.stride(a) > found.stride(b) for a, b in _order(tensor))
 
@@ -161,7 +162,7 @@ def test_a_graph_of_gradients_outlives_what_was_kept(options: dict[str, Any]) ->
     assert _bytes(saver) == 0
     run(lambda y: y * 2, torch.full((5,), torch.nan, requires_grad=True))  # takes the slot
     (curvature,) = torch.autograd.grad(slope.sum(), x)
-    torch.testing.assert_close(curvature, 6 * x)
+    assert_close(curvature, 6 * x)
 
 
 @_any_of(OPTIONS[1:])
@@ -246,7 +247,7 @@ def test_elements_of_a_view_are_kept_once() -> None:
     def num_kept(tensor: Tensor) -> int:
         saver = PackedSaver(num_slots=1)
         kept = saver.save([tensor], "it")
-        assert torch.equal(kept.restore()[0], tensor)
+        assert equal(kept.restore()[0], tensor)
         return _bytes(saver)
 
     for seed in range(200):
@@ -335,7 +336,7 @@ def test_an_enclosing_checkpoint_drops_what_inner_ones_keep(
     assert inner.num_alive() == 0
     assert num_shards() == (1 + num_leaving if options["splits"] else 0)
     output.sum().backward()
-    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    assert equal(x.grad, expected)  # type: ignore[arg-type]
     assert num_shards() == 0
 
 
@@ -413,7 +414,7 @@ def test_exceptions_give_slots_back_and_leave_the_ranks_in_step(
             output.sum().backward()
         if fails_in == 2:
             output.sum().backward()
-            assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+            assert equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
         assert saver.kept_bytes() == {}
 
 
@@ -482,7 +483,7 @@ def test_an_input_that_is_written_on_its_way_is_noticed() -> None:
     with pytest.raises(CheckpointError, match="input 0 was written in place while it was being"):
         outputs[1].sum().backward()
     outputs[0].sum().backward()
-    assert torch.equal(weight.grad, expected)  # type: ignore[arg-type]
+    assert equal(weight.grad, expected)  # type: ignore[arg-type]
 
 
 # ---- Ranks ----

@@ -16,19 +16,30 @@ if TYPE_CHECKING:
     from zero_comm.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--device`."""
+    parser.addoption(
+        "--device",
+        default="cpu",
+        metavar="KIND",
+        help="kind of device that tests with ranks run on, as torch names it: cpu, cuda, xpu, ...",
+    )
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
     """Worker processes by world size: `ranks(2).run(_body)` returns what each rank returned.
 
-    The workers are started when first asked for and kept for the session. See
-    `zero_comm.testing.RankPool.run` for what a body may be.
+    Their groups are on the device that `--device` names. The workers are started when first asked
+    for and kept for the session. See `zero_comm.testing.RankPool.run` for what a body may be.
     """
     from zero_comm.testing import RankPool  # noqa: PLC0415  (imports torch)
 
     pools: dict[int, RankPool] = {}
 
     def pool_of(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size))
+        device = request.config.getoption("--device")
+        return pools.setdefault(world_size, RankPool(world_size, device))
 
     try:
         yield pool_of

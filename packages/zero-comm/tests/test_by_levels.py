@@ -26,6 +26,7 @@ from zero_comm import (
     reduce_scatter_by_levels,
     reduce_scatter_flat,
 )
+from zero_comm.testing import equal
 
 NAMES = ["int4", "int8:8", "bf16", "none"]
 FLOATS = [torch.float32, torch.bfloat16]
@@ -131,9 +132,9 @@ def test_each_hop_encodes_once_and_adds_in_order(
         total = reduce_scatter_by_levels(buffer, op=Reduction.SUM, **how).wait()
 
         assert reduce_scatter_by_levels(in_place, out=own, **how).wait() is own
-        assert torch.equal(total, expected.to(dtype)), (name, dtype)
-        assert torch.equal(own, (expected / 4).to(dtype)), (name, dtype)
-        assert torch.equal(buffer, values[group.rank]), (name, dtype)
+        assert equal(total, expected.to(dtype)), (name, dtype)
+        assert equal(own, (expected / 4).to(dtype)), (name, dtype)
+        assert equal(buffer, values[group.rank]), (name, dtype)
 
 
 @pytest.mark.ranks(4)
@@ -150,7 +151,7 @@ def test_alone_values_stay_exact() -> None:
     """Nothing travels, so nothing is rounded."""
     levels, values = Levels.of_nodes(Group.solo()), _values(0, 300)
     how = {"splits": (300,), "levels": levels, "codec": Blockwise(4), "errors": LocoErrors()}
-    assert torch.equal(reduce_scatter_by_levels(values, **how).wait(), values)
+    assert equal(reduce_scatter_by_levels(values, **how).wait(), values)
     assert how["errors"].num_bytes == 0
 
 
@@ -174,7 +175,7 @@ def test_tensors_that_do_not_divide_are_cut_unevenly(group: Group, size: int) ->
     parts = all_to_all_quant_reduce(tensors, _levels(group, size)).wait()
 
     for shape, tensor, part, total in zip(SHAPES, tensors, parts, totals, strict=True):
-        assert torch.equal(part, (total / 4).to(tensor.dtype)), shape
+        assert equal(part, (total / 4).to(tensor.dtype)), shape
 
 
 # ---- Errors that are fed back ----
@@ -194,7 +195,7 @@ def test_errors_are_fed_back_in_each_hop(
         values = [_values(rank, sum(splits), step=step) for rank in range(4)]
         mine, total = values[group.rank], oracle.reduce(values, splits, size)[group.rank]
         how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "errors": errors}
-        assert torch.equal(reduce_scatter_by_levels(mine, **how).wait(), total / 4), step
+        assert equal(reduce_scatter_by_levels(mine, **how).wait(), total / 4), step
         (part,) = all_to_all_loco_quant_reduce([mine[:1200]], levels, errors_of_lists).wait()
         assert part.numel() == 300
 
@@ -270,9 +271,9 @@ def test_reductions_go_on_from_errors_that_were_saved(
     again.load_state_dict(state)
 
     for mine, theirs in zip(reduce(again, range(3, 8)), expected, strict=True):
-        assert torch.equal(mine, theirs)
+        assert equal(mine, theirs)
     without = reduce(LocoErrors(loco), range(3, 4))[0]
-    assert not torch.equal(without, expected[0])
+    assert not equal(without, expected[0])
 
 
 def test_errors_of_another_buffer_are_refused(group: Group) -> None:
@@ -354,4 +355,4 @@ def test_the_buffer_is_free_when_the_second_hop_has_begun(
             buffer.fill_(torch.nan)
         found.append(handle.wait())
 
-    assert torch.equal(*found)
+    assert equal(*found)

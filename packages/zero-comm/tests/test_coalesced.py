@@ -20,6 +20,7 @@ from zero_comm import (
     record_traffic,
     reduce_scatter_coalesced,
 )
+from zero_comm.testing import equal
 
 COLLECTIVES = [
     all_gather_coalesced,
@@ -65,7 +66,7 @@ def _reduced(lists: list[list[Tensor]], op: Reduction) -> list[Tensor]:
 def _assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in expected]
     assert [tensor.shape for tensor in got] == [tensor.shape for tensor in expected]
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @each_world
@@ -145,11 +146,11 @@ def test_one_tensor_alone_is_copied_like_many(group: Group) -> None:
     """A short cut that lends or scales the caller's gradient changes what the caller reads."""
     mine = torch.full((3 * group.world_size,), 1.0 + group.rank)
     handle = reduce_scatter_coalesced([mine], group=group)
-    assert torch.equal(mine, torch.full_like(mine, 1.0 + group.rank))
+    assert equal(mine, torch.full_like(mine, 1.0 + group.rank))
     mine.fill_(-7)  # the caller's own again
     (shard,) = handle.wait()
-    assert torch.equal(mine, torch.full_like(mine, -7))
-    assert torch.equal(shard, torch.full((3,), (1 + group.world_size) / 2))
+    assert equal(mine, torch.full_like(mine, -7))
+    assert equal(shard, torch.full((3,), (1 + group.world_size) / 2))
 
 
 @each_world
@@ -186,7 +187,7 @@ def test_parameters_can_be_handed_in_as_they_are(group: Group) -> None:
     first = nn.utils.parameters_to_vector(params).detach()
     copies = all_gather_coalesced([first], group=group).wait()[0].chunk(2)
 
-    assert torch.equal(*copies)
+    assert equal(*copies)
     assert all(param.is_leaf and param.requires_grad for param in params)
     assert not any(result.requires_grad for result in results)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from zero_comm import AbstractCodec, Blockwise, Cast, CodecError, parse_codec
+from zero_comm.testing import equal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 2, 7, 8, 9, 255, 256, 257, 511, 512, 1000, 33000]
@@ -94,8 +95,8 @@ def test_every_byte_is_written(codec: AbstractCodec, dtype: torch.dtype) -> None
         wires = [torch.full((codec.wire_bytes(numel),), fill, dtype=torch.uint8) for fill in (0, 9)]
         for wire in wires:
             assert codec.encode(values, wire) is wire
-        assert torch.equal(*wires)
-        assert torch.equal(values, before)
+        assert equal(*wires)
+        assert equal(values, before)
 
 
 # ---- What comes back ----
@@ -142,7 +143,7 @@ def test_encoding_again_changes_nothing(
     for seed in range(20):
         wire = codec.encode(_values(numel, dtype, seed))
         decoded = codec.decode(wire, torch.empty(numel, dtype=dtype))
-        assert torch.equal(codec.encode(decoded), wire)
+        assert equal(codec.encode(decoded), wire)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -153,7 +154,7 @@ def test_the_largest_of_a_block_never_wanders(bits: int) -> None:
     for size in (sizes, sizes * limit, sizes * 2.0**-120, sizes * 2.0**126):
         values = torch.stack((size, -size / 3), dim=1).view(-1)
         wire = codec.encode(values)
-        assert torch.equal(codec.encode(_back(codec, values)), wire)
+        assert equal(codec.encode(_back(codec, values)), wire)
 
 
 @each_codec
@@ -162,7 +163,7 @@ def test_adding_is_decoding_and_adding(codec: AbstractCodec) -> None:
     for numel in NUMELS:
         values, total = _values(numel), _values(numel, seed=1)
         expected = total + _back(codec, values)
-        assert torch.equal(codec.decode_add(codec.encode(values), total), expected)
+        assert equal(codec.decode_add(codec.encode(values), total), expected)
 
 
 @each_codec
@@ -191,13 +192,13 @@ def test_a_gpu_writes_and_reads_the_same_bits(codec: AbstractCodec, dtype: torch
         values = _values(numel, dtype)
         values[::700] = torch.nan
         wire, on_gpu = codec.encode(values), codec.encode(values.cuda())
-        assert torch.equal(on_gpu.cpu(), wire)
+        assert equal(on_gpu.cpu(), wire)
 
         back = codec.decode(on_gpu, torch.empty_like(values, device="cuda")).cpu()
-        assert torch.equal(back.nan_to_num(), _back(codec, values).nan_to_num())
+        assert equal(back.nan_to_num(), _back(codec, values).nan_to_num())
         total = codec.decode_add(on_gpu, torch.ones(numel, device="cuda")).cpu()
         expected = codec.decode_add(wire, torch.ones(numel))
-        assert torch.equal(total.nan_to_num(), expected.nan_to_num())
+        assert equal(total.nan_to_num(), expected.nan_to_num())
 
 
 # ---- Values that are special ----
@@ -208,7 +209,7 @@ def test_a_gpu_writes_and_reads_the_same_bits(codec: AbstractCodec, dtype: torch
 def test_zeros_are_exact(codec: AbstractCodec, dtype: torch.dtype) -> None:
     """Padding stays zero, and a gradient that is zero moves nothing."""
     values = torch.zeros(600, dtype=dtype)
-    assert torch.equal(_back(codec, values), values)
+    assert equal(_back(codec, values), values)
 
     among = _values(600, dtype)
     among[::3] = 0
@@ -227,7 +228,7 @@ def test_the_smallest_values_neither_divide_by_zero_nor_exceed_the_bound(
     assert back.isfinite().all()
     assert ((back.double() - values.double()).abs() <= codec.error_bound(values)).all()
     assert codec.error_bound(values).max() <= max(size / codec.limit, 2.0**-126)
-    assert torch.equal(codec.encode(back), codec.encode(values))
+    assert equal(codec.encode(back), codec.encode(values))
 
 
 @each_blockwise
@@ -238,7 +239,7 @@ def test_the_largest_values_stay_finite(codec: Blockwise) -> None:
 
     assert back.isfinite().all()
     assert ((back.double() - values.double()).abs() <= codec.error_bound(values).double()).all()
-    assert torch.equal(codec.encode(back), codec.encode(values))
+    assert equal(codec.encode(back), codec.encode(values))
 
 
 @each_blockwise
@@ -256,9 +257,9 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(
         spoilt = torch.arange(len(values)) // codec.block == position // codec.block
 
         assert back[spoilt].isnan().all()
-        assert torch.equal(back[~spoilt], _back(codec, clean)[~spoilt])
+        assert equal(back[~spoilt], _back(codec, clean)[~spoilt])
         assert codec.error_bound(values)[spoilt].isnan().all()
-        assert torch.equal(codec.encode(back), codec.encode(values))
+        assert equal(codec.encode(back), codec.encode(values))
 
 
 @pytest.mark.parametrize("codec", CASTS, ids=str)
@@ -267,8 +268,8 @@ def test_a_cast_keeps_what_is_not_finite(codec: Cast) -> None:
     values = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, 1.0])
     back, expected = _back(codec, values), values.to(codec.dtype).float()
 
-    assert torch.equal(back.isnan(), expected.isnan())
-    assert torch.equal(back[1:], expected[1:])
+    assert equal(back.isnan(), expected.isnan())
+    assert equal(back[1:], expected[1:])
     assert codec.error_bound(values)[3].isinf() == (codec.dtype == torch.float16)
 
 

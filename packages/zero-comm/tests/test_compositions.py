@@ -29,6 +29,7 @@ from zero_comm import (
     record_traffic,
     reduce_scatter_flat,
 )
+from zero_comm.testing import assert_close, equal
 
 # Even, uneven, with empty chunks first, last and between, around a codec's block, and nothing.
 SPLITS = [
@@ -103,7 +104,7 @@ def test_all_gather_puts_each_shard_in_its_rank_s_chunk(
         shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
         if group.world_size > 1 or how == "from bytes":  # else nothing travels
             shards = [_arrived(codec, shard) for shard in shards]
-        assert torch.equal(full, torch.cat(shards)), (codec, dtype, how)
+        assert equal(full, torch.cat(shards)), (codec, dtype, how)
 
 
 def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, name: str, how: str) -> Tensor:
@@ -119,7 +120,7 @@ def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, name: str, 
     full = all_gather_flat(out, splits=splits, group=group, shard=shard, codec=codec).wait()
 
     assert full.data_ptr() == out.data_ptr()
-    assert how != "from a shard" or torch.equal(shard, exact), "masters are not written"
+    assert how != "from a shard" or equal(shard, exact), "masters are not written"
     return full
 
 
@@ -130,7 +131,7 @@ def test_a_late_first_rank_moves_no_shard(group: Group, transport: str) -> None:
     if group.rank == 0:
         time.sleep(0.2)
     full = _gather(group, splits, torch.float32, "none", "in place")
-    assert torch.equal(full, torch.cat([_values(rank, 3) for rank in range(group.world_size)]))
+    assert equal(full, torch.cat([_values(rank, 3) for rank in range(group.world_size)]))
 
 
 # ---- Reductions ----
@@ -164,12 +165,12 @@ def _check_reductions(
     assert all_reduce_flat(given, splits=splits, **how).wait() is given
 
     assert scattered.data_ptr() != _chunk(buffer, splits, group.rank).data_ptr() or not own.numel()
-    assert torch.equal(scattered, sums[group.rank]), what
-    assert torch.equal(own, sums[group.rank]), what
-    assert torch.equal(given, torch.cat([_arrived(sent, each) for each in sums])), what
-    assert torch.equal(buffer, mine), what
+    assert equal(scattered, sums[group.rank]), what
+    assert equal(own, sums[group.rank]), what
+    assert equal(given, torch.cat([_arrived(sent, each) for each in sums])), what
+    assert equal(buffer, mine), what
     if codec == "none":
-        assert torch.equal(all_reduce_flat(mine, **how).wait(), total), what
+        assert equal(all_reduce_flat(mine, **how).wait(), total), what
 
 
 @each_world(1, 2, 3)
@@ -209,7 +210,7 @@ def test_a_backend_s_own_collectives_agree_with_ours(
     builtin = attrs.evolve(
         group, backend=attrs.evolve(BACKENDS["nccl"], reason="for a test on gloo")
     )
-    torch.testing.assert_close(_three_collectives(builtin, op), _three_collectives(group, op))
+    assert_close(_three_collectives(builtin, op), _three_collectives(group, op))
 
 
 def _three_collectives(group: Group, op: Reduction) -> dict[str, Tensor]:
@@ -233,7 +234,7 @@ def test_broadcast_gives_everyone_the_source_s_values(group: Group, dtype: torch
     src, buffer = group.world_size - 1, _values(group.rank, 5, dtype)
     broadcast_flat(buffer[:0], src=src, group=group).wait()
     assert broadcast_flat(buffer, src=src, group=group).wait() is buffer
-    assert torch.equal(buffer, _values(src, 5, dtype))
+    assert equal(buffer, _values(src, 5, dtype))
 
 
 # ---- Order ----
@@ -421,7 +422,7 @@ def test_one_rank_has_all_values_in_rank_order_and_no_other_any(
         for out in (torch.full((sum(splits),), 77.0) if to == group.rank else None, None):
             full = gather_flat(shard, splits=splits, to=to, group=group, out=out).wait()
             assert (full is None) == (to != group.rank)
-            assert full is None or torch.equal(full, expected)
+            assert full is None or equal(full, expected)
 
 
 @each_world(2)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transports import each_world, over
 from zero_comm import Blockwise, Group, ddp_hook, record_traffic
+from zero_comm.testing import assert_close, equal
 
 
 @each_world(2, 3)
@@ -36,10 +37,10 @@ def test_gradients_are_the_mean_in_rank_order(group: Group, transport: str) -> N
             by_torch.parameters(), by_us.parameters(), *each, strict=True
         ):
             mean = sum(grads[1:], grads[0]) / group.world_size
-            assert torch.equal(ours.grad, mean)
-            torch.testing.assert_close(ours.grad, theirs.grad)
+            assert equal(ours.grad, mean)
+            assert_close(ours.grad, theirs.grad)
             if group.world_size == 2:
-                assert torch.equal(ours.grad, theirs.grad)
+                assert equal(ours.grad, theirs.grad)
 
 
 @each_world(2, 3)
@@ -62,9 +63,9 @@ def test_gradients_travel_encoded(group: Group, transport: str) -> None:
     torch.distributed.all_reduce(largest)
     # A contribution is off by half a scale at most, and so is the result.
     assert ((ours - theirs).abs() <= 2.02 * largest / group.world_size / 254).all()
-    assert not torch.equal(ours, theirs)
+    assert not equal(ours, theirs)
     all_ranks = [torch.empty_like(ours) for _ in range(group.world_size)]
     torch.distributed.all_gather(all_ranks, ours)
-    assert all(torch.equal(other, ours) for other in all_ranks)
+    assert all(equal(other, ours) for other in all_ranks)
     sent = traffic.operations["all_reduce"]
     assert sent.payload_bytes == sent.payload_numel  # one byte for each value

@@ -22,6 +22,7 @@ from zero_comm import (
     reduce_scatter_coalesced,
     reduce_scatter_flat,
 )
+from zero_comm.testing import equal
 
 each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
 
@@ -52,7 +53,7 @@ def test_a_shard_may_have_more_bits_than_what_is_gathered(group: Group, transpor
     out = torch.empty(600, dtype=torch.bfloat16)
     full = all_gather_flat(out, shard=shards[group.rank], **how).wait()
     rounded = [_there_and_back(how["codec"], shard, torch.bfloat16) for shard in shards]
-    assert torch.equal(full, torch.cat(rounded))
+    assert equal(full, torch.cat(rounded))
 
 
 @each_transport
@@ -65,8 +66,8 @@ def test_an_overflow_on_one_rank_reaches_whom_it_concerns(group: Group, transpor
     found = reduce_scatter_flat(buffer, **how).wait()
     spoilt = torch.zeros(1000, dtype=torch.bool)
     spoilt[256:512] = group.rank == 1  # a block
-    assert torch.equal(found.isnan(), spoilt)
-    assert torch.equal(found.isfinite(), ~spoilt)
+    assert equal(found.isnan(), spoilt)
+    assert equal(found.isfinite(), ~spoilt)
 
 
 # ---- Lists ----
@@ -93,11 +94,11 @@ def test_lists_travel_encoded_too(group: Group) -> None:
         total = 400 if dtype == torch.float32 else 300
         sent = [_there_and_back(codec, _values(r, total, dtype), dtype) for r in (0, 1)]
         parts = [each[start : start + numel] for each in sent]
-        assert torch.equal(gathered[index], torch.cat(parts))
+        assert equal(gathered[index], torch.cat(parts))
 
         mine = [_values(r, 2 * total, dtype).chunk(2)[group.rank] for r in (0, 1)]
         mean = sum(_there_and_back(codec, row) for row in mine) / 2
-        assert torch.equal(scattered[index], mean[start : start + numel].to(dtype))
+        assert equal(scattered[index], mean[start : start + numel].to(dtype))
 
 
 # ---- Traffic, and what is refused ----

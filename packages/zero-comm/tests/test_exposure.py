@@ -21,7 +21,7 @@ from zero_comm import (
     expose,
     record_traffic,
 )
-from zero_comm.testing import lingering
+from zero_comm.testing import equal, lingering
 from zero_comm.window import _ALIVE, HAS_LEFT, Remains
 
 SPLITS = (3, 0, 4)
@@ -53,7 +53,7 @@ def test_one_rank_reads_all_shards_while_the_others_do_nothing(group: Group) -> 
     """A rank may need what its peers skip."""
     exposure, shard = _expose(group)
     if group.rank == 1:
-        assert torch.equal(_gather(exposure, shard), _whole())
+        assert equal(_gather(exposure, shard), _whole())
 
 
 @pytest.mark.ranks(3)
@@ -72,7 +72,7 @@ def test_nobody_sees_a_shard_half_written(group: Group) -> None:
     for version in range(20):
         if (version + group.rank) % 3 == 0:
             time.sleep(0.002)  # another rank is late each time
-        assert torch.equal(_gather(exposure, shard), _whole(version)), version
+        assert equal(_gather(exposure, shard), _whole(version)), version
         exposure.begin_write()
         for i in range(shard.numel()):  # slowly
             shard[i] += 100
@@ -143,7 +143,7 @@ def test_what_would_read_or_write_other_memory_is_refused(group: Group) -> None:
         given = {"shard": shard, "out": torch.zeros(7), "splits": SPLITS} | choose
         with pytest.raises(GroupMismatchError, match=error):
             exposure.gather(**given)
-    assert torch.equal(_gather(exposure, shard), _whole())
+    assert equal(_gather(exposure, shard), _whole())
     _meet(group)
 
 
@@ -163,7 +163,7 @@ def test_shards_that_have_moved_are_read_where_they_lie_now(group: Group) -> Non
         exposure.end_write()
 
         assert not exposure.is_writing
-        assert torch.equal(_gather(exposure, shard), _whole(version))
+        assert equal(_gather(exposure, shard), _whole(version))
     _meet(group)
 
 

@@ -22,7 +22,7 @@ from zero_comm import (
     check_agreement,
     reduce_scatter_flat,
 )
-from zero_comm.testing import cannot_read, reads_cut_short, without_reads
+from zero_comm.testing import cannot_read, equal, reads_cut_short, without_reads
 
 each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
 
@@ -100,7 +100,7 @@ def test_results_are_the_same_either_way(group: Group) -> None:
         by_reading = _one_of_each(over(group, READS))
     by_message = _one_of_each(over(group, MESSAGES))
     for name, values in by_reading.items():
-        assert torch.equal(values, by_message[name]), name
+        assert equal(values, by_message[name]), name
 
 
 def _one_of_each(group: Group) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def test_a_buffer_is_one_s_own_again_after_the_wait(ranks, name: str, transport:
     early, late = ranks(2).run(_overwrite_after_the_wait, name=name, transport=transport)
     expected = {"all_gather": 5.0, "reduce_scatter": 5.0 + 1.0}[name]
 
-    assert torch.equal(late["result"], torch.full((NUMEL,), expected))
+    assert equal(late["result"], torch.full((NUMEL,), expected))
     assert early["before"] < late["before"]
     if transport == READS:
         assert early["after"] > late["before"]

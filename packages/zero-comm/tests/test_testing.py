@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from zero_comm import Group, RankFailedError, all_gather_flat
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, equal
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_arguments_and_results_travel_whole(ranks) -> None:
     values = {"half": torch.randn(5).bfloat16(), "name": "π", "none": None}
 
     for answer in ranks(2).run(_echo, values=values):
-        assert torch.equal(answer["half"], values["half"])
+        assert equal(answer["half"], values["half"])
         assert answer["name"] == "π"
         assert answer["none"] is None
 

@@ -43,6 +43,7 @@ from zero_comm import (
     ddp_hook,
     record_traffic,
 )
+from zero_comm.testing import assert_close
 from zero_partition import PartitionError, ZeroRedundancyOptimizer
 
 # ---- The same training ----
@@ -402,7 +403,7 @@ def test_join_goes_on_with_ranks_that_have_inputs(group: Group) -> None:
         assert steps == 2 + 2 * group.rank
         found.append([param.detach().clone() for param in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        assert_close(ours, theirs)
 
 
 def test_a_sparse_parameter_is_refused_by_name(group: Group) -> None:

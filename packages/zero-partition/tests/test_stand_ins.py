@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close, equal
 from zero_partition import StateError, clip_grad_norm_, partition
 from zero_partition.plan import STAGES, Stage
 from zero_partition.seams import offload_states, reload_states
@@ -87,7 +88,7 @@ def test_a_guard_refuses_every_use_of_values(group: Group) -> None:
         before = part * 1
         assert type(before) is Tensor
         part.mul_(3)
-        assert torch.equal(part * 1, before * 3)
+        assert equal(part * 1, before * 3)
 
 
 EDITS: dict[str, Callable[[Tensor], Any]] = {
@@ -112,10 +113,10 @@ def test_an_edit_that_is_the_same_for_every_element_is_done_to_the_shard(group: 
         edit(expected)
 
         edit(param.grad)
-        assert torch.equal(shard.grad.as_subclass(Tensor), expected), (stage, name)
+        assert equal(shard.grad.as_subclass(Tensor), expected), (stage, name)
         param.grad *= 2
         param.grad /= 4
-        assert torch.equal(shard.grad.as_subclass(Tensor), expected / 2), (stage, name)
+        assert equal(shard.grad.as_subclass(Tensor), expected / 2), (stage, name)
 
 
 def test_alone_a_shard_is_the_whole_gradient() -> None:
@@ -124,7 +125,7 @@ def test_alone_a_shard_is_the_whole_gradient() -> None:
 
     grads = [param.grad for param in optimizer.param_groups[0]["params"]]
     norm = torch.stack([torch.linalg.vector_norm(grad) for grad in grads]).norm()
-    torch.testing.assert_close(clip_grad_norm_(model, 100.0), norm)
+    assert_close(clip_grad_norm_(model, 100.0), norm)
 
 
 # ---- What is parked ----

@@ -36,7 +36,7 @@ class LateHost:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Of this one host."""
         self.num_allocations += 1
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
         """Nothing has been read yet when it returns."""

@@ -58,10 +58,12 @@ def all_gather_json(
     if group.world_size == 1:  # so the host need not wait for the device
         return [json.loads(text)]
     own = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
-    numels = _gather(torch.tensor([[own.numel()]]), group, tag=tag, timeout_s=timeout_s)
+    numels = _gather(
+        torch.tensor([[own.numel()]], device="cpu"), group, tag=tag, timeout_s=timeout_s
+    )
     splits = [int(numel) for numel in numels]
     # Padded to the longest: not every backend gathers uneven pieces.
-    padded = torch.zeros(1, max(splits), dtype=torch.uint8)
+    padded = torch.zeros(1, max(splits), dtype=torch.uint8, device="cpu")
     padded[0, : own.numel()] = own
     rows = _gather(padded, group, tag=tag, timeout_s=timeout_s)
     return [

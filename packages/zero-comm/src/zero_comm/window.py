@@ -377,7 +377,7 @@ def _exchange(
     mine = [ctypes.addressof(words)]
     mine += [shard.data_ptr() for shard in shards]
     mine += [shard.numel() for shard in shards]
-    table = torch.tensor(mine * group.world_size, dtype=torch.int64)
+    table = torch.tensor(mine * group.world_size, dtype=torch.int64, device="cpu")
     splits = [len(mine)] * group.world_size
     handle = all_gather_flat(table, splits=splits, group=group, tag=tag, control=True)
     return handle.wait(timeout_s=timeout_s).view(group.world_size, -1).tolist()  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ class Accelerator:
         if make_copy:
             return tensor.pin_memory()
         shape = tensor.shape if match_shape else (tensor.numel(),)
-        return torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def communication_backend_name(self) -> str:
         """What torch.distributed needs for it."""

@@ -487,4 +487,6 @@ def _common_step(common: Mapping[str, Any]) -> Any:
 
 def _as_range(value: Any) -> Range:
     """Return the range of a value; numbers become tensors, as torch's optimizers count."""
-    return Range.of(value if isinstance(value, Tensor) else torch.tensor(float(value)))
+    return Range.of(
+        value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+    )

@@ -307,7 +307,7 @@ def loco_state(sharded: ShardedModel) -> dict[str, Tensor]:
         tensors |= {f"{name}.{level}": tensor for level, tensor in state.items()}
     if not tensors:
         return {}
-    return {_NUM_REDUCTIONS: torch.tensor(counts, dtype=torch.int64), **tensors}
+    return {_NUM_REDUCTIONS: torch.tensor(counts, dtype=torch.int64, device="cpu"), **tensors}
 
 
 def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:

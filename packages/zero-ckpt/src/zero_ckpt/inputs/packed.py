@@ -72,7 +72,7 @@ class PinnedHost:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Pinned memory to copy to."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
         """Begin to copy to what `allocate` gave, after all that the current stream has to do."""

@@ -110,5 +110,5 @@ class KeepSaver(AbstractSaver):
 
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """By reference. A write in place before backward is noticed by `restore`."""
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
         return _Kept(_Hold.apply(anchor, *inputs), layer)

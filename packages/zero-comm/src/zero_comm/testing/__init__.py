@@ -2,7 +2,8 @@
 
 `RankPool` is what the `ranks` fixture gives. `local_peers` makes ranks of one process, each of them
 what `Group.peers` is; `cannot_read` and its like make reading fail. `using_kernels` and its like
-choose what encodes blocks.
+choose what encodes blocks. `equal` and `assert_close` compare values of different devices, as
+results and oracles are where ranks run on an accelerator.
 """
 
 from .kernels import (
@@ -25,11 +26,15 @@ from .peers import (
     reads_refused,
     without_reads,
 )
-from .rank_pool import RankPool
+from .rank_pool import RankPool, default_device
+from .values import assert_close, equal, on_cpu
 
 __all__ = [
     "RankPool",
+    "assert_close",
     "cannot_read",
+    "default_device",
+    "equal",
     "forgetting_kernels",
     "journal_capacity",
     "lingering",
@@ -37,6 +42,7 @@ __all__ = [
     "load_triton",
     "local_peers",
     "looking_alone",
+    "on_cpu",
     "reads_cut_short",
     "reads_refused",
     "triton_agrees",

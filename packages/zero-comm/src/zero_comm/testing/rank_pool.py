@@ -38,6 +38,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen, validators
+from torch.utils._device import DeviceContext, _device_constructors
 
 from zero_comm.errors import RankFailedError
 from zero_comm.group import Group
@@ -114,6 +115,7 @@ class RankPool:
     """
 
     world_size: int = field(validator=validators.ge(1))
+    device: str = "cpu"  # kind of device of the ranks' groups, as torch names it
     _workers: list[_Worker] = field(factory=list, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _num_runs: int = field(default=0, init=False)
@@ -121,8 +123,10 @@ class RankPool:
     def run(self, body: Callable[..., Any], *, timeout_s: float = 30.0, **kwargs: Any) -> list[Any]:
         """Call `body(group, **kwargs)` on every rank; block until all have returned.
 
-        Every rank gets a new gloo group (a solo group when the world size is 1), one thread, the
-        same seed and the caller's warning filters.
+        Every rank gets a new group (a solo group when the world size is 1), one thread, the same
+        seed and the caller's warning filters. The group is of gloo on the CPU; on another device it
+        has gloo for tensors on the CPU, and the backend that torch takes by default for the device.
+        There, `body` runs under `default_device`.
 
         Args:
             body: A top-level function. It is sent as (file, name), because a test module has no
@@ -206,7 +210,7 @@ class RankPool:
             link, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world_size, str(stack_file)),
+                args=(theirs, rank, self.world_size, self.device, str(stack_file)),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -304,7 +308,7 @@ def _address(body: Callable[..., Any]) -> tuple[str, str]:
     return str(Path(file).resolve()), name
 
 
-def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> None:
+def _serve(link: Connection, rank: int, world_size: int, device: str, stack_file: str) -> None:
     """Answer requests until the parent goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if sys.platform == "linux":
@@ -322,7 +326,7 @@ def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> Non
                 message = link.recv_bytes()
             except EOFError:
                 return
-            link.send_bytes(pickle.dumps(_answer(message, rank, world_size)))
+            link.send_bytes(pickle.dumps(_answer(message, rank, world_size, device)))
 
 
 def _die_with_parent() -> None:
@@ -333,7 +337,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _answer(message: bytes, rank: int, world_size: int) -> _Reply:
+def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
     try:
         request = pickle.loads(message)
         with _fresh_state(request), _importable(Path(request.file).parent):
@@ -342,19 +346,25 @@ def _answer(message: bytes, rank: int, world_size: int) -> _Reply:
                 key: getattr(module, value.name) if isinstance(value, _Global) else value
                 for key, value in request.kwargs.items()
             }
-            group = _join(request, rank, world_size)
-            return _Reply(value=pickle.dumps(getattr(module, request.name)(group, **kwargs)))
+            group = _join(request, rank, world_size, device)
+            with default_device(device):
+                result = getattr(module, request.name)(group, **kwargs)
+            return _Reply(value=pickle.dumps(result))
     except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)
 
 
-def _join(request: _Request, rank: int, world_size: int) -> Group:
+def _join(request: _Request, rank: int, world_size: int, device: str) -> Group:
     _leave()
+    backend = "gloo"
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+        backend = f"cpu:gloo,{device}:{dist.Backend.default_device_backend_map[device]}"
     if world_size == 1:
-        return Group.solo()
+        return Group.solo(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(request.rendezvous, world_size),
         rank=rank,
         world_size=world_size,
@@ -388,6 +398,35 @@ def _fresh_state(request: _Request) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+
+
+class _DefaultDevice(DeviceContext):
+    """As torch's, which refuses random values of a CPU's generator, and memory that is pinned.
+
+    Such values are drawn on the CPU and copied, so that a test has the same on every device.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func in _device_constructors() and kwargs.get("device") is None:
+            generator = kwargs.get("generator")
+            if generator is not None and generator.device.type == "cpu":
+                return func(*args, **kwargs).to(self.device)
+            if kwargs.get("pin_memory"):
+                return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    """Create on a device what is created inside without naming one; "cpu" changes nothing."""
+    if device == "cpu":
+        yield
+        return
+    with _DefaultDevice(torch.device(device)):
+        yield
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
     data = bytearray(base64.b64decode(said["data"], validate=True))
     dtype, shape = dtype_of(said["dtype"]), _shape(said["shape"], "shape")
     if not data:
-        return torch.empty(0, dtype=dtype).view(shape)
+        return torch.empty(0, dtype=dtype, device="cpu").view(shape)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
 
 

@@ -158,7 +158,7 @@ class FileRun:
         """Elements [start, stop), in memory of their own."""
         path, key, dtype = self.file.path, self.key, self.dtype
         if stop <= start:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         if key not in self.file.tensors:
             raise FileError(f"{path}: expected a tensor {key!r}; there is none")
         stored, shape, begin = self.file.tensors[key]
@@ -168,7 +168,7 @@ class FileRun:
                 f"{path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
                 f"{num_bytes} bytes"
             )
-        out = torch.empty(stop - start, dtype=dtype)
+        out = torch.empty(stop - start, dtype=dtype, device="cpu")
         first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
             with open_regular(path, self.file.folder) as file:
@@ -195,7 +195,9 @@ class MemoryRun:
         start, stop = self.first + start, self.first + stop
         if self.tensor.is_contiguous():
             return self.tensor.view(-1)[start:stop]
-        return self.tensor[torch.unravel_index(torch.arange(start, stop), self.tensor.shape)]
+        return self.tensor[
+            torch.unravel_index(torch.arange(start, stop, device="cpu"), self.tensor.shape)
+        ]
 
 
 Run: TypeAlias = FileRun | MemoryRun
@@ -234,7 +236,7 @@ class Range(AbstractRangeReader):
             begin += run.numel
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device="cpu")
 
     def whole(self) -> Tensor:
         """All of it, in its shape."""

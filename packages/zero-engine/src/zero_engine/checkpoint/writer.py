@@ -317,7 +317,7 @@ def _values(batches: Sequence[GivenBatch]) -> Iterator[Tensor]:
                     f"{value.numel()} of {value.dtype}: it has changed while it was saved"
                 )
             padding = -cursor % _ALIGN_BYTES
-            yield torch.zeros(padding, dtype=torch.uint8)
+            yield torch.zeros(padding, dtype=torch.uint8, device="cpu")
             yield value
             cursor += padding + run.num_bytes
 

@@ -211,7 +211,7 @@ class PendingOverflow:
             scale = torch.where(finite, clean, overflowed)
         if finite.device.type == "cpu":
             return cls(finite, None, scale, undo)
-        landing = torch.empty((), dtype=torch.bool, pin_memory=True)
+        landing = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
         landing.copy_(finite, non_blocking=True)
         arrived = torch.Event(finite.device)
         arrived.record()

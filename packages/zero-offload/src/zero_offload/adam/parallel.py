@@ -102,7 +102,9 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, team: Team) -> float:
     if norm_type == 2.0:
         return math.sqrt(math.fsum(_sum_of_squares(grad, team) for grad in grads))
     norms = [float(torch.linalg.vector_norm(grad.float(), norm_type)) for grad in grads]
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
+    return float(
+        torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64, device="cpu"), norm_type)
+    )
 
 
 def _sum_of_squares(grad: Tensor, team: Team) -> float:

@@ -96,7 +96,7 @@ def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tenso
     """To nearest even, or stochastically where the rule says so."""
     if not rule.stochastic or dtype != torch.bfloat16:
         return value.to(dtype)
-    noise = torch.arange(index, index + value.numel()) & MASK
+    noise = torch.arange(index, index + value.numel(), device=value.device) & MASK
     noise = (noise * 0x9E3779B9 + rule.seed) & MASK
     noise = _times(noise ^ (noise >> 16), 0x85EBCA6B)
     noise = _times(noise ^ (noise >> 13), 0xC2B2AE35)

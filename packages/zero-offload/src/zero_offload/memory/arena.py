@@ -81,7 +81,7 @@ class HostArena:
             raise ValueError(f"numel must be 0 or more, got {numel}")
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         holder = self.name if name is None else name
         mapped_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self.budget.taking(holder, mapped_bytes):
@@ -104,7 +104,11 @@ class HostArena:
             )
         elif device.type != "cuda":
             try:
-                pinned = [torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)]
+                pinned = [
+                    torch.zeros(
+                        nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"
+                    )
+                ]
             except (RuntimeError, NotImplementedError) as error:  # such a device has none
                 self.pin_reason = f"pin_memory of {nbytes} bytes for {device.type}: {error}"
             else:

@@ -44,7 +44,7 @@ class _PieceState:
     def blank(self) -> Tensor:
         """What is stepped, between steps: of its shape, without memory."""
         dtype = self.own_master or self.param.dtype
-        return torch.empty((), dtype=dtype).expand(self.shape)
+        return torch.empty((), dtype=dtype, device="cpu").expand(self.shape)
 
     def elements(self) -> Tensor:
         """In the parameter: a view."""
@@ -262,10 +262,14 @@ class SubGroupState:
                 if names is not None and name not in names:
                     continue
                 if is_blank and name in piece.views:
-                    whole[name] = torch.empty((), dtype=value.dtype).expand(piece.param.shape)
+                    whole[name] = torch.empty((), dtype=value.dtype, device="cpu").expand(
+                        piece.param.shape
+                    )
                 elif name in piece.views and not piece.is_whole:
                     if name not in whole:
-                        whole[name] = torch.empty(piece.param.shape, dtype=value.dtype)
+                        whole[name] = torch.empty(
+                            piece.param.shape, dtype=value.dtype, device="cpu"
+                        )
                     piece.cut(whole[name]).copy_(value)
                 else:
                     whole[name] = _copy_on(value, "cpu")

@@ -213,7 +213,7 @@ class OffloadedOptimizer(Optimizer):
             )
         coefficient = max_norm / (norm + 1e-6)
         self._clip = coefficient if not coefficient >= 1 else 1.0  # nan goes on, as torch's does
-        return torch.tensor(norm, dtype=torch.float32)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that have left their device are dropped in either case."""

@@ -69,7 +69,7 @@ class Stepper:
             ValueError: The class refuses an argument.
         """
         _refuse(asked, arguments)
-        return cls(asked([nn.Parameter(torch.zeros(1, 1))], **arguments))
+        return cls(asked([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **arguments))
 
     @property
     def asked(self) -> type[Optimizer]:

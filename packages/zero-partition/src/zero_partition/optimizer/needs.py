@@ -301,8 +301,10 @@ def _values(sample: Sample, index: int, *, step: int) -> Tensor:
     """Made up; see NOTE(trial)."""
     generator = torch.Generator().manual_seed(1000 * index + step + 1)
     numel = sample.shape.numel()
-    ramp = torch.linspace(0.2, 2.0, max(numel, 1))[:numel]
-    uneven = torch.randn(numel, generator=generator) * (ramp if step % 2 else ramp.flip(0))
+    ramp = torch.linspace(0.2, 2.0, max(numel, 1), device="cpu")[:numel]
+    uneven = torch.randn(numel, generator=generator, device="cpu") * (
+        ramp if step % 2 else ramp.flip(0)
+    )
     return (uneven / (1 + 4 * (index % 2))).view(sample.shape).to(sample.device)
 
 
@@ -806,7 +808,10 @@ def _state_by_kind(
         groups = range(first, first + len(member.param_groups))
         mine = [sorted({k for k in kinds if k[0] == at}, key=str) for at in groups]
         params = [
-            [nn.Parameter(torch.ones(_shape(sides, kind[1]), dtype=kind[2])) for kind in of_group]
+            [
+                nn.Parameter(torch.ones(_shape(sides, kind[1]), dtype=kind[2], device="cpu"))
+                for kind in of_group
+            ]
             for of_group in mine
         ]
         states = states_after_step(member, params)

@@ -920,7 +920,7 @@ class GradientReducer:
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so."""
-        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).any())
+        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8, device="cpu")).any())
 
     def _exchange(self, mine: Tensor) -> Tensor:
         group = self.routes.whole
@@ -955,7 +955,9 @@ class GradientReducer:
             present = torch.ones(len(mine), dtype=torch.uint8, device=group.device)
             self._flags = self.launch_exchange(present, group)
             return
-        everyone = self._exchange(torch.tensor(mine, dtype=torch.uint8)).view(group.world_size, -1)
+        everyone = self._exchange(torch.tensor(mine, dtype=torch.uint8, device="cpu")).view(
+            group.world_size, -1
+        )
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
             for position, param in enumerate(g.targets):

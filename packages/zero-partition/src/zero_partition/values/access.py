@@ -449,7 +449,7 @@ def set_full_optimizer_state(
             "owner has it; set_local_optimizer_state(param, key, value) writes it there"
         )
     if isinstance(value, int | float) and not entry.shape:
-        value = torch.tensor(value, dtype=entry.dtype)
+        value = torch.tensor(value, dtype=entry.dtype, device="cpu")
     whole = _given(place, value, (entry.shape, entry.dtype), from_rank, what)
     is_sharded = place.sharded.shards_state
     span = entry.spans[place.group.rank] if is_sharded else Span(0, whole.numel())
@@ -485,7 +485,7 @@ def set_local_optimizer_state(param: nn.Parameter, key: str, value: Any) -> None
         _keep(place, key, value)
         return
     if isinstance(value, int | float) and not state[key].dim():
-        value = torch.tensor(value)
+        value = torch.tensor(value, device="cpu")
     _copy_given(place, state[key], value, what)
     _keep(place, key, state[key])
 

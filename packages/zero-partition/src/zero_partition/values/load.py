@@ -590,7 +590,7 @@ def _restore_options(sharded: ShardedModel, given: Sequence[Mapping[str, Any]]) 
         for key, value in _restored(options).items():
             live = group.get(key)
             if isinstance(live, Tensor):  # as a compiled or captured step has it
-                live.copy_(torch.as_tensor(value))
+                live.copy_(torch.as_tensor(value, device=live.device))
             elif isinstance(value, Tensor):
                 group[key] = value.clone()
             else:
@@ -655,7 +655,10 @@ def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, f
         in_group = [[names[id(param)] for param in g["params"]] for g in member.param_groups]
         options = [_restored(next(given, {})) for _ in member.param_groups]
         dims = [sorted({num_dims[name] for name in of_group}) for of_group in in_group]
-        tiny = [{n: nn.Parameter(torch.ones((2,) * n)) for n in of_group} for of_group in dims]
+        tiny = [
+            {n: nn.Parameter(torch.ones((2,) * n, device="cpu")) for n in of_group}
+            for of_group in dims
+        ]
         if not type(member).__module__.startswith(("torch.", "zero_")):
             continue
         states = states_after_step(member, [list(of.values()) for of in tiny], options)

@@ -507,7 +507,7 @@ class _Received(AbstractRangeReader):
     dtype: torch.dtype
     _source: Tensor | None
     _group: Group | None  # None: every rank has it
-    _kept: Tensor = field(factory=lambda: torch.empty(0), init=False)
+    _kept: Tensor = field(factory=lambda: torch.empty(0, device="cpu"), init=False)
     _start: int = field(default=0, init=False)
 
     def receive(self, span: Span | None = None) -> Tensor:
