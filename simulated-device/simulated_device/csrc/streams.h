@@ -76,6 +76,7 @@ struct StreamState {
   bool has_worker = false;    // exchanges are launched here: a thread serves it
   Position requested = 0;     // the worker must run tasks up to here; set by those who wait
   bool is_closed = false;     // no more launches: the worker ends when nothing is left
+  bool is_stuck = false;      // the first task is an exchange that other ranks do not fit
   bool is_aborted = false;    // tasks were dropped; the worker ends at once
   std::condition_variable wake;  // something changed that the worker must look at
 };
@@ -114,8 +115,8 @@ class Engine {
 
   // ---- progress
   bool is_finished(Point point) const { return stream_at(point).finished >= point.position; }
-  bool try_advance(Lock& lock, Point goal) { return advance(lock, goal, false); }
-  void run_until(Lock& lock, Point goal) { advance(lock, goal, true); }
+  bool try_advance(Lock& lock, Point goal) { return run_until(lock, goal, Time::min()); }
+  bool run_until(Lock& lock, Point goal, std::optional<Time> deadline = std::nullopt);
 
   // ---- the host
   const Clock& host() const { return host_; }
@@ -133,8 +134,8 @@ class Engine {
   void close(StreamIndex index);
   template <typename Wait>
   void without_lock(Lock& lock, Wait wait);
-  void wait_for_progress(Lock& lock);
-  void wait_for_progress(Lock& lock, Time deadline);
+  void wait_for_abort(Lock& lock, StreamIndex index);
+  void drain(Lock& lock, StreamIndex index, Time deadline);
 
   // ---- the process
   void end_process();
@@ -155,7 +156,6 @@ class Engine {
 
   Engine();
   const StreamState& stream_at(Point point) const { return *streams_[point.stream]; }
-  bool advance(Lock& lock, Point goal, bool may_block);
   const Point* unfinished_dependency(const StreamState& stream) const;
   void run_front(StreamState& stream);
   void finish_front(StreamState& stream);
@@ -163,6 +163,7 @@ class Engine {
   void take_random_steps(Lock& lock);
   void run_all_ready(Lock& lock);
   void request(StreamState& stream, Position position);
+  void wait_for_progress(Lock& lock, std::optional<Time> deadline);
   bool serve_once(Lock& lock, StreamIndex index);
   void run_exchange(Lock& lock, StreamIndex index);
   void note_error(std::string_view task, const std::exception& error);
@@ -317,8 +318,9 @@ inline const Point* Engine::unfinished_dependency(const StreamState& stream) con
 }
 
 // Runs what `goal` needs and then `goal` itself, in the order of their dependencies. Exchanges are
-// requested from their workers. Returns false where one is missing and the caller may not block.
-inline bool Engine::advance(Lock& lock, Point goal, bool may_block) {
+// requested from their workers, and waited for until the deadline, or for ever where there is none.
+// Returns whether all has run.
+inline bool Engine::run_until(Lock& lock, Point goal, std::optional<Time> deadline) {
   std::vector<Point> goals{goal};
   while (!goals.empty()) {
     Point next = goals.back();
@@ -331,8 +333,9 @@ inline bool Engine::advance(Lock& lock, Point goal, bool may_block) {
       run_front(stream);
     } else {
       request(stream, next.position);
-      if (!may_block) return false;
-      wait_for_progress(lock);
+      if (deadline && now() >= *deadline) return false;
+      TORCH_CHECK(!is_ending_, "sim: the process ends; other ranks are no longer waited for");
+      wait_for_progress(lock, deadline);
     }
   }
   return true;
@@ -419,13 +422,28 @@ inline void Engine::request(StreamState& stream, Position position) {
   stream.wake.notify_one();
 }
 
-inline void Engine::wait_for_progress(Lock& lock) {
-  TORCH_CHECK(!is_ending_, "sim: the process ends; other ranks are no longer waited for");
-  progress_.wait(lock.lock_);
+// Gives up the lock until an exchange has ended, or something else that ends a wait for it.
+inline void Engine::wait_for_progress(Lock& lock, std::optional<Time> deadline) {
+  if (deadline) progress_.wait_until(lock.lock_, *deadline);
+  else progress_.wait(lock.lock_);
 }
 
-inline void Engine::wait_for_progress(Lock& lock, Time deadline) {
-  progress_.wait_until(lock.lock_, deadline);
+// Keeps an exchange that no rank can complete until its stream is aborted; always raises.
+inline void Engine::wait_for_abort(Lock& lock, StreamIndex index) {
+  auto& stream = *streams_[index];
+  stream.is_stuck = true;
+  progress_.notify_all();
+  while (!stream.is_aborted && !is_ending_) wait_for_progress(lock, std::nullopt);
+  TORCH_CHECK(false, "simccl: what ranks launched does not fit");
+}
+
+// Waits until a stream has no tasks, its exchange can never end, or the deadline has passed.
+inline void Engine::drain(Lock& lock, StreamIndex index, Time deadline) {
+  auto& stream = *streams_[index];
+  while (!stream.tasks.empty() && !stream.is_stuck && now() < deadline) {
+    request(stream, stream.launched);
+    wait_for_progress(lock, deadline);
+  }
 }
 
 // Gives up the lock while `wait` waits for other ranks.
@@ -494,10 +512,10 @@ inline void Engine::run_exchange(Lock& lock, StreamIndex index) {
     KernelDispatch dispatch;
     exchange(lock);
   } catch (const std::exception& error) {
-    if (!stream.is_aborted) note_error(name, error);
+    if (!stream.is_aborted && !is_ending_) note_error(name, error);
   }
   remains_.push_back(Task{.name = name, .exchange = std::move(exchange)});
-  if (stream.is_aborted) return;
+  if (stream.is_aborted || is_ending_) return;
   finish_front(stream);
   progress_.notify_all();
   if (mode_ == Mode::eager) run_all_ready(lock);

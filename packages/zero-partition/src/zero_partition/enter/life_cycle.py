@@ -15,7 +15,7 @@ from zero_partition.errors import StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import early_shard_of
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.nested import flat_entries, nested_entries
+from zero_partition.nested import flat_entries, map_tensors, nested_entries
 from zero_partition.optimizer.shards import Entry, SplitEntry, check_optimizer, split_state
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded, require_sharded
@@ -31,7 +31,13 @@ from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access, step_pre_hooks
 from zero_partition.values.access import launch_grad
 from zero_partition.values.average import ShardedAverage
-from zero_partition.values.runs import launch_entry, owner_of, places_in, plan_states
+from zero_partition.values.runs import (
+    belongs_on_device,
+    launch_entry,
+    owner_of,
+    places_in,
+    plan_states,
+)
 
 _TIMEOUT_S = 60.0
 
@@ -92,7 +98,13 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
             for member in members if entries else ():
                 of_buffer = {place: entries[place] for place in places_in(buffer)}
                 is_only = len(members) == 1
-                _return_state(of_buffer, member, is_only=is_only, splits=keeps_shards)
+                _return_state(
+                    of_buffer,
+                    member,
+                    is_only=is_only,
+                    splits=keeps_shards,
+                    was_offloaded=sharded.residence.offload is not None,
+                )
     _leave(sharded)
     for param, value in replaced.items():
         param.data = value.to(param.dtype)
@@ -240,14 +252,20 @@ def _return_state(
     *,
     is_only: bool,
     splits: bool,
+    was_offloaded: bool,
 ) -> None:
-    """Put parameters back in the shards' place, with their state, whole or split. Collective."""
+    """Put parameters back in the shards' place, with their state, whole or split. Collective.
+
+    Offloaded state is on the host by now. Whole, it goes to the device on which torch would have
+    it; split, only when it is whole again, since the partition that follows may offload it, too.
+    """
     params = {id(owner_of(place)): place.param for place in entries}
     known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
     if is_only:  # what has left the groups keeps its state, as in plain torch
         known = {id(owner_of(place)) for place in entries}
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     ranks = next(iter(entries)).group
     waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
     for place, planned in entries.items():
@@ -263,5 +281,13 @@ def _return_state(
     for param, of_param in waits:
         if of_param:
             whole = {key: wait() for key, wait in of_param.items()}
-            whole = split_state(whole, ranks) if splits else whole
+            devices = {}
+            if was_offloaded:
+                group = group_of.get(id(param), {})  # it may have left the groups
+                devices = {key: ranks.device for key in whole if belongs_on_device(key, group)}
+            if splits:
+                whole = split_state(whole, ranks, devices)
+            else:
+                for key, device in devices.items():
+                    whole[key] = map_tensors(whole[key], lambda t, to=device: t.to(to))
             optimizer.state[param] = nested_entries(whole)

@@ -431,17 +431,24 @@ class SplitEntry:
     """An entry of state between two partitions: each rank has an even part of its elements."""
 
     shape: torch.Size
-    part: Tensor  # 1-D, as long on every rank, on the device of the entry
+    part: Tensor  # 1-D, as long on every rank; on the host where the entry was offloaded
     group: Group
+    device: torch.device  # of the whole entry in the partition that follows
 
     @classmethod
-    def of(cls, value: Tensor, group: Group) -> SplitEntry:
-        """Keep this rank's part of a tensor that is the same on every rank. Local."""
+    def of(cls, value: Tensor, group: Group, device: torch.device | None = None) -> SplitEntry:
+        """Keep this rank's part of a tensor that is the same on every rank. Local.
+
+        Args:
+            value: The whole entry.
+            group: Whose ranks keep the parts.
+            device: Where `whole` puts it; None: where it is.
+        """
         flat, length = value.reshape(-1), -(-value.numel() // group.world_size)
         part = flat.new_zeros(length)
         mine = flat[group.rank * length : (group.rank + 1) * length]
         part[: mine.numel()] = mine
-        return cls(value.shape, part, group)
+        return cls(value.shape, part, group, value.device if device is None else device)
 
     def whole(self) -> Tensor:
         """Return the tensor. Collective."""
@@ -449,17 +456,29 @@ class SplitEntry:
         splits = [shard.numel()] * self.group.world_size
         flat = shard.new_empty(sum(splits))
         all_gather_flat(flat, splits=splits, group=self.group, shard=shard).wait()
-        return flat[: self.shape.numel()].view(self.shape).to(self.part.device)
+        return flat[: self.shape.numel()].view(self.shape).to(self.device)
 
 
-def split_state(state: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """Return a parameter's whole state with this rank's part of each of its tensors. Local."""
-    return {
-        key: SplitEntry.of(value, group)
-        if isinstance(value, Tensor) and value.numel() > 1 < group.world_size
-        else value
-        for key, value in state.items()
-    }
+def split_state(
+    state: Mapping[str, Any], group: Group, devices: Mapping[str, torch.device]
+) -> dict[str, Any]:
+    """Return a parameter's whole state with this rank's part of each of its tensors. Local.
+
+    Args:
+        state: By entry.
+        group: Whose ranks keep the parts.
+        devices: Where entries belong that are elsewhere now, as offloaded ones are.
+    """
+    split = dict(state)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        device = devices.get(key, value.device)
+        if value.numel() > 1 and (group.world_size > 1 or device != value.device):
+            split[key] = SplitEntry.of(value, group, device)
+        else:
+            split[key] = value.to(device)
+    return split
 
 
 def join_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,12 @@ _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch cou
 
 StateInfo: TypeAlias = dict[str, EntryInfo]  # by entry
 
+
+def belongs_on_device(key: str, group: Mapping[str, Any]) -> bool:
+    """Return whether torch's optimizers move an entry that they load to its parameter's device."""
+    return key != "step" or any(group.get(option) for option in _ON_DEVICE_STEP)
+
+
 # NOTE(own): entries without a whole go on where each rank keeps elements that a rank kept when they
 # were saved, whose it gets. Of each parameter with some it is said which elements the ranks keep,
 # and what each rank has, as `describe` says it; the tensors in that are given in order, by their
@@ -196,10 +202,9 @@ class LocalState:
             if owner not in group_of:
                 continue
             member, group = group_of[owner]
-            counts_there = any(group.get(option) for option in _ON_DEVICE_STEP)
             live, state = flat_entries(member.state.get(owner, {})), {}
-            for key, value in entries.items():  # where torch's optimizers place what they load
-                device = owner.device if key != "step" or counts_there else None
+            for key, value in entries.items():
+                device = owner.device if belongs_on_device(key, group) else None
                 read = partial(EntryPart.read, there=live.get(key), device=device)
                 state[key] = map_tensors(value, read, EntryPart)
             if state:
