@@ -12,10 +12,10 @@ import zero_engine
 from attrs import define, field, frozen
 from one_dtype import OneDtype
 from parity import ZeroConfig
+from residences import host_adam
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Offload, Precision, Wire
-from zero_offload import CPUAdam
 from zero_partition.seams import find_sharded
 
 BF16: Final = torch.bfloat16
@@ -24,8 +24,8 @@ NUM_MICRO: Final = 2
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
-    """With a native kernel, the same for us and for the oracle."""
-    return CPUAdam(params, lr=1e-2)
+    """With a native kernel, the same for us and for the oracle; see `residences.host_adam`."""
+    return host_adam(params)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

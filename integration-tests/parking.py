@@ -32,7 +32,7 @@ class PoisonedBackup:
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:  # noqa: D102
         self._count()
         assert source.numel() == self.sizes[key]
-        self.kept[key] = source.numpy().tobytes()
+        self.kept[key] = source.cpu().numpy().tobytes()
         source.fill_(0xFF)
 
     def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:  # noqa: D102

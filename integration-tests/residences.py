@@ -26,9 +26,19 @@ Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 NUM_STEPS: Final = 3
 
 
+def host_adam(params: Any, *, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """With the kernels that step it where its state rests, which is host memory.
+
+    Of a device other than the CPU, torch's, which can step the oracle's parameters there, too.
+    """
+    if torch.get_default_device().type == "cpu":
+        return CPUAdam(params, lr=lr)
+    return torch.optim.AdamW(params, lr=lr, foreach=False)
+
+
 def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With the kernels that step it where its state rests, in two groups."""
-    return CPUAdam(parity.param_groups(model), lr=1e-2)
+    """As `host_adam`, in two groups."""
+    return host_adam(parity.param_groups(model))
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -97,8 +107,12 @@ def cells(stage: int) -> Iterator[Cell]:
 
 
 def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
-    """Where `zero_engine.shard` finds homes: the machine's host is its device."""
-    if cell is None or cell.residence == "engine":
+    """Where `zero_engine.shard` finds homes: the machine's host is its device.
+
+    Poison shows that a copy is used too early. Streams of a device show that without it.
+    """
+    has_streams = torch.get_default_device().type != "cpu"
+    if cell is None or cell.residence == "engine" or has_streams:
         return testing.host_apart()
     return testing.resting(
         home=poisoned.PoisonedHome,

@@ -11,13 +11,12 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from residences import Blocks, config_of
+from residences import Blocks, config_of, host_adam
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zero_comm import Group, all_gather_json
 from zero_comm.testing import equal
 from zero_engine import Precision, Saver, ShardedAverage, Wire
-from zero_offload import CPUAdam
 from zero_partition import LoadError, PartitionError, StateError, memory_report
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -105,7 +104,7 @@ def test_masters_are_averaged_where_there_are_some(group: Group, tmp_path: Path,
     for swaps in (False, True):
         if config.precision is None:
             model = parity.build(Blocks).bfloat16()
-            optimizer: Any = CPUAdam(model.parameters(), lr=1e-4)
+            optimizer: Any = host_adam(model.parameters(), lr=1e-4)
             zero_engine.shard(model, optimizer, config, group=group)
         else:
             model, optimizer = _build(group, config, Blocks)

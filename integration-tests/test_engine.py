@@ -188,7 +188,7 @@ def test_a_changed_micro_batch_counts_other_samples(group: Group) -> None:
     engine, _, loader, _ = zero_engine.initialize(
         model=model,
         optimizer=parity.adamw(model),
-        training_data=TensorDataset(torch.arange(24.0).view(24, 1)),
+        training_data=TensorDataset(torch.arange(24.0, device="cpu").view(24, 1)),
         config=engine_config(group, 1, accumulation_steps=2),
         group=group,
     )
@@ -266,7 +266,8 @@ def test_autocast_is_the_configurations(group: Group) -> None:
     engine, *_ = zero_engine.initialize(model=model, config=settings, group=group)
     in_backward, x = [], torch.randn(2, 8)
     watched = x.clone().requires_grad_()
-    watched.register_hook(lambda _: in_backward.append(torch.is_autocast_enabled("cpu")))
+    kind = x.device.type
+    watched.register_hook(lambda _: in_backward.append(torch.is_autocast_enabled(kind)))
 
     loss = engine(watched)
     assert loss.dtype == torch.bfloat16
@@ -274,11 +275,11 @@ def test_autocast_is_the_configurations(group: Group) -> None:
     engine.backward(loss.float().square().sum())
 
     assert in_backward == [False]
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(kind)
     assert model[1].running_mean.dtype == torch.float32
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(kind, torch.float16):
         assert engine(x).dtype == torch.bfloat16
-        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.get_autocast_dtype(kind) == torch.float16
         assert (x @ x.T).dtype == torch.float16
 
 

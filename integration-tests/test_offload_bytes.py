@@ -15,11 +15,10 @@ import torch
 import zero_engine
 from attrs import evolve
 from parity import ZeroConfig
-from residences import Cell, cells, resting_as, sharded
+from residences import Cell, cells, host_adam, resting_as, sharded
 from torch import nn
 from zero_comm import Group
 from zero_engine import Precision
-from zero_offload import CPUAdam
 from zero_partition import memory_report
 from zero_partition.seams import find_sharded
 
@@ -45,7 +44,7 @@ def _check_at_rest(group: Group, cell: Cell, folder: Path, *, is_bf16: bool) -> 
     precision = Precision(params=torch.bfloat16) if is_bf16 else None
     config = ZeroConfig(cell.stage, offload=offload, precision=precision)
     model = parity.build(parity.Chain)
-    optimizer = CPUAdam(model.parameters(), lr=1e-2)
+    optimizer = host_adam(model.parameters())
     with resting_as(cell):
         zero_engine.shard(model, optimizer, config, group=group)
     for _ in range(2):

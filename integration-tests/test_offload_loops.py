@@ -21,6 +21,7 @@ from residences import (
     Optimizers,
     assert_same,
     cpu_adam,
+    host_adam,
     momentum,
     parts_of,
     resting_as,
@@ -30,7 +31,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import GatheredParameters, Precision
-from zero_offload import CPUAdam
 
 CELLS: Final = (
     Cell(1, "disk", "device", 1, "poisoned"),
@@ -279,12 +279,12 @@ def _unshards(run: Run, model: Any, optimizer: torch.optim.Optimizer) -> None:
 def _some_groups(model: nn.Module) -> torch.optim.Optimizer:
     """The embedding, the gates and half of the biases are in no param group."""
     chosen = [p for n, p in model.named_parameters() if "blocks" in n and "up.bias" not in n]
-    return CPUAdam([*chosen, model.scale], lr=1e-2)
+    return host_adam([*chosen, model.scale])
 
 
 def _everything(model: nn.Module) -> torch.optim.Optimizer:
     """Also what is frozen, as `model.parameters()` gives it."""
-    return CPUAdam(model.parameters(), lr=1e-2)
+    return host_adam(model.parameters())
 
 
 class _Adagrad(torch.optim.Adagrad):

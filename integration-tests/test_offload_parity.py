@@ -64,6 +64,7 @@ NARROW: Final[dict[str, Optimizers]] = {
 }
 
 
+@pytest.mark.cpu_only("the optimizers are CPUAdam, and AdamW with a fused kernel of the CPU")
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.ranks(timeout_s=120)
 def test_what_is_updated_in_16_bits_is_so_wherever_it_rests(
@@ -134,6 +135,7 @@ def test_a_file_says_in_which_dtype_state_is_kept_with_offload_and_without(group
         assert_close(weights, expected)  # our kernel rounds apart from torch's
 
 
+@pytest.mark.cpu_only("CPUAdam steps tensors of the CPU")
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, None), (1, None), (3, None), (1, torch.bfloat16), (3, torch.bfloat16)]
 )

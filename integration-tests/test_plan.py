@@ -13,13 +13,12 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from residences import Cell, cells, resting_as
+from residences import Cell, cells, host_adam, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
 from zero_engine import ModulePrecision, Precision, Wire
 from zero_engine.planning import Plan
-from zero_offload import CPUAdam
 from zero_partition import PartitionError, memory_report
 from zero_partition.seams import find_sharded, loco_state, plan_parts
 
@@ -27,7 +26,7 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
     "sgd-plain": lambda params: torch.optim.SGD(params, lr=0.1),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
-    "cpu-adam": lambda params: CPUAdam(params, lr=1e-2),
+    "cpu-adam": host_adam,
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
 }
 

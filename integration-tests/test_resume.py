@@ -13,11 +13,10 @@ import torch
 import zero_engine
 from one_dtype import OneDtype
 from parity import ZeroConfig
-from residences import Cell
+from residences import Cell, host_adam
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Precision
-from zero_offload import CPUAdam
 
 SAVED_AT, MORE = 2, 3
 PLACES = ("device", "host", "disk")
@@ -77,7 +76,7 @@ def _cells(*, is_bf16: bool, is_short: bool) -> list[Cell]:
 def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[float]:
     """Train, save, and go on: what the others are to equal."""
     precision = Precision(params=torch.bfloat16) if bf16 else None
-    make = CPUAdam if own else torch.optim.AdamW
+    make = host_adam if own else torch.optim.AdamW
     place = "device" if not own else "disk" if bf16 else "host"
     config = ZeroConfig(3, precision=precision, offload=Cell(3, place, place).offload(folder))
     model, optimizer, scheduler = _build(group, config, seed=0, p=p, make=make)
@@ -98,7 +97,7 @@ def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[f
 
 def _resume(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> dict[Cell, list[float]]:
     found = {}
-    make = CPUAdam if own else torch.optim.AdamW
+    make = host_adam if own else torch.optim.AdamW
     precision = Precision(params=torch.bfloat16) if bf16 else None
     # What is read from a file has a dtype and a place, but knows no number of ranks.
     for cell in _cells(is_bf16=bf16, is_short=group.world_size != 2):
@@ -158,7 +157,7 @@ def test_masters_that_an_optimizer_keeps_of_its_own_are_saved(
 
     def build(place: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = parity.build(lambda: OneDtype().bfloat16(), seed=seed)
-        optimizer = CPUAdam(parity.param_groups(model), lr=1e-2)
+        optimizer = host_adam(parity.param_groups(model))
         config = ZeroConfig(stage, offload=Cell(3, place, place).offload(tmp_path))
         return zero_engine.shard(model, optimizer, config, group=group)
 

@@ -16,7 +16,7 @@ import ways
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_comm.testing import assert_close, equal
+from zero_comm.testing import assert_close, equal, on_cpu
 from zero_engine import ZeroConfig
 from zero_partition import StateError
 
@@ -42,9 +42,9 @@ def test_every_way_in_trains_as_plain_torch_with_averaged_gradients(
             continue
         expected = ways.expected(cell, group.world_size) if weights else {}
         off = {
-            name: float((value - expected[name]).abs().max())
+            name: float((on_cpu(value) - on_cpu(expected[name])).abs().max())
             for name, value in weights.items()
-            if not torch.allclose(value, expected[name], rtol=1e-9, atol=1e-12)
+            if not torch.allclose(on_cpu(value), on_cpu(expected[name]), rtol=1e-9, atol=1e-12)
         }
         if off:
             wrong.append(f"{cell}: off by {max(off.values()):.2g} in {', '.join(off)}")

@@ -45,7 +45,7 @@ def _saver(
     num_slots: int | None = None,
 ) -> PackedSaver:
     saver = PackedSaver(group=group if splits else None, on_host=on_host, num_slots=num_slots)
-    if on_host:
+    if on_host and torch.get_default_device().type == "cpu":  # else there is a host apart
         late(saver)
     return saver
 
@@ -55,7 +55,7 @@ def _with_one_slot(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(saver: PackedSaver) -> int:
-    return saver.kept_bytes().get(CPU, 0)
+    return sum(saver.kept_bytes().values())
 
 
 # ---- The law ----

@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marks known; that of pytest-xdist, which owns it, where it is absent."""
     line = "ranks(*world_sizes, timeout_s=30.0): on how many ranks a test with a `group` runs"
     config.addinivalue_line("markers", line)
+    line = "cpu_only(why): a test with ranks that is skipped with another --device, and the reason"
+    config.addinivalue_line("markers", line)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that share one worker")
 
@@ -84,6 +86,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
     elif len(world_sizes) > 1:
         metafunc.parametrize("group", world_sizes, indirect=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is for the CPU only where ranks are on another device."""
+    mark = item.get_closest_marker("cpu_only")
+    if mark is not None and item.config.getoption("--device") != "cpu":
+        pytest.skip(f"on the CPU only: {mark.args[0]}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,8 @@ from zero_comm import (
 from zero_comm.testing import equal, lingering
 from zero_comm.window import _ALIVE, HAS_LEFT, Remains
 
+pytestmark = pytest.mark.cpu_only("ranks read each other's host memory")
+
 SPLITS = (3, 0, 4)
 
 

@@ -24,6 +24,8 @@ from zero_comm import (
 )
 from zero_comm.testing import cannot_read, equal, reads_cut_short, without_reads
 
+pytestmark = pytest.mark.cpu_only("ranks read each other's host memory")
+
 each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
 
 # ---- What is chosen ----

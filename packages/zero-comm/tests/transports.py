@@ -40,7 +40,12 @@ def each_way(splits: Iterable[tuple[int, ...]]) -> pytest.MarkDecorator:
 
 
 def over(group: Group, transport: str) -> Group:
-    """The same ranks, by `transport`: proven, so that no test runs the other one. Collective."""
+    """The same ranks, by `transport`: proven, so that no test runs the other one. Collective.
+
+    A backend with collectives of its own has one transport: there, the group is returned as it is.
+    """
+    if not group.backend.composes_from_peers and group.world_size > 1:
+        return group
     if transport == MESSAGES:
         group = by_messages()
         because = f"messages, because rank 0 has {SWITCH}=0 set"

@@ -340,16 +340,15 @@ def _die_with_parent() -> None:
 def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
     try:
         request = pickle.loads(message)
-        with _fresh_state(request), _importable(Path(request.file).parent):
+        importable = _importable(Path(request.file).parent)
+        with _fresh_state(request), importable, default_device(device):
             module = _load(request.file)
             kwargs = {
                 key: getattr(module, value.name) if isinstance(value, _Global) else value
                 for key, value in request.kwargs.items()
             }
             group = _join(request, rank, world_size, device)
-            with default_device(device):
-                result = getattr(module, request.name)(group, **kwargs)
-            return _Reply(value=pickle.dumps(result))
+            return _Reply(value=pickle.dumps(getattr(module, request.name)(group, **kwargs)))
     except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)

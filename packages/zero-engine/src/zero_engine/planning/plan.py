@@ -11,7 +11,13 @@ import torch
 from attrs import frozen
 from zero_comm import Levels
 from zero_offload import Footprint, OffloadedState
-from zero_offload.residence import FREE_SHARDS, WRITES_BEHIND, first_that_fit, with_delay
+from zero_offload.residence import (
+    COPIES_BEHIND,
+    FREE_SHARDS,
+    WRITES_BEHIND,
+    first_that_fit,
+    with_delay,
+)
 from zero_partition import MemoryReport
 from zero_partition.planning import (
     ModelPlan,
@@ -81,9 +87,9 @@ def _plan_state(
 
 
 def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
-    """Shards read ahead, open for a sub-group's step, written behind, and memory kept for more.
+    """Shards that are read ahead, open for a sub-group's step, written, copied, or kept for more.
 
-    How much of it is in use hangs on how fast the disk is, so this is a bound.
+    How much of it is in use depends on the disk's speed and the device's, so this is a bound.
     """
     largest = max(sizes, default=0)
     of_units = sorted(
@@ -91,9 +97,8 @@ def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> in
     )
     ahead = sum(of_units[: offload.read_ahead])
     opened = offload.subgroup_bytes + 2 * largest if planned.rests.state else largest
-    return (
-        min(sum(sizes), ahead) + min(sum(sizes), opened) + (WRITES_BEHIND + FREE_SHARDS) * largest
-    )
+    behind = (WRITES_BEHIND + COPIES_BEHIND + FREE_SHARDS) * largest
+    return min(sum(sizes), ahead) + min(sum(sizes), opened) + behind
 
 
 @final

@@ -3,6 +3,7 @@
 from zero_offload.residence.backup import DiskBackup, HostBackup
 from zero_offload.residence.delayed import DelayedState, with_delay
 from zero_offload.residence.shards import (
+    COPIES_BEHIND,
     FREE_SHARDS,
     WRITES_BEHIND,
     OffloadedShards,
@@ -11,6 +12,7 @@ from zero_offload.residence.shards import (
 from zero_offload.state.gradients import HostGradients
 
 __all__ = [
+    "COPIES_BEHIND",
     "FREE_SHARDS",
     "WRITES_BEHIND",
     "DelayedState",

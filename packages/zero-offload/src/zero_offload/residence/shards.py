@@ -22,6 +22,7 @@ from zero_offload.ranges import ranged
 _NUMBERS: Final = itertools.count()
 FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
 WRITES_BEHIND: Final = 2  # shards that are written while the next is made
+COPIES_BEHIND: Final = 2  # shards that pass to a device while the next is read from disk
 
 
 @frozen(eq=False)
@@ -231,8 +232,15 @@ class OffloadedShards:
 
     def _take(self, index: int) -> Tensor:
         blank = self._blank[index]
-        while self._returning and self._returning[0][1].query():
-            self._give_back(self._returning.popleft()[0])
+        # The host may be many units ahead of the device. It waits for the oldest copy then, for
+        # else all of a model's shards would be in host memory, each for a copy not yet begun.
+        while self._returning:
+            memory, event = self._returning[0]
+            if len(self._returning) <= COPIES_BEHIND and not event.query():
+                break
+            event.synchronize()
+            self._returning.popleft()
+            self._give_back(memory)
         free = self._free.get(blank.nbytes)
         if free:
             return free.pop().view(blank.dtype)
