@@ -12,13 +12,14 @@ from unittest import mock
 
 import parity
 import poisoned
+import pytest
 import torch
 import zero_engine
 from attrs import frozen
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_comm.testing import equal
+from zero_comm.testing import equal, on_cpu
 from zero_engine import Offload, testing
 from zero_offload import CPUAdam, DiskStore, StoreError
 
@@ -109,10 +110,12 @@ def cells(stage: int) -> Iterator[Cell]:
 def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
     """Where `zero_engine.shard` finds homes: the machine's host is its device.
 
-    Poison shows that a copy is used too early. Streams of a device show that without it.
+    Poison shows that a copy is used too early. A device needs neither: its memory is another than
+    the host's, and its streams show the same.
     """
-    has_streams = torch.get_default_device().type != "cpu"
-    if cell is None or cell.residence == "engine" or has_streams:
+    if torch.get_default_device().type != "cpu":
+        return contextlib.nullcontext()
+    if cell is None or cell.residence == "engine":
         return testing.host_apart()
     return testing.resting(
         home=poisoned.PoisonedHome,
@@ -173,20 +176,32 @@ def train(
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    """Bit for bit."""
+    """Compare by `is_same`."""
     assert found.keys() == expected.keys(), what
-    different = [key for key, value in expected.items() if not _is_same(found[key], value)]
+    different = [key for key, value in expected.items() if not is_same(found[key], value)]
     assert not different, f"{what}: these differ: {different}"
 
 
-def _is_same(found: Any, expected: Any) -> bool:
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether values are the same bit for bit, where all are computed by the host's kernels.
+
+    Those of another device add and multiply in another order: the difference of a few roundings.
+    """
+    is_exact = torch.get_default_device().type == "cpu"
     if isinstance(expected, Tensor):
-        return found.dtype == expected.dtype and equal(found, expected)
+        if is_exact or not expected.is_floating_point():
+            return found.dtype == expected.dtype and equal(found, expected)
+        # bf16 has 8 bits, of which the last may differ; moments of small gradients are small
+        rtol = 1e-5 if expected.dtype == torch.float32 else 2**-7
+        near = torch.allclose(on_cpu(found), on_cpu(expected), rtol=rtol, atol=1e-6)
+        return found.dtype == expected.dtype and found.shape == expected.shape and near
+    if isinstance(expected, float) and not is_exact:
+        return found == pytest.approx(expected, rel=1e-5)
     if isinstance(expected, dict):
         pairs = [(found.get(key), value) for key, value in expected.items()]
-        return found.keys() == expected.keys() and all(_is_same(*pair) for pair in pairs)
+        return found.keys() == expected.keys() and all(is_same(*pair) for pair in pairs)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(_is_same, found, expected))
+        return len(found) == len(expected) and all(map(is_same, found, expected))
     return found == expected
 
 

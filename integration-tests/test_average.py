@@ -11,7 +11,7 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from residences import Blocks, config_of, host_adam
+from residences import Blocks, config_of, host_adam, is_same
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zero_comm import Group, all_gather_json
@@ -129,7 +129,7 @@ def test_masters_are_averaged_where_there_are_some(group: Group, tmp_path: Path,
         assert group.rank or found["head.weight"].dtype == torch.float32
         runs.append([zero_engine.full_param(param) for param in model.parameters()])
         zero_engine.unshard(model, optimizer)
-    assert all(map(torch.equal, *runs))
+    assert is_same(*runs)
 
 
 @pytest.mark.parametrize("kind", _KINDS)

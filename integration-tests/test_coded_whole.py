@@ -25,7 +25,7 @@ from delayed import Case, Late
 from one_dtype import OneDtype
 from parity import Recipe, ZeroConfig
 from parking import offload_and_reload
-from residences import Cell, resting_as
+from residences import Cell, is_same, resting_as
 from torch import Tensor, nn
 from zero_comm import Group, Handle, parse_codec, record_traffic
 from zero_comm.testing import equal
@@ -117,7 +117,7 @@ def test_a_delayed_update_is_gathered_when_it_is_brought_in(group: Group, is_bf1
     found = delayed.train_sharded(case, group)
 
     assert found.losses == expected.losses
-    assert all(map(torch.equal, found.trained, expected.trained))
+    assert is_same(found.trained, expected.trained)
 
 
 @BOTH_PRECISIONS

@@ -30,7 +30,7 @@ from delayed import (
     trainable,
     used,
 )
-from residences import failing_disk
+from residences import failing_disk, is_same
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_offload import StoreError, TornStepError
@@ -55,10 +55,10 @@ def test_looking_changes_nothing_and_sees_every_update(
     expected = train_alone(case, rank=group.rank, world_size=group.world_size, after=remember)
 
     def look(step: int, model: nn.Module) -> None:
-        assert all(map(torch.equal, read(model), values[step])), f"step {step}"
+        assert is_same(read(model), values[step]), f"step {step}"
         stepped = [p for p in trainable(model) if p is not model.unused]
         averages = [zero_engine.full_optimizer_state(p, "exp_avg") for p in stepped]
-        assert all(map(torch.equal, averages, moments[step])), f"step {step}"
+        assert is_same(averages, moments[step]), f"step {step}"
         assert len(optimizer_of(model).state) >= len(stepped)
         zero_partition.memory_report(model)
 
@@ -76,7 +76,7 @@ def test_finishing_takes_the_delay_out_once(group: Group, tmp_path: Path, stage:
             zero_engine.finish_update(model)
             zero_engine.finish_update(model)  # again: nothing is left to finish
             now = [value.to(BF16).float() for value in read(model)]
-            assert all(map(torch.equal, used(model), now))
+            assert is_same(used(model), now)
 
     for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
         case = Case(offload, stage, is_bf16=True)
@@ -113,7 +113,7 @@ def test_what_is_saved_in_the_middle_can_be_gone_on_from(
         losses += train_one(model, optimizer, group.rank, step)
         scheduler.step()
     assert losses == expected.losses[2 * NUM_MICRO :]
-    assert all(map(torch.equal, read(model), expected.trained))
+    assert is_same(read(model), expected.trained)
     zero_engine.unshard(model, optimizer)
 
 
@@ -196,7 +196,7 @@ def test_an_update_that_could_not_begin_says_so_in_the_next_step_and_begins_agai
             _let_it_end(model)
         scheduler.step()
         optimizer.zero_grad()
-    assert all(map(torch.equal, read(model), expected.trained))
+    assert is_same(read(model), expected.trained)
     zero_engine.unshard(model, optimizer)
 
 
@@ -235,7 +235,7 @@ def test_an_update_that_ended_midway_is_an_error_until_state_is_loaded(
     train_one(model, optimizer, group.rank, 0)
     zero_engine.finish_update(model)
     train_one(model, optimizer, group.rank, 1)
-    assert all(map(torch.equal, read(model), after_error))
+    assert is_same(read(model), after_error)
     zero_engine.unshard(model, optimizer)
 
 

@@ -32,6 +32,7 @@ from delayed import (
     trainable,
     used,
 )
+from residences import is_same
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import Offload
@@ -109,8 +110,8 @@ def test_a_step_that_is_skipped_takes_over_the_one_before(group: Group) -> None:
     optimizer.found_inf = torch.ones(())
     train_one(model, optimizer, group.rank, 1)
     del optimizer.found_inf
-    assert all(map(torch.equal, used(model), first))
-    assert all(map(torch.equal, read(model), first))
+    assert is_same(used(model), first)
+    assert is_same(read(model), first)
     zero_engine.unshard(model, optimizer)
 
 
@@ -128,7 +129,7 @@ def test_a_late_step_unscales_its_gradients(group: Group, make: Any) -> None:
         found.append(read(model))
         zero_engine.unshard(model, optimizer)
 
-    assert all(map(torch.equal, *found))
+    assert is_same(*found)
 
 
 def test_a_closure_is_stepped_as_late(group: Group) -> None:
@@ -152,7 +153,7 @@ def test_a_closure_is_stepped_as_late(group: Group) -> None:
         late.step(parity.mean(local))
         optimizer.step(closure)
     optimizer.zero_grad()
-    assert all(map(torch.equal, read(model), [p.detach() for p in late.trained]))
+    assert is_same(read(model), [p.detach() for p in late.trained])
     zero_engine.unshard(model, optimizer)
 
 

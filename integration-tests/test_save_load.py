@@ -200,7 +200,7 @@ class _Listed(parity.PerParameter):
     def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
         if not state:
             state["momenta"] = [torch.zeros_like(param) for _ in range(2)]
-            state["past"] = torch.ones(3)
+            state["past"] = torch.ones(3, device=param.device)
             state["mean"] = torch.zeros_like(param)
         state["past"] = torch.cat([state["past"][1:], state["past"][:1] * 0.5])
         state["mean"].mul_(0.9).add_(grad, alpha=0.1)
@@ -243,10 +243,7 @@ def _states(model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
 )
 def test_state_of_any_shape_goes_on(ranks, tmp_path: Path, name: str) -> None:
     """As a process alone has it: it trains, so it goes on, is read, and is undone."""
-    model, optimizer = _build_of(name)
-    parity.run_steps(model, optimizer, range(2), rank=0)
-    states = copy.deepcopy(_states(model, optimizer))
-    expected = parity.run_steps(model, optimizer, range(2, 5), rank=0), states
+    [expected] = ranks(1).run(_train_shapes, name=name)
     ranks(2).run(_save_shapes, folder=tmp_path, name=name)
     for world_size, stage, saved, place in (
         (1, 3, "stage 1", "host"),
@@ -256,6 +253,13 @@ def test_state_of_any_shape_goes_on(ranks, tmp_path: Path, name: str) -> None:
         build = {"name": name, "stage": stage, "place": place}
         folder = tmp_path / saved
         ranks(world_size).run(_load_shapes, folder=folder, build=build, expected=expected)
+
+
+def _train_shapes(_: Group, name: str) -> tuple[list[float], Any]:
+    model, optimizer = _build_of(name)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    states = copy.deepcopy(_states(model, optimizer))
+    return parity.run_steps(model, optimizer, range(2, 5), rank=0), on_cpu(states)
 
 
 def _save_shapes(group: Group, folder: Path, name: str) -> None:

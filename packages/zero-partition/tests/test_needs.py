@@ -216,7 +216,7 @@ def test_a_trial_touches_nothing_of_the_users() -> None:
     choose_cuts(model, optimizer, None)
 
     assert equal(torch.rand(4), expected)
-    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(equal, before, model.parameters()))
     assert all(a is b.grad for a, b in zip(grads, model.parameters(), strict=True))
     assert optimizer.calls == [0]
     assert not optimizer.state
@@ -360,7 +360,7 @@ def test_a_chain_steps_as_its_optimizers_do() -> None:
         if step == 1:
             chain.load_state_dict(chain.state_dict())
 
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert all(map(equal, plain.parameters(), model.parameters()))
     assert len(chain.state) == 4
     cuts = choose_cuts(model, chain, None)
     assert [str(cuts[id(param)]) for param in model.parameters()] == ["tensor", "flat"] * 2

@@ -193,5 +193,5 @@ def test_a_parked_tensor_is_itself_and_raises_where_its_values_are_used() -> Non
                 raise AssertionError(name)
     reload_states(model)
     assert [type(tensor) for tensor in tensors] == kinds
-    assert all(map(torch.equal, tensors, expected))
+    assert all(map(equal, tensors, expected))
     assert weight.is_leaf

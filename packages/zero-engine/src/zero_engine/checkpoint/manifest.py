@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_partition.seams import StateDictLayout
 
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.torch_private import accelerator
 
 from .file_system import OpenFolder, read_regular
 from .limits import LARGEST_NUMBER, MOST_DIMENSIONS, MOST_NESTED, MOST_RANK_DIGITS
@@ -123,20 +124,24 @@ def _tensor_to_json(value: Tensor, where: str) -> dict[str, Any]:
     if value.layout is not torch.strided:
         raise ConfigError(f"{where}: expected a dense tensor, got layout {value.layout}")
     flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return {
+    said = {
         _KIND: "tensor",
         "dtype": name_of(value.dtype),
         "shape": list(value.shape),
         "data": base64.b64encode(flat.numpy().tobytes()).decode(),
     }
+    return said if value.is_cpu else {**said, "on_device": True}
 
 
 def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
     data = bytearray(base64.b64decode(said["data"], validate=True))
     dtype, shape = dtype_of(said["dtype"]), _shape(said["shape"], "shape")
     if not data:
-        return torch.empty(0, dtype=dtype, device="cpu").view(shape)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
+        found = torch.empty(0, dtype=dtype, device="cpu").view(shape)
+    else:
+        found = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
+    # One that was on a device is on this process's again, whatever that is, as with torch.load.
+    return found.to(accelerator() or "cpu") if said.get("on_device") is True else found
 
 
 # ---- Checks ----

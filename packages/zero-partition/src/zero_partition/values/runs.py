@@ -206,7 +206,10 @@ class LocalState:
             for key, value in entries.items():
                 device = owner.device if belongs_on_device(key, group) else None
                 read = partial(EntryPart.read, there=live.get(key), device=device)
-                state[key] = map_tensors(value, read, EntryPart)
+                whole = map_tensors(value, read, EntryPart)
+                if device is not None:  # tensors in values that came whole, as lists and objects do
+                    whole = map_tensors(whole, lambda tensor, to=device: tensor.to(to))
+                state[key] = whole
             if state:
                 member.state[owner] = nested_entries(state)
             else:
