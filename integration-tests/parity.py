@@ -494,7 +494,9 @@ def count_from_here() -> None:
 
 
 def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
-    """Bytes of all memory on the CPU that some new tensor in Python keeps alive.
+    """Bytes of all memory of the device that some new tensor in Python keeps alive.
+
+    Of an accelerator, with step counters, which torch's optimizers keep on the host.
 
     Args:
         at_least: Overlook pieces of memory smaller than this, in bytes.
@@ -513,7 +515,10 @@ def _live_bytes(at_least: int) -> int:
     gc.collect()
     storages, device = {}, torch.get_default_device().type
     for value in gc.get_objects():
-        if issubclass(type(value), Tensor) and value.device.type == device:
+        is_counted = issubclass(type(value), Tensor) and (
+            value.device.type == device or (value.device.type == "cpu" and not value.dim())
+        )
+        if is_counted:
             with contextlib.suppress(zero_partition.StateError):  # guards share their stand-in's
                 storage = value.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

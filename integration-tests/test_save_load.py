@@ -24,7 +24,7 @@ from parity import ZeroConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group
-from zero_comm.testing import RankPool, assert_close, equal
+from zero_comm.testing import RankPool, assert_close, equal, on_cpu
 from zero_engine import ConfigError, FileError, Offload
 from zero_engine.testing import MANIFEST, damage, edit_manifest, write_manifest
 from zero_partition import LoadError, StateError, full_optimizer_state

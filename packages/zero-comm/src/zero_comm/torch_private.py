@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 
 T = TypeVar("T")
@@ -50,8 +51,12 @@ def accelerator() -> torch.device | None:
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long a collective of these ranks may take on tensors of that device."""
-    return process_group._get_backend(device).options._timeout
+    """Return how long a collective of these ranks may take on tensors of that device.
+
+    A backend of a package apart need not say; it is given torch's default then.
+    """
+    options = getattr(process_group._get_backend(device), "options", None)
+    return default_pg_timeout if options is None else options._timeout
 
 
 def num_gloo_devices(process_group: dist.ProcessGroup) -> int:
