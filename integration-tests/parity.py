@@ -493,6 +493,10 @@ def count_from_here() -> None:
     gc.freeze()
 
 
+# Each worker's; hooks in backward, and modes, would be told that the CPU is the default.
+_COUNTED: Final = torch.get_default_device().type
+
+
 def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
     """Bytes of all memory of the device that some new tensor in Python keeps alive.
 
@@ -513,10 +517,10 @@ def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
 
 def _live_bytes(at_least: int) -> int:
     gc.collect()
-    storages, device = {}, torch.get_default_device().type
+    storages = {}
     for value in gc.get_objects():
         is_counted = issubclass(type(value), Tensor) and (
-            value.device.type == device or (value.device.type == "cpu" and not value.dim())
+            value.device.type == _COUNTED or (value.device.type == "cpu" and not value.dim())
         )
         if is_counted:
             with contextlib.suppress(zero_partition.StateError):  # guards share their stand-in's

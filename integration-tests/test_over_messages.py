@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition.seams import find_sharded
 
+pytestmark = pytest.mark.cpu_only("the same over gloo's messages, where ranks do not read memory")
+
 SHARDED = (2, 3)  # gathers are after the step, or at each use
 NESTED = ("blocks.0.up", "blocks.0", "lift", "embed")
 

@@ -57,7 +57,9 @@ def _plan(make: Callable[[], nn.Module], name: str, config: ZeroConfig, **how: A
     with torch.device("meta"):
         model = make()
     optimizer = _groups(model, name)
-    return zero_engine.plan(model, config, optimizer=optimizer, device=torch.get_default_device(), **how)
+    return zero_engine.plan(
+        model, config, optimizer=optimizer, device=torch.get_default_device(), **how
+    )
 
 
 class Nested(nn.Module):
@@ -350,7 +352,9 @@ def test_the_peak_of_a_step_is_planned(group: Group) -> None:
         model = parity.build(parity.Chain)
         optimizer = parity.adamw(model)
         config = ZeroConfig(stage)
-        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device=torch.get_default_device(), rank=group.rank)
+        plan = zero_engine.plan(
+            parity.Chain(), config, world_size=2, device=torch.get_default_device(), rank=group.rank
+        )
         zero_engine.shard(model, optimizer, config, group=group)
         _chain_step(model, optimizer)
         samples.clear()
@@ -388,7 +392,9 @@ def test_the_peak_of_sharding_is_planned(group: Group) -> None:
     """A model that trains but cannot be sharded is found out only when all ranks have started."""
     for stage, precision in ((2, None), (2, BF16), (3, None), (3, BF16)):
         config = ZeroConfig(stage, precision=precision)
-        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device=torch.get_default_device())
+        plan = zero_engine.plan(
+            parity.Chain(), config, world_size=2, device=torch.get_default_device()
+        )
         parity.count_from_here()
         model = parity.build(parity.Chain)
         optimizer = parity.adamw(model)

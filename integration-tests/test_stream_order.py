@@ -23,6 +23,8 @@ from zero_comm import Group
 from zero_engine import Offload
 from zero_partition import StateKind
 
+pytestmark = pytest.mark.cpu_only("its streams are fakes on the CPU")
+
 # ---- The fake itself ----
 
 
