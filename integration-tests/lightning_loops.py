@@ -14,6 +14,7 @@ import parity
 import torch
 import torch.distributed as dist
 import zero_engine
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -70,7 +71,7 @@ class Module(lightning.LightningModule):
 
     def __init__(self, optimizers: Optimizers = adamw) -> None:
         super().__init__()
-        torch.default_generator.manual_seed(0)
+        parity.seed_all(0)
         self.optimizers_of = optimizers
         self.losses: list[float] = []
         self.seen: list[Any] = []  # batches of training
@@ -170,15 +171,59 @@ def join(group: Group) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+class _DDPStrategy(DDPStrategy):
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None  # with any, Lightning asks for a stream of CUDA
+
+
 def strategy_of(stage: int | None, **fields: Any) -> Any:
     """Lightning's own DDP when None."""
-    return DDPStrategy() if stage is None else ZeroStrategy(stage, min_unit_bytes=0, **fields)
+    return _DDPStrategy() if stage is None else ZeroStrategy(stage, min_unit_bytes=0, **fields)
+
+
+class _Device(Accelerator):
+    """Of the kind that ranks are on, for which Lightning has no accelerator of its own."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make it the current one."""
+        torch.accelerator.set_device_index(device.index)
+
+    def teardown(self) -> None:
+        """Nothing."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        """Take their number."""
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the device of each rank."""
+        kind, count = torch.get_default_device().type, torch.accelerator.device_count()
+        return [torch.device(kind, rank % count) for rank in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return how many there are."""
+        return torch.accelerator.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether there is one."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return the kind."""
+        return torch.get_default_device().type
 
 
 def trainer_of(group: Group, strategy: Any, **options: Any) -> lightning.Trainer:
     join(group)
     defaults = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
-    defaults |= {"num_sanity_val_steps": 0, "enable_model_summary": False, "accelerator": "cpu"}
+    is_cpu = torch.get_default_device().type == "cpu"
+    defaults |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
+    defaults |= {"accelerator": "cpu" if is_cpu else _Device()}
     return lightning.Trainer(
         devices=group.world_size,
         strategy=strategy,

@@ -112,12 +112,16 @@ def tiny_float32() -> Tiny:
     return Tiny(torch.float32)
 
 
-def build(make: Callable[[], nn.Module] = Tiny, *, seed: int = 0) -> nn.Module:
-    """The same model at every call."""
-    # torch.manual_seed() would note a stack for each kind of device.
+def seed_all(seed: int) -> None:
+    """As torch.manual_seed(), which notes a stack for each kind of device."""
     torch.default_generator.manual_seed(seed)
     if (device := torch.get_default_device()).type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+def build(make: Callable[[], nn.Module] = Tiny, *, seed: int = 0) -> nn.Module:
+    """The same model at every call."""
+    seed_all(seed)
     return make()
 
 

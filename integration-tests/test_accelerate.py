@@ -40,6 +40,8 @@ def _environment(group: Group) -> Iterator[None]:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     said = {"WORLD_SIZE": str(group.world_size), "OMP_NUM_THREADS": "1"}
+    if (device := group.device).type != "cpu":
+        said["ACCELERATE_TORCH_DEVICE"] = str(device)  # of a kind that Accelerate need not know
     if group.world_size > 1:
         said |= {"RANK": str(group.rank), "LOCAL_RANK": str(group.rank)}
         said |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
@@ -54,6 +56,8 @@ def _environment(group: Group) -> Iterator[None]:
 def _zero(stage: int = 3, **options: Any) -> Any:
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
+    if torch.get_default_device().type != "cpu":  # where Accelerate starts no group of its own
+        options["cpu"] = True
     return ZeroAccelerator(zero=ZeroConfig(stage), **options)
 
 
@@ -352,6 +356,7 @@ def test_compiled_models_train_as_accelerates_ddp(group: Group) -> None:
 # ---- Mixed precision ----
 
 
+@pytest.mark.cpu_only("Accelerate knows the kinds of devices by name")
 @pytest.mark.ranks(timeout_s=120)
 def test_bf16_is_autocast_and_keeps_bf16_parameters_when_told(group: Group) -> None:
     """As with Accelerate's DDP, and as in Trainer and Lightning; `Precision` says the other."""
@@ -376,6 +381,7 @@ def test_bf16_is_autocast_and_keeps_bf16_parameters_when_told(group: Group) -> N
     assert curves[0] == curves[1] == curves[2]
 
 
+@pytest.mark.cpu_only("Accelerate knows the kinds of devices by name")
 @pytest.mark.ranks(timeout_s=120)
 def test_fp16_on_a_cpu_is_what_it_is_with_accelerate(group: Group) -> None:
     """Without autocast, which Accelerate does not say."""
@@ -567,6 +573,7 @@ def test_a_saved_model_is_read_by_accelerate(group: Group, tmp_path: Path) -> No
 # ---- DeepSpeed's settings ----
 
 
+@pytest.mark.cpu_only("Accelerate knows the kinds of devices by name")
 @pytest.mark.ranks(timeout_s=120)
 def test_a_deepspeed_plugin_says_what_deepspeed_would_do(group: Group) -> None:
     """Stage, dtype, accumulation and clipping, from its fields or a file, without the package."""
@@ -604,6 +611,7 @@ def test_a_deepspeed_plugin_says_what_deepspeed_would_do(group: Group) -> None:
 # ---- What cannot be ----
 
 
+@pytest.mark.cpu_only("Accelerate knows the kinds of devices by name")
 @pytest.mark.ranks(timeout_s=120)
 def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> None:
     """Each of these would train something else than it says, or end far from its cause."""

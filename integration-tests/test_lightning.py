@@ -330,6 +330,7 @@ def _plain_loop(
     return module.losses, zero_engine.full_state_dict(module)
 
 
+@pytest.mark.cpu_only("Lightning knows the autocast of CPUs and of CUDA")
 @pytest.mark.ranks(timeout_s=120)
 def test_mixed_precision_is_that_of_ddp_strategy(group: Group) -> None:
     """Lightning has bf16 in the place of fp16 on the CPU, and says so; its scaler works there."""
@@ -436,6 +437,7 @@ def test_fp16_on_a_gpu_is_that_of_ddp_strategy(group: Group) -> None:
         assert module.shift.is_cuda
 
 
+@pytest.mark.cpu_only("Fabric's own DDP asks for a stream of CUDA")
 @pytest.mark.ranks(timeout_s=120)
 def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(
     group: Group, tmp_path: Path
@@ -493,6 +495,7 @@ def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(
     assert train(other, model, optimizer, clips=clips) == after
 
 
+@pytest.mark.cpu_only("Fabric's own DDP asks for a stream of CUDA")
 @pytest.mark.ranks(timeout_s=120)
 def test_fabric_saves_several_optimizers(group: Group, tmp_path: Path) -> None:
     import lightning_loops as loops
@@ -538,6 +541,7 @@ def test_fabric_saves_several_optimizers(group: Group, tmp_path: Path) -> None:
         assert_close(train(fabric, model, *optimizers), expected)
 
 
+@pytest.mark.cpu_only("Fabric's own DDP asks for a stream of CUDA")
 @pytest.mark.ranks(timeout_s=120)
 def test_two_models_of_fabric_train_by_turns(group: Group) -> None:
     """What a Trainer's one module cannot: each has an optimizer, and steps alone."""
@@ -553,12 +557,12 @@ def test_two_models_of_fabric_train_by_turns(group: Group) -> None:
         fabric.launch()
         pairs = []
         for seed in (0, 1):
-            torch.default_generator.manual_seed(seed)
+            parity.seed_all(seed)
             model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
             pairs.append(fabric.setup(model, loops.sgd(model)))
         losses = []
         for step in range(6):
-            torch.default_generator.manual_seed(10 * step + group.rank)
+            parity.seed_all(10 * step + group.rank)
             (trained, optimizer), (other, its_optimizer) = pairs[:: 1 if step % 2 else -1]
             loss = other(trained(torch.randn(4, 6))).square().mean()
             fabric.backward(loss)

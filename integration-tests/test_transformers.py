@@ -43,6 +43,8 @@ def _as_torchrun(group: Group) -> None:
     rank, size = str(group.rank), str(group.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(OMP_NUM_THREADS="1")
+    if group.device.type != "cpu":  # of a kind that Accelerate need not know
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(group.device)
 
 
 def _zero(stage: int) -> ZeroConfig:
