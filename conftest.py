@@ -1,6 +1,9 @@
-"""One thread for each process that tests run in: workers and ranks share the cores."""
+"""One thread for each process that tests run in, and the order of a simulated device's streams."""
 
 import os
+import secrets
+
+import pytest
 
 # Before torch is imported. Two workers of two threads each wait for each other at every operation;
 # and sums depend on the number of threads, so an oracle must have as many as a rank.
@@ -8,3 +11,26 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Programs that tests let fail leave no reports.
 os.environ["ZERO_REPORT"] = "off"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--mode`, for `--device sim`."""
+    parser.addoption(
+        "--mode",
+        default="late",
+        help="when a simulated device runs what is launched: eager, late, random, or random:SEED",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the mode for this process, and those that it starts: workers, and ranks."""
+    if config.getoption("--device", "cpu") == "sim" and not hasattr(config, "workerinput"):
+        mode = config.getoption("--mode")
+        os.environ["SIM_MODE"] = f"random:{secrets.randbelow(10**6)}" if mode == "random" else mode
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say the mode, by which a run can be repeated."""
+    if config.getoption("--device", "cpu") != "sim":
+        return None
+    return f"simulated device: --mode {os.environ['SIM_MODE']}"
