@@ -5,6 +5,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -27,12 +28,16 @@ struct Block {
   UseLog uses;
 };
 
-// Memory that no storage owns, but `stream` still may.
+// Memory that was freed while other streams than its own may use it.
+struct FreedBlock {
+  Block block;
+  std::vector<Point> last_uses;  // on recorded streams; nobody may use the memory before them
+};
+
+// Memory that its stream may use at once.
 struct CachedBlock {
   char* start;
-  size_t size;
-  StreamIndex stream;
-  std::vector<Point> last_uses;  // on recorded streams; the block is free when all are finished
+  UseLog uses;  // of earlier owners: those of the next one must come after them
 };
 
 // CUDA's small blocks are multiples of 512 bytes; coarser large ones find each other more often.
@@ -48,6 +53,10 @@ inline size_t device_bytes() {
 }
 
 // The memory of one device. All functions but arena() are called under the engine's lock.
+//
+// Memory that only its own stream has used is handed on at once. That which other streams have used
+// is handed on at the next allocation on its stream, of whatever size, because CUDA's allocator may
+// split what it has: uses that the stream does not know to be over by then are reported.
 class Heap {
  public:
   explicit Heap(DeviceIndex device) : device_(device), arena_("sim", device_bytes(), PROT_NONE) {
@@ -57,7 +66,7 @@ class Heap {
   const Arena& arena() const { return arena_; }
 
   char* allocate(Lock& lock, size_t requested, StreamIndex stream);
-  void free(Lock& lock, char* start);
+  void free(char* start);
   void empty_cache(Lock& lock);
   void record_stream(const void* address, StreamIndex stream);
   Block* block_of(const void* address);
@@ -72,12 +81,12 @@ class Heap {
   using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
   void check_limit(size_t requested, size_t size);
-  std::optional<CachedBlock> take_cached(size_t size, StreamIndex stream);
-  char* reserve(Lock& lock, size_t size);
-  Point fill(Lock& lock, char* start, size_t size, StreamIndex stream);
-  void report_unrecorded_uses(const Block& block);
-  void recycle(Lock& lock, const CachedBlock& block);
-  void recycle_finished(Lock& lock);
+  static CachedBlock take_last(std::vector<CachedBlock>& blocks);
+  CachedBlock reserve(Lock& lock, size_t size);
+  std::function<void()> poison(char* start, size_t size) const;
+  void recycle(Block block);
+  void recycle_freed(StreamIndex stream);
+  void report_unordered_uses(const FreedBlock& freed);
   void count(const Block& block, bool is_allocated);
 
   // Statistics without division into small and large pools.
@@ -93,29 +102,24 @@ class Heap {
   DeviceIndex device_;
   Arena arena_;
   std::map<const char*, Block> blocks_;  // by start; owned by storages
-  // By stream and size; the last one freed is used first.
+  std::map<StreamIndex, std::vector<FreedBlock>> freed_;  // since the stream's last allocation
+  // By stream and size; the last one of each is used first.
   std::map<std::pair<StreamIndex, size_t>, std::vector<CachedBlock>> cache_;
-  std::vector<CachedBlock> pending_;  // freed, but a recorded stream may still use them
   Stats stats_;
   int64_t limit_ = 0;  // bytes that may be allocated; 0: as many as the arena has
 };
 
 inline char* Heap::allocate(Lock& lock, size_t requested, StreamIndex stream) {
-  recycle_finished(lock);
+  recycle_freed(stream);
   size_t size = block_size(requested);
   check_limit(requested, size);
-  auto cached = take_cached(size, stream);
-  char* start = cached ? cached->start : reserve(lock, size);
-  if (!cached) fill(lock, start, size, stream);
-  Block block{start, size, requested, stream, {}, {}};
-  // Whoever uses it on another stream must come after what this stream has done with it so far.
-  auto& engine = Engine::get();
-  Point last{stream, engine.stream(stream).launched};
-  if (engine.options.orders && last.position > 0)
-    block.uses.add({0, size, true, last, "the allocation"}, engine.stream(stream).clock);
+  auto cached = cache_.find({stream, size});
+  bool has_cached = cached != cache_.end() && !cached->second.empty();
+  CachedBlock memory = has_cached ? take_last(cached->second) : reserve(lock, size);
+  Block block{memory.start, size, requested, stream, {}, std::move(memory.uses)};
   count(block, true);
-  blocks_.emplace(start, std::move(block));
-  return start;
+  blocks_.emplace(memory.start, std::move(block));
+  return memory.start;
 }
 
 inline void Heap::check_limit(size_t requested, size_t size) {
@@ -126,15 +130,14 @@ inline void Heap::check_limit(size_t requested, size_t size) {
                    " bytes; ", allocated, " of ", limit_, " are allocated");
 }
 
-inline std::optional<CachedBlock> Heap::take_cached(size_t size, StreamIndex stream) {
-  auto found = cache_.find({stream, size});
-  if (found == cache_.end() || found->second.empty()) return std::nullopt;
-  CachedBlock block = std::move(found->second.back());
-  found->second.pop_back();
+inline CachedBlock Heap::take_last(std::vector<CachedBlock>& blocks) {
+  CachedBlock block = std::move(blocks.back());
+  blocks.pop_back();
   return block;
 }
 
-inline char* Heap::reserve(Lock& lock, size_t size) {
+// Takes memory that no stream uses.
+inline CachedBlock Heap::reserve(Lock& lock, size_t size) {
   char* start = arena_.take(size);
   if (!start) {
     empty_cache(lock);
@@ -146,74 +149,84 @@ inline char* Heap::reserve(Lock& lock, size_t size) {
                    " bytes (SIM_GIB says how much there is)");
   stats_.num_device_alloc++;
   total(stats_.reserved_bytes).increase(size);
-  return start;
+  poison(start, size)();
+  return {start, {}};
 }
 
-// Makes what is read before it is written NaN, in the order of the stream that may use it next.
-inline Point Heap::fill(Lock& lock, char* start, size_t size, StreamIndex stream) {
-  auto& engine = Engine::get();
-  if (!engine.options.poison) return {stream, engine.stream(stream).launched};
-  char* target = arena_.kernel_view(start);
-  return engine.enqueue(lock, stream, {.name = "poison", .run = [target, size] {
-                                         memset(target, 0xff, size);
-                                       }});
+// Returns what makes reads NaN that come before a write.
+inline std::function<void()> Heap::poison(char* start, size_t size) const {
+  if (!Engine::get().options.poison) return [] {};
+  return [target = arena_.kernel_view(start), size] { memset(target, 0xff, size); };
 }
 
-inline void Heap::free(Lock& lock, char* start) {
+inline void Heap::free(char* start) {
   auto found = blocks_.find(start);
   if (found == blocks_.end()) return;
   Block block = std::move(found->second);
   blocks_.erase(found);
   count(block, false);
   auto& engine = Engine::get();
-  if (engine.options.orders) report_unrecorded_uses(block);
-  CachedBlock freed{block.start, block.size, block.stream, {}};
-  for (StreamIndex stream : block.recorded)
+  if (block.recorded.empty() && block.uses.is_only_on(block.stream))
+    return recycle(std::move(block));
+  FreedBlock freed{std::move(block), {}};
+  for (StreamIndex stream : freed.block.recorded)
     freed.last_uses.push_back({stream, engine.stream(stream).launched});
-  if (freed.last_uses.empty()) {
-    recycle(lock, freed);
-  } else {
-    pending_.push_back(std::move(freed));
-  }
+  freed_[freed.block.stream].push_back(std::move(freed));
 }
 
-inline void Heap::report_unrecorded_uses(const Block& block) {
+// Hands on memory that only its own stream has used. The poison is part of the last use: another
+// stream that waits for that may use the memory next, whatever is launched meanwhile.
+inline void Heap::recycle(Block block) {
+  auto overwrite = poison(block.start, block.size);
+  if (block.uses.is_empty()) overwrite();
+  else Engine::get().run_after(block.uses.last(), std::move(overwrite));
+  block.uses.pass_on();
+  cache_[{block.stream, block.size}].push_back({block.start, std::move(block.uses)});
+}
+
+// Hands on what a stream has freed and other streams have used, except what recorded streams still
+// use.
+inline void Heap::recycle_freed(StreamIndex stream) {
+  auto& engine = Engine::get();
+  std::vector<FreedBlock> kept;
+  for (FreedBlock& freed : std::exchange(freed_[stream], {})) {
+    bool is_in_use = std::any_of(freed.last_uses.begin(), freed.last_uses.end(),
+                                 [&](Point point) { return !engine.is_finished(point); });
+    if (is_in_use) {
+      kept.push_back(std::move(freed));
+      continue;
+    }
+    Block& block = freed.block;
+    report_unordered_uses(freed);
+    Point last{stream, engine.stream(stream).launched};
+    engine.run_after(last, poison(block.start, block.size));
+    UseLog uses;
+    uses.add({0, block.size, true, last, "the allocation"}, engine.stream(stream).clock);
+    cache_[{stream, block.size}].push_back({block.start, std::move(uses)});
+  }
+  freed_[stream] = std::move(kept);
+}
+
+inline void Heap::report_unordered_uses(const FreedBlock& freed) {
   auto& engine = Engine::get();
   Clock known = engine.host();
-  known.learn(engine.stream(block.stream).clock);
-  for (StreamIndex stream : block.recorded) known.learn({stream, engine.stream(stream).launched});
-  if (const Use* use = block.uses.find_unfinished(known))
-    engine.report_unordered("memory of " + engine.name_of(block.stream) +
+  known.learn(engine.stream(freed.block.stream).clock);
+  for (Point point : freed.last_uses) known.learn(point);
+  if (const Use* use = freed.block.uses.find_unfinished(known))
+    engine.report_unordered("memory of " + engine.name_of(freed.block.stream) +
                             " was freed while in use: " + describe(*use) +
                             "; neither a wait nor record_stream()");
 }
 
-inline void Heap::recycle(Lock& lock, const CachedBlock& block) {
-  fill(lock, block.start, block.size, block.stream);
-  cache_[{block.stream, block.size}].push_back(block);
-}
-
-inline void Heap::recycle_finished(Lock& lock) {
-  auto& engine = Engine::get();
-  auto first_over = std::stable_partition(
-      pending_.begin(), pending_.end(), [&](const CachedBlock& block) {
-        return !std::all_of(block.last_uses.begin(), block.last_uses.end(),
-                            [&](Point point) { return engine.is_finished(point); });
-      });
-  std::vector<CachedBlock> over(first_over, pending_.end());
-  pending_.erase(first_over, pending_.end());
-  for (const CachedBlock& block : over) recycle(lock, block);
-}
-
 // Returns cached memory to the arena, for any stream; like cudaFree, it waits for the device.
 inline void Heap::empty_cache(Lock& lock) {
-  Engine::get().synchronize_device(lock, device_);
-  recycle_finished(lock);
-  Engine::get().synchronize_device(lock, device_);
+  auto& engine = Engine::get();
+  engine.synchronize_device(lock, device_);
+  for (auto& [stream, freed] : freed_) recycle_freed(stream);
   for (auto& [key, blocks] : cache_)
     for (const CachedBlock& block : blocks) {
-      arena_.give_back(block.start, block.size);
-      total(stats_.reserved_bytes).decrease(block.size);
+      arena_.give_back(block.start, key.second);
+      total(stats_.reserved_bytes).decrease(key.second);
       stats_.num_device_free++;
     }
   cache_.clear();
@@ -268,6 +281,7 @@ inline std::pair<size_t, size_t> Heap::free_and_total() const {
 // Returns a device's memory. Those of all devices are made together, at the first use of one.
 inline Heap& heap(DeviceIndex device) {
   static auto* heaps = [] {
+    Engine::get().mark_used();
     auto* made = new std::vector<std::unique_ptr<Heap>>();
     for (DeviceIndex index = 0; index < Engine::get().num_devices(); index++)
       made->push_back(std::make_unique<Heap>(index));
@@ -291,12 +305,26 @@ inline char* kernel_view(const void* address) {
   return heap(*device).arena().kernel_view(address);
 }
 
+// Notes that a task uses bytes of a device. Under the engine's lock, after the task's launch.
+inline void note_use(DeviceIndex device, Extent extent, bool writes, Point point,
+                     std::string_view task) {
+  Block* block = heap(device).block_of(extent.start);
+  if (!block) return;
+  size_t begin = extent.start - block->start;
+  block->uses.add({begin, begin + extent.size, writes, point, task},
+                  Engine::get().stream(point.stream).clock);
+}
+
+inline void note_use(const at::Tensor& tensor, bool writes, Point point, std::string_view task) {
+  if (!tensor.defined() || tensor.numel() == 0) return;
+  note_use(tensor.device().index(), extent_of(tensor), writes, point, task);
+}
+
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     Device device(kSim, current_device);
     if (size == 0) return {nullptr, nullptr, &free, device};
-    TORCH_CHECK(!Engine::get().is_forked(),
-                "Cannot use device sim in a forked process; start it with 'spawn'");
+    Engine::get().check_not_forked();
     Lock lock;
     char* start = heap(current_device).allocate(lock, size, current_stream(current_device));
     return {start, start, &free, device};
@@ -305,7 +333,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   static void free(void* start) {
     if (!start || Engine::get().is_forked()) return;
     Lock lock;
-    heap(*device_of(start)).free(lock, static_cast<char*>(start));
+    heap(*device_of(start)).free(static_cast<char*>(start));
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
@@ -314,8 +342,13 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void copy_data(void* target, const void* source, size_t size) const override {
     Lock lock;
     char *to = kernel_view(target), *from = kernel_view(source);
-    Engine::get().launch(lock, current_stream(current_device),
-                         {.name = "copy", .run = [=] { memcpy(to, from, size); }});
+    Point point = Engine::get().launch(lock, current_stream(current_device),
+                                       {.name = "copy", .run = [=] { memcpy(to, from, size); }});
+    auto extent = [&](const void* address) {
+      return Extent{static_cast<char*>(const_cast<void*>(address)), size};
+    };
+    note_use(current_device, extent(source), false, point, "copy");
+    note_use(current_device, extent(target), true, point, "copy");
   }
 
   void emptyCache(c10::MempoolId_t) override {
@@ -350,17 +383,5 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 };
 
 inline DeviceAllocator device_allocator;
-
-// Notes that a task uses a tensor's bytes. Under the engine's lock, after the task's launch.
-inline void note_use(const at::Tensor& tensor, bool writes, Point point, std::string_view task) {
-  auto& engine = Engine::get();
-  if (!engine.options.orders || !tensor.defined() || tensor.numel() == 0) return;
-  Extent extent = extent_of(tensor);
-  Block* block = heap(tensor.device().index()).block_of(extent.start);
-  if (!block) return;
-  size_t begin = extent.start - block->start;
-  block->uses.add({begin, begin + extent.size, writes, point, task},
-                  engine.stream(point.stream).clock);
-}
 
 }  // namespace sim

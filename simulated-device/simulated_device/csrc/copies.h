@@ -16,7 +16,7 @@ inline Point launch_copy(Lock& lock, StreamIndex stream, std::string_view name, 
 }
 
 inline void copy_within_device(const Tensor& target, const Tensor& source) {
-  Tensor to = alias(target), from = alias(source);
+  Tensor to = kernel_operand(target), from = kernel_operand(source);
   Lock lock;
   Point point = launch_copy(lock, current_stream(target.device().index()), "copy", to, from);
   note_use(source, false, point, "copy");
@@ -25,7 +25,7 @@ inline void copy_within_device(const Tensor& target, const Tensor& source) {
 
 // Runs on the source's stream. As with CUDA, each device's stream waits for the other's.
 inline void copy_across_devices(const Tensor& target, const Tensor& source) {
-  Tensor to = alias(target), from = alias(source);
+  Tensor to = kernel_operand(target), from = kernel_operand(source);
   Lock lock;
   auto& engine = Engine::get();
   StreamIndex there = current_stream(target.device().index());
@@ -45,8 +45,8 @@ inline bool is_pinned(const Tensor& tensor) {
 inline void copy_to_device(const Tensor& target, const Tensor& source, bool non_blocking) {
   // A driver takes pageable memory before the call returns, by way of memory of its own.
   bool is_staged = non_blocking && !is_pinned(source);
-  Tensor to = alias(target);
-  Tensor from = is_staged ? source.detach().clone() : host_alias(source);
+  Tensor to = kernel_operand(target);
+  Tensor from = is_staged ? source.detach().clone() : host_operand(source);
   Lock lock;
   auto& engine = Engine::get();
   StreamIndex stream = current_stream(target.device().index());
@@ -59,7 +59,7 @@ inline void copy_to_device(const Tensor& target, const Tensor& source, bool non_
 
 inline void copy_to_host(const Tensor& target, const Tensor& source, bool non_blocking) {
   bool is_to_pageable = non_blocking && !is_pinned(target);
-  Tensor to = host_alias(target), from = alias(source);
+  Tensor to = host_operand(target), from = kernel_operand(source);
   Lock lock;
   auto& engine = Engine::get();
   bool waits = !non_blocking || (is_to_pageable && !engine.options.strict_pageable);
@@ -76,7 +76,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
   TORCH_CHECK_NOT_IMPLEMENTED(!given.is_meta(), "Cannot copy out of meta tensor; no data!");
   TORCH_CHECK((is_sim(self) || self.is_cpu()) && (is_sim(given) || given.is_cpu()),
               "sim: cannot copy from ", given.device(), " to ", self.device());
-  Tensor source = given.expand_as(self).resolve_conj().resolve_neg();
+  Tensor source = given.expand_as(self);
   c10::DeviceGuard guard(is_sim(source) ? source.device() : self.device());
   if (!is_sim(source)) copy_to_device(self, source, non_blocking);
   else if (!is_sim(self)) copy_to_host(self, source, non_blocking);
@@ -97,7 +97,7 @@ inline Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
 
 // Returns a tensor's only number to the host: item(), float(), bool().
 inline at::Scalar local_scalar_dense(const Tensor& self) {
-  Tensor value = alias(self);
+  Tensor value = kernel_operand(self);
   Lock lock;
   auto& engine = Engine::get();
   StreamIndex stream = current_stream(self.device().index());

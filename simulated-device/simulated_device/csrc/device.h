@@ -74,6 +74,7 @@ struct DeviceGuardImpl final : c10::impl::DeviceGuardImplInterface {
     Lock lock;
     Engine::get().count_host_wait("synchronize", true);
     Engine::get().synchronize_device(lock, device < 0 ? current_device : device);
+    Engine::get().raise_unordered();
   }
 
   void record(void** event, const c10::Stream& stream, DeviceIndex,

@@ -89,8 +89,8 @@ inline const at::Generator& default_generator(DeviceIndex device) {
 // Draws a kernel's seed from `generator`, or from the device's default one.
 inline uint64_t draw_seed(const std::optional<at::Generator>& generator, DeviceIndex device) {
   const at::Generator& chosen = generator ? *generator : default_generator(device);
-  TORCH_CHECK(chosen.device().type() == kSim, "Expected a 'sim' device type for generator but found '",
-              chosen.device().type(), "'");
+  auto type = chosen.device().type();
+  TORCH_CHECK(type == kSim, "Expected a 'sim' device type for generator but found '", type, "'");
   return static_cast<GeneratorImpl*>(chosen.unsafeGetGeneratorImpl())->draw();
 }
 

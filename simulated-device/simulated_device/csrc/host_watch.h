@@ -65,6 +65,7 @@ class HostWatch {
     int rights;          // those left to the host
     Point point;         // the copy
     std::string copy;    // the same, in words
+    bool is_reported = false;  // one line is enough for all pages
   };
 
   // Touches that the handler saw and resolve_touches() has not. The handler runs on any thread,
@@ -113,12 +114,13 @@ class HostWatch {
     for (size_t i = 0; i < count; i++) {
       // Null: another thread is in the handler, between counting and storing.
       char* address = touches_[i].exchange(nullptr);
-      for (const Watch& watch : watches_)
+      for (Watch& watch : watches_)
         if (watch.first <= address && address < watch.last) report(watch, address);
     }
   }
 
-  void report(const Watch& watch, const char* address) {
+  void report(Watch& watch, const char* address) {
+    if (std::exchange(watch.is_reported, true)) return;
     std::ostringstream text;
     text << "the host " << (watch.rights == PROT_NONE ? "uses" : "writes") << " pinned memory at "
          << static_cast<const void*>(address) << ", which " << watch.copy

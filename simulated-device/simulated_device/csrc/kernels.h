@@ -33,7 +33,7 @@ struct OperatorTraits {
   std::vector<bool> is_out;           // by argument: out=, which takes the result's shape
   std::vector<bool> takes_generator;  // by argument
   bool is_random = false;
-  bool is_dynamic = false;      // shapes of results depend on values
+  bool is_dynamic = false;      // shapes of results are only known when the kernel has run
   bool returns_new = false;     // tensors of their own memory
   bool returns_view = false;    // a tensor that shares its first argument's memory
   bool returns_number = false;  // something else than tensors
@@ -50,6 +50,9 @@ inline OperatorTraits::OperatorTraits(const OperatorHandle& op) : name(op.schema
       "aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::_ctc_loss"};
   // Running statistics, which the schema does not declare as written.
   static const std::set<std::string> kUpdateStatistics{"aten::native_batch_norm"};
+  // The CPU's kernels return tensors for their own backward that meta kernels leave empty.
+  static const std::set<std::string> kHaveOwnShapes{"aten::_embedding_bag",
+                                                    "aten::_embedding_bag_forward_only"};
 
   for (const auto& argument : op.schema().arguments()) {
     bool is_statistic = kUpdateStatistics.count(name) && argument.name().starts_with("running_");
@@ -62,14 +65,15 @@ inline OperatorTraits::OperatorTraits(const OperatorHandle& op) : name(op.schema
   for (const auto& result : op.schema().returns()) {
     auto kind = result.type()->kind();
     if (result.alias_info()) returns_view |= !result.alias_info()->isWrite();
-    else if (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType) returns_new = true;
+    else if (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType)
+      returns_new = true;
     else returns_number = true;
   }
   takes_indices = kTakeIndices.count(name) > 0;
   takes_host_tensors = takes_indices || kTakeHostTensors.count(name) > 0;
   is_random = op.hasTag(at::Tag::nondeterministic_seeded);
   is_dynamic = op.hasTag(at::Tag::dynamic_output_shape) ||
-               op.hasTag(at::Tag::data_dependent_output);
+               op.hasTag(at::Tag::data_dependent_output) || kHaveOwnShapes.count(name) > 0;
 }
 
 // Returns an operator's traits; the reference stays valid.
@@ -308,7 +312,7 @@ inline IValue Call::host_argument(const IValue& argument) const {
   if (is_device_sim(argument)) return Device(at::kCPU);
   if (argument.isGenerator()) return IValue();  // seed_kernel() gives it another
   return map_tensors(argument, [](const Tensor& tensor) {
-    if (is_sim(tensor)) return alias(tensor);
+    if (is_sim(tensor)) return kernel_operand(tensor);
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
     // The host may change its tensor before the kernel runs.
     Tensor copy = tensor.detach().clone();
@@ -369,7 +373,7 @@ inline void Call::launch(Stack& stack) {
         return meta;
       }
       made.push_back(empty_on_device(meta.sizes(), meta.strides(), meta.scalar_type(), device_));
-      targets.back().push_back(alias(made.back()));
+      targets.back().push_back(kernel_operand(made.back()));
       return made.back();
     }));
   }
@@ -435,30 +439,69 @@ inline Tensor Call::upload(const Tensor& value) const {
   return tensor;
 }
 
+// Writes at once, after the stream's tasks.
 inline void Call::write(const Tensor& target, const Tensor& value) const {
   if (target.numel() == 0) return;
-  Tensor to = alias(target);
+  Tensor to = kernel_operand(target);
   Lock lock;
   auto& engine = Engine::get();
-  Point point = engine.enqueue(lock, current_stream(device_.index()),
-                               {.name = traits_.name, .run = [to, value] { to.copy_(value); }});
-  note_use(target, true, point, traits_.name);
+  StreamIndex stream = current_stream(device_.index());
+  engine.synchronize_stream(lock, stream);
+  KernelDispatch dispatch;
+  to.copy_(value);
+  note_use(target, true, engine.moment(stream).point, traits_.name);
 }
 
 // ---- registration -------------------------------------------------------------------------------
 
 inline void fallback(const OperatorHandle& op, Stack* stack) { Call(op, *stack).execute(*stack); }
 
-inline auto boxed_fallback() { return torch::CppFunction::makeFromBoxedFunction<&fallback>(); }
+// Operators on lists of tensors are one kernel, as on CUDA; and as there, torch's loop over the
+// tensors runs where some are on the host.
+inline void foreach_fallback(const OperatorHandle& op, Stack* stack) {
+  bool has_host_tensors = false;
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); i++)
+    for_each_tensor((*stack)[i], [&](const Tensor& tensor) {
+      has_host_tensors |= tensor.is_cpu() && tensor.dim() > 0;
+    });
+  constexpr auto kLoop = c10::DispatchKey::CompositeExplicitAutograd;
+  if (has_host_tensors && op.hasKernelForDispatchKey(kLoop)) {
+    op.callBoxedForDispatchKey(kLoop, *stack);
+  } else {
+    fallback(op, stack);
+  }
+}
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(boxed_fallback()); }
+// Whether torch would run other operators instead of this one, though the CPU has a kernel for it:
+// the fallback only serves operators without a composite. Convolutions ask for an implementation
+// of the device's own.
+inline bool would_be_composite(const OperatorHandle& op) {
+  const auto& name = op.schema().name();
+  if (name == "aten::convolution" || name == "aten::convolution_backward") return true;
+  auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
+  return name.starts_with("aten::") && has(c10::DispatchKey::CPU) &&
+         (has(c10::DispatchKey::CompositeImplicitAutograd) ||
+          has(c10::DispatchKey::CompositeExplicitAutograd) ||
+          has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional));
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  // Composites of torch that would be other operators on this device than on the CPU: norms keep
-  // statistics of another type, convolutions ask for an implementation of their own.
-  for (auto* name : {"native_layer_norm", "native_group_norm", "convolution",
-                     "convolution_backward"})
-    library.impl(name, boxed_fallback());
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema()) continue;
+    if (name.name.starts_with("aten::_foreach_")) {
+      library.impl(c10::toString(name).c_str(),
+                   torch::CppFunction::makeFromBoxedFunction<&foreach_fallback>());
+    } else if (would_be_composite(*op)) {
+      library.impl(c10::toString(name).c_str(),
+                   torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+  }
 }
 
 }  // namespace sim

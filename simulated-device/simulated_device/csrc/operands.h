@@ -26,18 +26,21 @@ inline Tensor over_memory(const Tensor& tensor, char* start) {
   if (tensor.numel() == 0)
     return at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
-  return at::from_blob(start, tensor.sizes(), tensor.strides(), [](void*) {}, options);
+  Tensor operand = at::from_blob(start, tensor.sizes(), tensor.strides(), [](void*) {}, options);
+  operand._set_conj(tensor.is_conj());
+  operand._set_neg(tensor.is_neg());
+  return operand;
 }
 
 // Returns an alias for kernels. It does not own the memory: as on other devices, whoever launches
 // a kernel may free its operands at once.
-inline Tensor alias(const Tensor& tensor) {
+inline Tensor kernel_operand(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   return over_memory(tensor, tensor.numel() ? kernel_view(extent_of(tensor).start) : nullptr);
 }
 
 // The same for a tensor of the host, whose pinned memory has a second mapping for kernels.
-inline Tensor host_alias(const Tensor& tensor) {
+inline Tensor host_operand(const Tensor& tensor) {
   return over_memory(tensor, PinnedMemory::get().kernel_view(extent_of(tensor).start));
 }
 

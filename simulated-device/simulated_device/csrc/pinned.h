@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "memory.h"
@@ -28,7 +29,9 @@ class PinnedMemory {
 
   void* allocate(size_t size) {
     if (size == 0) return nullptr;
-    char* start = arena_.take(round_up(size, kPage));
+    Engine::get().mark_used();
+    if (!arena_) arena_.emplace("sim-pinned", kAddresses, PROT_READ | PROT_WRITE);
+    char* start = arena_->take(round_up(size, kPage));
     TORCH_CHECK(start, "sim: no pinned memory of ", size, " bytes left");
     blocks_[start] = {size, true, {}};
     return start;
@@ -38,7 +41,7 @@ class PinnedMemory {
     size_t size = round_up(blocks_.at(start).size, kPage);
     Engine::get().host_watch.forget(start, size);
     blocks_.erase(start);
-    arena_.give_back(start, size);
+    arena_->give_back(start, size);
   }
 
   void add(char* start, size_t size) { blocks_[start] = {size, false, {}}; }
@@ -47,13 +50,14 @@ class PinnedMemory {
 
   // Where kernels reach an address of the host.
   char* kernel_view(void* address) const {
-    return arena_.contains(address) ? arena_.kernel_view(address) : static_cast<char*>(address);
+    bool is_ours = arena_ && arena_->contains(address);
+    return is_ours ? arena_->kernel_view(address) : static_cast<char*>(address);
   }
 
   // Notes that a copy uses a tensor's bytes, and watches what the host does with them meanwhile.
   void note_copy(const at::Tensor& tensor, bool writes, Point point, std::string_view copy) {
+    if (tensor.numel() == 0) return;
     auto& engine = Engine::get();
-    if (!engine.options.orders || tensor.numel() == 0) return;
     Extent extent = extent_of(tensor);
     auto found = find(extent.start);
     if (found == blocks_.end()) return;
@@ -62,8 +66,8 @@ class PinnedMemory {
     Use use{begin, begin + extent.size, writes, point, copy};
     block.uses.add(use, engine.stream(point.stream).clock);
     // A strided tensor's gaps are the host's.
-    if (block.is_allocated && tensor.is_non_overlapping_and_dense())
-      engine.host_watch.watch(arena_, extent.start, extent.size, writes, point, describe(use));
+    if (engine.options.orders && block.is_allocated && tensor.is_non_overlapping_and_dense())
+      engine.host_watch.watch(*arena_, extent.start, extent.size, writes, point, describe(use));
   }
 
  private:
@@ -78,12 +82,13 @@ class PinnedMemory {
   }
 
   static constexpr size_t kAddresses = 64ull << 30;  // bytes that are reserved, not used
-  Arena arena_{"sim-pinned", kAddresses, PROT_READ | PROT_WRITE};
-  Blocks blocks_;  // allocated or registered, and not freed
+  std::optional<Arena> arena_;  // of allocated blocks; made at the first allocation, then constant
+  Blocks blocks_;               // allocated or registered, and not freed
 };
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    Engine::get().check_not_forked();
     Lock lock;
     void* start = PinnedMemory::get().allocate(size);
     return {start, start, &free, Device(c10::DeviceType::CPU)};

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@ struct Use {
   bool writes;            // a task that reads and writes is noted as a writer
   Point point;            // the task
   std::string_view task;  // its name
+  bool is_of_earlier_owner = false;  // the block was freed and allocated again since
 
   bool overlaps(const Use& other) const { return begin < other.end && other.begin < end; }
   bool covers(const Use& other) const { return begin <= other.begin && other.end <= end; }
@@ -27,6 +29,7 @@ inline std::string describe(const Use& use) {
   std::ostringstream text;
   text << use.task << " on " << Engine::get().name_of(use.point.stream)
        << (use.writes ? " writes" : " reads") << " bytes " << use.begin << " to " << use.end;
+  if (use.is_of_earlier_owner) text << " (of an earlier owner of the memory)";
   return text.str();
 }
 
@@ -48,6 +51,21 @@ class UseLog {
     kept.push_back(use);
     if (kept.size() > kMost) kept.erase(kept.begin());
     uses_.swap(kept);
+  }
+
+  // Whether all uses were on one stream.
+  bool is_only_on(StreamIndex stream) const {
+    return std::all_of(uses_.begin(), uses_.end(),
+                       [&](const Use& use) { return use.point.stream == stream; });
+  }
+
+  // Returns the last use that is known; only if there is one.
+  Point last() const { return uses_.back().point; }
+  bool is_empty() const { return uses_.empty(); }
+
+  // Makes the uses those of an earlier owner: the block is allocated again.
+  void pass_on() {
+    for (Use& use : uses_) use.is_of_earlier_owner = true;
   }
 
   // Returns a use that `clock` does not know to be over; null if there is none.

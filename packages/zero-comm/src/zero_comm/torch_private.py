@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._device import DeviceContext as DeviceContext
+from torch.utils._device import _device_constructors
 
 T = TypeVar("T")
 
@@ -48,6 +50,11 @@ def accelerator() -> torch.device | None:
     device.
     """
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def creates_tensor(function: Any) -> bool:
+    """Return whether a function of torch creates tensors on the default device."""
+    return function in _device_constructors()
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:

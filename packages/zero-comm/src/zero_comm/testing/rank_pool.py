@@ -38,10 +38,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen, validators
-from torch.utils._device import DeviceContext, _device_constructors
 
 from zero_comm.errors import RankFailedError
 from zero_comm.group import Group
+from zero_comm.torch_private import DeviceContext, creates_tensor
 
 # Importing torch takes long on a busy machine with two cores.
 _START_TIMEOUT_S: Final = 180.0
@@ -348,7 +348,10 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
                 for key, value in request.kwargs.items()
             }
             group = _join(request, rank, world_size, device)
-            return _Reply(value=pickle.dumps(getattr(module, request.name)(group, **kwargs)))
+            result = getattr(module, request.name)(group, **kwargs)
+            if device != "cpu":  # what it left on the device raises here, and not in the next run
+                torch.accelerator.synchronize()
+            return _Reply(value=pickle.dumps(result))
     except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)
@@ -409,7 +412,7 @@ class _DefaultDevice(DeviceContext):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func in _device_constructors() and kwargs.get("device") is None:
+        if creates_tensor(func) and kwargs.get("device") is None:
             generator = kwargs.get("generator")
             if generator is not None and generator.device.type == "cpu":
                 return func(*args, **kwargs).to(self.device)

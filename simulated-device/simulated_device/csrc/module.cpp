@@ -1,0 +1,136 @@
+// The extension module: what Python sees of the simulated device.
+#include <torch/csrc/utils/pybind.h>
+
+#include "autocast.h"
+#include "collectives.h"
+#include "copies.h"
+#include "device.h"
+#include "kernels.h"
+#include "progress.h"
+#include "storages.h"
+#include "streams.h"
+#include "workers.h"
+
+namespace sim {
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, DeviceGuardImpl);
+REGISTER_ALLOCATOR(kSim, &device_allocator);
+
+namespace {
+
+Mode mode_named(const std::string& name) {
+  if (name == "eager") return Mode::eager;
+  if (name == "late") return Mode::late;
+  TORCH_CHECK_VALUE(name == "random", "expected mode eager, late or random, got ", name);
+  return Mode::random;
+}
+
+SyncDebug sync_debug_named(const std::string& name) {
+  if (name == "default") return SyncDebug::none;
+  if (name == "warn") return SyncDebug::warn;
+  TORCH_CHECK_VALUE(name == "error", "expected mode default, warn or error, got ", name);
+  return SyncDebug::error;
+}
+
+std::vector<std::string> take_unordered_uses() {
+  Lock lock;
+  auto& engine = Engine::get();
+  auto found = std::exchange(engine.unordered_uses, {});
+  for (auto& line : engine.host_watch.take_found()) found.push_back(std::move(line));
+  return found;
+}
+
+std::map<std::string, uint64_t> launches() {
+  Lock lock;
+  const auto& counts = Engine::get().launches;
+  return {counts.begin(), counts.end()};
+}
+
+void define_measurements(py::module& module) {
+  module.def("take_unordered_uses", &take_unordered_uses);
+  module.def("launches", &launches);
+  module.def("take_host_waits", [] {
+    Lock lock;
+    return std::exchange(Engine::get().host_waits, {});
+  });
+  module.def("kernels_without_meta", [] {
+    Lock lock;
+    return Engine::get().without_meta;
+  });
+}
+
+void define_settings(py::module& module) {
+  module.def(
+      "set_mode",
+      [](const std::string& name, uint64_t seed, double chance) {
+        Mode mode = mode_named(name);
+        Lock lock;
+        Engine::get().set_mode(lock, mode, seed, chance);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("set_options", [](bool poison, bool orders, bool strict_pageable) {
+    Lock lock;
+    auto& options = Engine::get().options;
+    options.poison = poison;
+    options.orders = orders;
+    options.strict_pageable = strict_pageable;
+  });
+  module.def("set_sync_debug_mode", [](const std::string& name) {
+    SyncDebug mode = sync_debug_named(name);
+    Lock lock;
+    Engine::get().options.sync_debug = mode;
+  });
+  module.def("set_memory_limit", [](int64_t bytes) {
+    Lock lock;
+    for (DeviceIndex device = 0; device < Engine::get().num_devices(); device++)
+      heap(device).set_limit(bytes);
+  });
+}
+
+void define_device(py::module& module) {
+  module.def("device_count", [] { return int{Engine::get().num_devices()}; });
+  module.def("current_device", [] { return int{current_device}; });
+  module.def("set_device", [](int index) {
+    DeviceGuardImpl().setDevice(Device(kSim, static_cast<DeviceIndex>(index)));
+  });
+  module.def("is_forked", [] { return Engine::get().is_forked(); });
+  module.def(
+      "synchronize",
+      [](int index) { DeviceGuardImpl().synchronizeDevice(static_cast<DeviceIndex>(index)); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("empty_cache", [] { device_allocator.emptyCache({0, 0}); },
+             py::call_guard<py::gil_scoped_release>());
+  module.def("default_generator", [](int index) {
+    return default_generator(static_cast<DeviceIndex>(index));
+  });
+  module.def("host_register", [](uintptr_t address, size_t size) {
+    Lock lock;
+    PinnedMemory::get().add(reinterpret_cast<char*>(address), size);
+  });
+  module.def("host_unregister", [](uintptr_t address) {
+    Lock lock;
+    PinnedMemory::get().remove(reinterpret_cast<char*>(address));
+  });
+  module.def("end_process", [] { Engine::get().end_process(); },
+             py::call_guard<py::gil_scoped_release>());
+}
+
+void define_backend(py::module& module) {
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<SimCCL, c10d::Backend, intrusive_ptr<SimCCL>>(module, "SimCCL")
+      .def(py::init([](int rank, int size, intrusive_ptr<c10d::Backend> inner) {
+        return c10::make_intrusive<SimCCL>(rank, size, std::move(inner));
+      }));
+}
+
+}  // namespace
+}  // namespace sim
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  static auto* hooks = new sim::Hooks();
+  at::RegisterPrivateUse1HooksInterface(hooks);
+  sim::define_measurements(module);
+  sim::define_settings(module);
+  sim::define_device(module);
+  sim::define_backend(module);
+}
