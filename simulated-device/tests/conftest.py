@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import simulated_device
-import torch
 from ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
 def fresh_device() -> Iterator[None]:
+    import simulated_device  # not above: pytest imports this file where there is no extension
+    import torch
+
     torch.accelerator.synchronize()
     simulated_device.set_mode("late")
     simulated_device.set_options()

@@ -4,12 +4,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-namespace sim {
+namespace sim::autocast {
 
-using at::IntArrayRef;  // torch's lists name these without their namespace
-using at::Scalar;
-using at::ScalarType;
-using at::Tensor;
+using namespace at;  // torch's lists of operators name its types without their namespace
 
 #define SIM_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
@@ -33,4 +30,4 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #undef SIM_FP32_SET_OPT_DTYPE
 #undef SIM_PROMOTE
 
-}  // namespace sim
+}  // namespace sim::autocast

@@ -141,8 +141,7 @@ class SimCCL final : public c10d::Backend {
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::ReduceScatterOptions& options) override {
-    return scatter_single(outputs, inputs, options.reduceOp,
-                          OpType::REDUCE_SCATTER_TENSOR_COALESCED);
+    return scatter_single(outputs, inputs, options.reduceOp, OpType::COALESCED);
   }
 
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,

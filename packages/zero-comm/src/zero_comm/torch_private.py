@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils._device import DeviceContext as DeviceContext
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 
 T = TypeVar("T")
 
@@ -50,6 +49,9 @@ def accelerator() -> torch.device | None:
     device.
     """
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+DefaultDeviceMode = DeviceContext  # creates tensors on its `device` where a call names none
 
 
 def creates_tensor(function: Any) -> bool:

@@ -41,7 +41,7 @@ from attrs import define, field, frozen, validators
 
 from zero_comm.errors import RankFailedError
 from zero_comm.group import Group
-from zero_comm.torch_private import DeviceContext, creates_tensor
+from zero_comm.torch_private import DefaultDeviceMode, creates_tensor
 
 # Importing torch takes long on a busy machine with two cores.
 _START_TIMEOUT_S: Final = 180.0
@@ -402,7 +402,7 @@ def _fresh_state(request: _Request) -> Iterator[None]:
         os.chdir(folder)
 
 
-class _DefaultDevice(DeviceContext):
+class _DefaultDevice(DefaultDeviceMode):
     """As torch's, which refuses random values of a CPU's generator, and memory that is pinned.
 
     Such values are drawn on the CPU and copied, so that a test has the same on every device.
