@@ -74,7 +74,12 @@ def _step(module: nn.Module, sample: Any) -> list[Tensor]:
 def test_a_module_computes_and_learns_as_it_does_plain(group: Group, name: str) -> None:
     info = MODULES[name]
     torch.manual_seed(0)
-    options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": True}
+    options = {
+        "device": torch.get_default_device(),
+        "dtype": torch.float32,
+        "requires_grad": True,
+        "training": True,
+    }
     for sample in info.module_inputs_func(info, **options):
         made = sample.constructor_input
         torch.manual_seed(0)

@@ -244,8 +244,8 @@ def test_other_accelerators_lock_by_torch(monkeypatch: pytest.MonkeyPatch) -> No
     """Their pages cannot be registered. The disk wants a page's address, whatever torch gives."""
     real, given = torch.zeros, []
 
-    def zeros(numel: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
+    def zeros(numel: int, *, dtype: torch.dtype, pin_memory: bool, device: str) -> torch.Tensor:
+        assert pin_memory and device == "cpu"
         given.append(real(numel + 64, dtype=dtype)[64:])  # begins at no page
         return given[-1]
 

@@ -38,6 +38,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen, validators
+from torch import Tensor
 
 from zero_comm.errors import RankFailedError
 from zero_comm.group import Group
@@ -412,12 +413,17 @@ class _DefaultDevice(DefaultDeviceMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        generator = kwargs.get("generator")
+        is_of_cpu = generator is not None and generator.device.type == "cpu"
         if creates_tensor(func) and kwargs.get("device") is None:
-            generator = kwargs.get("generator")
-            if generator is not None and generator.device.type == "cpu":
+            if is_of_cpu:
                 return func(*args, **kwargs).to(self.device)
             if kwargs.get("pin_memory"):
                 return func(*args, **kwargs)
+        elif is_of_cpu and args and isinstance(args[0], Tensor) and not args[0].is_cpu:
+            drawn = func(args[0].cpu(), *args[1:], **kwargs)  # as `normal_`, or `bernoulli`
+            is_in_place = getattr(func, "__name__", "").endswith("_")
+            return args[0].copy_(drawn) if is_in_place else drawn.to(self.device)
         return super().__torch_function__(func, types, args, kwargs)
 
 
