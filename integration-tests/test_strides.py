@@ -188,12 +188,17 @@ class Transposed(nn.Module):
 
 
 def test_weights_of_any_strides_train_as_under_ddp(group: Group) -> None:
-    """As what reads a foreign file, or ties a transposed weight, makes them."""
+    """As what reads a foreign file, or ties a transposed weight, makes them.
+
+    Not bit for bit: of a weight in another order, some processors' kernels add in another order.
+    """
     recipe = parity.Recipe(make=Transposed)
     expected = parity.train_ddp(group, recipe)
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+        parity.assert_close(curve, expected, what=f"stage {stage}")
+        for name, value in expected.weights.items() if group.rank == 0 else ():
+            assert_close(curve.weights[name], value, msg=f"stage {stage}, {name}")
 
 
 def _strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
