@@ -196,7 +196,7 @@ def test_weights_of_any_strides_train_as_under_ddp(group: Group) -> None:
     expected = parity.train_ddp(group, recipe)
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
-        parity.assert_close(curve, expected, what=f"stage {stage}")
+        assert_close(curve.losses, expected.losses, msg=f"stage {stage}")
         for name, value in expected.weights.items() if group.rank == 0 else ():
             assert_close(curve.weights[name], value, msg=f"stage {stage}, {name}")
 
