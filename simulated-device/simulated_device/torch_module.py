@@ -29,6 +29,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Do nothing. Only a device that has this function counts as initialized for torch 2.11."""
+
+
 def _is_in_bad_fork() -> bool:
     """Return whether this process is a fork of one that had the device, which it cannot use."""
     return extension.is_forked()

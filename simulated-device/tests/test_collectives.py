@@ -283,6 +283,8 @@ def eager_dependents(rank: int) -> list[float]:
     """In eager mode, what waits for a collective runs when that ends, and nobody asks for it."""
     simulated_device.set_mode("eager")
     tensor = torch.full((4,), rank + 1.0, device=SIM)
+    if rank == 1:
+        time.sleep(0.5)
     dist.all_reduce(tensor)
     result = tensor * 2
     stream, start = torch.accelerator.current_stream(), time.perf_counter()
@@ -317,8 +319,9 @@ def without_wait(rank: int) -> list[Any]:
     del tensor
     held = torch.empty(1000, device=SIM)
     is_held = held.data_ptr() != address
-    torch.accelerator.synchronize()
+    time.sleep(0.2)  # the collective ends meanwhile
     dist.all_reduce(result)
+    torch.empty(1000, device=SIM)
     return [is_held, simulated_device.take_unordered_uses()]
 
 

@@ -98,8 +98,8 @@ def test_another_stream_may_use_memory_after_its_last_use():
     earlier = torch.ones(9000, device="sim")
     address = earlier.data_ptr()
     event.record()
-    del earlier
     torch.ones(9, device="sim")
+    del earlier
     result = torch.empty(9000, device="sim")
     assert result.data_ptr() == address
     side.wait_event(event)
