@@ -283,6 +283,7 @@ def eager_dependents(rank: int) -> list[float]:
     """In eager mode, what waits for a collective runs when that ends, and nobody asks for it."""
     simulated_device.set_mode("eager")
     tensor = torch.full((4,), rank + 1.0, device=SIM)
+    tensor = tensor * 1  # the first product imports torch's meta kernels, which takes a second
     if rank == 1:
         time.sleep(0.5)
     dist.all_reduce(tensor)
@@ -319,10 +320,11 @@ def without_wait(rank: int) -> list[Any]:
     del tensor
     held = torch.empty(1000, device=SIM)
     is_held = held.data_ptr() != address
-    time.sleep(0.2)  # the collective ends meanwhile
-    dist.all_reduce(result)
+    time.sleep(0.3)  # the collective ends meanwhile
     torch.empty(1000, device=SIM)
-    return [is_held, simulated_device.take_unordered_uses()]
+    found = simulated_device.take_unordered_uses()
+    dist.all_reduce(result)
+    return [is_held, found]
 
 
 def test_a_launch_keeps_its_tensors_until_it_has_ended(ranks: Ranks):
