@@ -233,6 +233,24 @@ def test_state_of_any_kind_is_given_back(group: Group, kind: str) -> None:
         assert_close(_steps(model, optimizer, NUM_STEPS), expected)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_any_kind_moves_to_the_host_and_back(group: Group, kind: str) -> None:
+    """The optimizer finds all of its tensors where it steps."""
+    plain_model, plain = _build(kind, "host")
+    model, optimizer = _build(kind, "host")
+    offload = Offload(optimizer="host")
+    config: dict[str, Any] = {"cut": "tensor"} if kind in NEED_TENSORS else {}
+    for turn, where in enumerate([offload, None, offload, None, offload]):
+        zero_engine.shard(
+            model, optimizer, ZeroConfig(turn % 3 + 1, offload=where, **config), group=group
+        )
+        first = turn * NUM_STEPS
+        assert_close(_steps(model, optimizer, first), _steps(plain_model, plain, first))
+    zero_engine.unshard(model, optimizer)
+    assert_close(_steps(model, optimizer, 0), _steps(plain_model, plain, 0))
+
+
 def _name_a_foreign_class(said: dict[str, Any]) -> None:
     text = json.dumps(said["own_said"])
     changed = text.replace(f'["{__name__}", "Inner"]', '["tempfile", "_TemporaryFileCloser"]')

@@ -10,6 +10,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
@@ -292,9 +293,8 @@ class SubGroupState:
                 view = piece.views.get(name)
                 if name == MASTER and view is None:
                     continue
-                if not isinstance(value, Tensor):
-                    mine[name] = copy.deepcopy(value)
-                elif view is not None and value.numel() == param.numel():
+                is_like = isinstance(value, Tensor) and value.numel() == param.numel()
+                if view is not None and is_like:
                     view.copy_(piece.cut(value).view(view.shape))
                     mine[name] = view
                 else:
@@ -322,10 +322,31 @@ class SubGroupState:
                 yield piece, params[piece.param]
 
 
+@final
+class _CopiesOn(TorchFunctionMode):
+    """While it is active, `copy.deepcopy` makes the copies of tensors on a device."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _copy_on(tensor, self.device)
+        return memo[id(tensor)]
+
+
 def _copy_on(value: Any, device: Any) -> Any:
-    """Return a copy; of a tensor that is made of others, as quantized state is, copies of these."""
+    """Return a copy whose tensors are on a device, those in lists, dicts and objects too.
+
+    Of a tensor that is made of others, as quantized state is, these are copied.
+    """
     if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
+        with _CopiesOn(device):
+            return copy.deepcopy(value)
     if not hasattr(value, "__tensor_flatten__"):
         return value.detach().to(device, copy=True)
     names, context = value.__tensor_flatten__()
