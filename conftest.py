@@ -1,6 +1,7 @@
 """One thread for each process that tests run in, and the order of a simulated device's streams."""
 
 import os
+import re
 import secrets
 
 import pytest
@@ -17,15 +18,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--mode`, for `--device sim`."""
     parser.addoption(
         "--mode",
-        default="late",
-        help="when a simulated device runs what is launched: eager, late, random, or random:SEED",
+        help="when --device sim runs what is launched: eager, late (default), random, random:SEED",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the mode for this process, and those that it starts: workers, and ranks."""
-    if config.getoption("--device", "cpu") == "sim" and not hasattr(config, "workerinput"):
-        mode = config.getoption("--mode")
+    given, is_simulated = config.getoption("--mode"), config.getoption("--device", "cpu") == "sim"
+    if given is not None and not is_simulated:
+        raise pytest.UsageError(f"--mode {given} is for --device sim; leave it out, or add that")
+    if given is not None and not re.fullmatch(r"eager|late|random(:\d+)?", given):
+        raise pytest.UsageError(f"--mode: expected eager, late, random or random:SEED, got {given}")
+    if is_simulated and not hasattr(config, "workerinput"):  # which has the mode of its parent
+        mode = given or "late"
         os.environ["SIM_MODE"] = f"random:{secrets.randbelow(10**6)}" if mode == "random" else mode
 
 

@@ -182,7 +182,7 @@ def strategy_of(stage: int | None, **fields: Any) -> Any:
 
 
 class _Device(Accelerator):
-    """Of the kind that ranks are on, for which Lightning has no accelerator of its own."""
+    """An accelerator of the kind that ranks are on, of which Lightning has none."""
 
     def setup_device(self, device: torch.device) -> None:
         """Make it the current one."""

@@ -113,7 +113,7 @@ def tiny_float32() -> Tiny:
 
 
 def seed_all(seed: int) -> None:
-    """As torch.manual_seed(), which notes a stack for each kind of device."""
+    """Seed the CPU and the default device; torch.manual_seed() notes a stack for each kind."""
     torch.default_generator.manual_seed(seed)
     if (device := torch.get_default_device()).type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

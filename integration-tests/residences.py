@@ -28,9 +28,9 @@ NUM_STEPS: Final = 3
 
 
 def host_adam(params: Any, *, lr: float = 1e-2) -> torch.optim.Optimizer:
-    """With the kernels that step it where its state rests, which is host memory.
+    """Make an Adam that steps state on the host, by our kernels.
 
-    Of a device other than the CPU, torch's, which can step the oracle's parameters there, too.
+    On a device other than the CPU it is torch's, which can step the oracle's parameters, too.
     """
     if torch.get_default_device().type == "cpu":
         return CPUAdam(params, lr=lr)
@@ -38,7 +38,7 @@ def host_adam(params: Any, *, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 
 def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """As `host_adam`, in two groups."""
+    """Make `host_adam` with two groups."""
     return host_adam(parity.param_groups(model))
 
 
@@ -183,9 +183,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
 
 
 def is_same(found: Any, expected: Any) -> bool:
-    """Whether values are the same bit for bit, where all are computed by the host's kernels.
+    """Return whether values are the same: bit for bit where the host's kernels computed all.
 
-    Those of another device add and multiply in another order: the difference of a few roundings.
+    Kernels of another device add and multiply in another order: a few roundings are allowed.
     """
     is_exact = torch.get_default_device().type == "cpu"
     if isinstance(expected, Tensor):

@@ -88,9 +88,8 @@ def test_whatever_is_made_in_a_package_names_its_device() -> None:
     makers = {of.__name__ for of in torch.utils._device._device_constructors()}
     packages, found = ROOT / "packages", []
     for file in packages.glob("*/src/**/*.py"):
-        for call in (
-            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
-        ):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
             named = {keyword.arg for keyword in call.keywords}  # None: of **options
             module, _, name = ast.unparse(call.func).partition(".")
             if module == "torch" and name in makers and not named & {"device", None}:

@@ -47,7 +47,7 @@ def _as_torchrun(group: Group) -> None:
 
 
 def _on_device_of(group: Group) -> None:
-    """Of a kind that Accelerate need not know."""
+    """Let Accelerate use the ranks' device, of a kind that it need not know."""
     if group.device.type != "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(group.device)
 

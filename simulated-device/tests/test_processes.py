@@ -41,6 +41,24 @@ def test_a_process_with_queued_tasks_ends(ending: str):
     assert ("Error" in ran.stderr) == (ending == "raise ValueError")
 
 
+UNORDERED = {
+    "tasks": "side = torch.Stream('sim'); t = torch.ones(9, device='sim') * 2\nwith side: t + 1\n",
+    "the host": (
+        "host = torch.zeros(4096, pin_memory=True)\n"
+        "host.copy_(torch.ones(4096, device='sim'), non_blocking=True); host.sum()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_a_synchronization_raises_for_unordered_uses_where_that_is_asked_for(name: str):
+    program = UNORDERED[name] + "torch.accelerator.synchronize(); torch.accelerator.synchronize()"
+    assert run(program).returncode == 0
+    ran = run(program, SIM_UNORDERED="raise")
+    assert ran.returncode == 1
+    assert "unordered uses, the first: " in ran.stderr
+
+
 # ---- ranks
 
 BOTH = """
@@ -74,14 +92,13 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_ranks_end_whatever_their_streams_wait_for(name: str):
-    program = "import os, sys, torch, simulated_device\n" + BOTH + ENDINGS[name]
-    start = time.monotonic()
+def run_ranks(program: str) -> list[str]:
+    """Run a program on two ranks; return what each wrote. Both must end with 0."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", program, str(rank), f"{folder}/store"],
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env=environment(),
@@ -89,12 +106,35 @@ def test_ranks_end_whatever_their_streams_wait_for(name: str):
             for rank in range(2)
         ]
         try:
-            errors = [process.communicate(timeout=60)[1] for process in processes]
+            written = [process.communicate(timeout=60) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    errors = "\n".join(error for _, error in written)
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return [output for output, _ in written]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ranks_end_whatever_their_streams_wait_for(name: str):
+    start = time.monotonic()
+    run_ranks("import os, sys, torch, simulated_device\n" + BOTH + ENDINGS[name])
     assert time.monotonic() - start < 40
+
+
+def test_a_handler_that_waits_at_exit_gets_an_error():
+    program = (
+        "import atexit\n"
+        "def handler():\n"
+        "    try: tensor.tolist()\n"
+        "    except RuntimeError as error: print(str(error).splitlines()[0])\n"
+        "atexit.register(handler)\n"  # it runs after those that are registered later
+        "import os, sys, torch, simulated_device\n"
+        + BOTH
+        + "tensor = torch.ones(3 + rank, device='sim'); dist.all_reduce(tensor); dist.barrier()\n"
+    )
+    expected = "sim: the process ends; other ranks are no longer waited for\n"
+    assert run_ranks(program) == [expected] * 2
 
 
 # ---- forks

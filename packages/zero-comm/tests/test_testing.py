@@ -315,3 +315,30 @@ def _gather(group: Group) -> None:
     all_gather_flat(
         torch.zeros(group.world_size), splits=[1] * group.world_size, group=group
     ).wait()
+
+
+ANYWHERE = """
+import pytest
+
+@pytest.mark.cpu_only("it has a reason")
+def test_of_the_cpu(group): pass
+
+def test_anywhere(group): assert group.device.type == "cpu"
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_ranks_are_on_the_device_that_is_asked_for_or_say_why_not(
+    tmp_path: Path, device: str
+) -> None:
+    """On the CPU in its place, a run would say nothing of the device."""
+    (tmp_path / "test_one.py").write_text(ANYWHERE)
+    command = [sys.executable, "-m", "pytest", "-rs", "--device", device, "test_one.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    if device == "cpu":
+        assert "2 passed" in ran.stdout, ran.stdout
+        return
+    assert "1 skipped, 1 error" in ran.stdout, ran.stdout
+    assert "on the CPU only: it has a reason" in ran.stdout
+    assert "expected a kind of device that this process has" in ran.stdout

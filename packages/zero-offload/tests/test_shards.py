@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from zero_offload import DiskSettings, DiskStore, HostArena
+from zero_offload import DiskSettings, DiskStore, HostArena, residence
 from zero_offload.testing import SYSTEM, OffloadedShards, RecordingStore
 
 
@@ -33,6 +34,46 @@ def test_a_shard_read_ahead_of_a_write_is_read_anew() -> None:
     assert into.unique().tolist() == [20]
     shards.end()
     assert store.sizes() == {}
+
+
+class _Copy:
+    """A copy to a device that has begun and does not end before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+def test_a_host_that_is_ahead_of_its_device_takes_no_more_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launches cost the host nothing, so it may be a whole model ahead of a device that is slow."""
+    copies: list[_Copy] = []
+
+    def begin_to_copy(*_: object) -> _Copy:
+        copies.append(_Copy())
+        return copies[-1]
+
+    monkeypatch.setattr(residence.shards, "copy_beside", begin_to_copy)
+    monkeypatch.setattr(torch.accelerator, "current_stream", mock.Mock())
+    store, into = RecordingStore(is_lazy=False), torch.empty(100, device="meta")
+    shards = OffloadedShards(HostArena("shards"), lambda: store)
+    shards.allocate(dict.fromkeys(range(9), into))
+    for index in range(9):
+        shards.open(index, reads=False).fill_(index)
+        shards.close(index)
+    shards.settle()
+    for index in range(9):
+        shards.read(index, into).wait()
+
+    assert shards.host_bytes <= (residence.COPIES_BEHIND + residence.FREE_SHARDS + 1) * 400
+    assert [copy.is_over for copy in copies[: -residence.COPIES_BEHIND - 1]] == [True] * 6
+    shards.end()
 
 
 def test_only_what_is_odd_goes_through_other_memory(tmp_path: Path) -> None:

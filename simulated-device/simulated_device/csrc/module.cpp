@@ -34,10 +34,7 @@ SyncDebug sync_debug_named(const std::string& name) {
 
 std::vector<std::string> take_unordered_uses() {
   Lock lock;
-  auto& engine = Engine::get();
-  auto found = std::exchange(engine.unordered_uses, {});
-  for (auto& line : engine.host_watch.take_found()) found.push_back(std::move(line));
-  return found;
+  return Engine::get().take_unordered();
 }
 
 std::map<std::string, uint64_t> launches() {

@@ -109,9 +109,16 @@ inline void Engine::report_unordered(std::string text) {
 // does: a program that makes one after each part of it learns which part lacks a wait.
 inline void Engine::raise_unordered() {
   static const bool is_asked_for = getenv("SIM_UNORDERED") != nullptr;
-  if (!is_asked_for || unordered_uses.empty()) return;
+  if (!is_asked_for) return;
+  auto found = take_unordered();
+  TORCH_CHECK(found.empty(), "sim: ", found.size(), " unordered uses, the first: ", found.front());
+}
+
+// Returns what was found since the last call: uses by tasks, and touches by the host.
+inline std::vector<std::string> Engine::take_unordered() {
   auto found = std::exchange(unordered_uses, {});
-  TORCH_CHECK(false, "sim: ", found.size(), " unordered uses, the first: ", found.front());
+  for (auto& line : host_watch.take_found()) found.push_back(std::move(line));
+  return found;
 }
 
 inline void Engine::host_learns(const Clock& clock) {

@@ -132,6 +132,7 @@ class Engine {
   void raise_error();
   void report_unordered(std::string text);
   void raise_unordered();
+  std::vector<std::string> take_unordered();
 
   // ---- workers of collective streams
   void start_worker(StreamIndex index);

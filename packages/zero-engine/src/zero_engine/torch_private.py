@@ -39,3 +39,15 @@ def accelerator() -> torch.device | None:
     device.
     """
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def accelerator_in_use() -> torch.device | None:
+    """Return the type of accelerator, if this process has used it; `accelerator` initializes none.
+
+    Torch's modules of devices say so by `is_initialized`; one without that function is used.
+    """
+    found = accelerator()
+    if found is None:
+        return None
+    is_initialized = getattr(torch.get_device_module(found), "is_initialized", lambda: True)
+    return found if is_initialized() else None

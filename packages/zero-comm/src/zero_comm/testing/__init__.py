@@ -26,14 +26,13 @@ from .peers import (
     reads_refused,
     without_reads,
 )
-from .rank_pool import RankPool, default_device
+from .rank_pool import RankPool
 from .values import assert_close, equal, on_cpu
 
 __all__ = [
     "RankPool",
     "assert_close",
     "cannot_read",
-    "default_device",
     "equal",
     "forgetting_kernels",
     "journal_capacity",

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from zero_comm.errors import RankFailedError
 from zero_comm.group import Group
-from zero_comm.torch_private import DefaultDeviceMode, creates_tensor
+from zero_comm.torch_private import DefaultDeviceMode, accelerator, creates_tensor
 
 # Importing torch takes long on a busy machine with two cores.
 _START_TIMEOUT_S: Final = 180.0
@@ -127,7 +127,7 @@ class RankPool:
         Every rank gets a new group (a solo group when the world size is 1), one thread, the same
         seed and the caller's warning filters. The group is of gloo on the CPU; on another device it
         has gloo for tensors on the CPU, and the backend that torch takes by default for the device.
-        There, `body` runs under `default_device`.
+        What `body` creates without naming a device is created on that one.
 
         Args:
             body: A top-level function. It is sent as (file, name), because a test module has no
@@ -188,6 +188,18 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.device == "cpu":
+            return
+        found = accelerator()
+        if found is None or found.type != self.device:
+            others = "no accelerator" if found is None else repr(found.type)
+            raise ValueError(
+                f"expected a kind of device that this process has, 'cpu' or {others}, got "
+                f"{self.device!r}; import the package that brings it, or leave out device= "
+                "(pytest: --device)"
+            )
 
     def __enter__(self) -> RankPool:
         return self
@@ -342,7 +354,7 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
     try:
         request = pickle.loads(message)
         importable = _importable(Path(request.file).parent)
-        with _fresh_state(request), importable, default_device(device):
+        with _fresh_state(request), importable, _on(device):
             module = _load(request.file)
             kwargs = {
                 key: getattr(module, value.name) if isinstance(value, _Global) else value
@@ -404,9 +416,11 @@ def _fresh_state(request: _Request) -> Iterator[None]:
 
 
 class _DefaultDevice(DefaultDeviceMode):
-    """As torch's, which refuses random values of a CPU's generator, and memory that is pinned.
+    """Creates tensors on a device where a call names none.
 
-    Such values are drawn on the CPU and copied, so that a test has the same on every device.
+    torch's mode refuses random values of a CPU's generator, and pinned memory. Here such values are
+    drawn on the CPU and copied, so that a test has the same on every device, and pinned memory is
+    the host's.
     """
 
     def __torch_function__(
@@ -414,13 +428,13 @@ class _DefaultDevice(DefaultDeviceMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         generator = kwargs.get("generator")
-        is_of_cpu = generator is not None and generator.device.type == "cpu"
+        draws_on_cpu = generator is not None and generator.device.type == "cpu"
         if creates_tensor(func) and kwargs.get("device") is None:
-            if is_of_cpu:
+            if draws_on_cpu:
                 return func(*args, **kwargs).to(self.device)
             if kwargs.get("pin_memory"):
                 return func(*args, **kwargs)
-        elif is_of_cpu and args and isinstance(args[0], Tensor) and not args[0].is_cpu:
+        elif draws_on_cpu and args and isinstance(args[0], Tensor) and not args[0].is_cpu:
             drawn = func(args[0].cpu(), *args[1:], **kwargs)  # as `normal_`, or `bernoulli`
             is_in_place = getattr(func, "__name__", "").endswith("_")
             return args[0].copy_(drawn) if is_in_place else drawn.to(self.device)
@@ -428,7 +442,7 @@ class _DefaultDevice(DefaultDeviceMode):
 
 
 @contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
+def _on(device: str) -> Iterator[None]:
     """Create on a device what is created inside without naming one; "cpu" changes nothing."""
     if device == "cpu":
         yield

@@ -81,7 +81,7 @@ def other_tags(folder: Path, tag: str) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there, of the sizes that its manifest says."""
+    """Return whether all files of a checkpoint are there, of the sizes that its manifest says."""
     with suppress(OSError, FileError):
         [files] = read_fields(path / MANIFEST, "files")
         return all((path / name).stat().st_size == of.num_bytes for name, of in files.items())

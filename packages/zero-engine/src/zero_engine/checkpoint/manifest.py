@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_partition.seams import StateDictLayout
 
 from zero_engine.errors import ConfigError, FileError
-from zero_engine.torch_private import accelerator
+from zero_engine.torch_private import accelerator_in_use
 
 from .file_system import OpenFolder, read_regular
 from .limits import LARGEST_NUMBER, MOST_DIMENSIONS, MOST_NESTED, MOST_RANK_DIGITS
@@ -140,8 +140,9 @@ def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
         found = torch.empty(0, dtype=dtype, device="cpu").view(shape)
     else:
         found = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
-    # One that was on a device is on this process's again, whatever that is, as with torch.load.
-    return found.to(accelerator() or "cpu") if said.get("on_device") is True else found
+    # One that was on a device is on this process's again, whatever that is, as with torch.load. A
+    # process that has not used its device, as `zero export`, need not begin to.
+    return found.to(accelerator_in_use() or "cpu") if said.get("on_device") is True else found
 
 
 # ---- Checks ----

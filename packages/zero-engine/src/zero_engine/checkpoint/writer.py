@@ -237,8 +237,9 @@ class CheckpointWriter:
         """The newest checkpoint that is not damaged, and its files."""
         with suppress(OSError, FileError):  # it has just gone
             found = find_complete(self.folder)
-            for newest in (found[tag] for tag, serial in serials_in(found)[0].items() if serial):
-                return newest, read_fields(newest / MANIFEST, "files")[0]
+            tag = next((tag for tag, serial in serials_in(found)[0].items() if serial), None)
+            if tag is not None:
+                return found[tag], read_fields(found[tag] / MANIFEST, "files")[0]
         return None
 
     def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
@@ -373,7 +374,7 @@ def _prune(newest: Path, keep: int, system: FileSystem) -> None:
     found = find_complete(newest.parent)
     serials = serials_in(found)[0]
     others = [tag for tag, serial in serials.items() if serial and tag != newest.name]
-    for tag in others[keep - 1 :]:
+    for tag in reversed(others[keep - 1 :]):  # the oldest first, if this is interrupted
         _retire(found[tag], tag, system)
 
 

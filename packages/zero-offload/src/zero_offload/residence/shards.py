@@ -236,9 +236,10 @@ class OffloadedShards:
         # else all of a model's shards would be in host memory, each for a copy not yet begun.
         while self._returning:
             memory, event = self._returning[0]
-            if len(self._returning) <= COPIES_BEHIND and not event.query():
-                break
-            event.synchronize()
+            if not event.query():
+                if len(self._returning) <= COPIES_BEHIND:
+                    break
+                event.synchronize()
             self._returning.popleft()
             self._give_back(memory)
         free = self._free.get(blank.nbytes)

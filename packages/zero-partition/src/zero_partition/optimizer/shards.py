@@ -20,6 +20,7 @@ from zero_partition.nested import (
     is_made_of_attributes,
     is_plain,
     is_wrapper,
+    map_tensors,
     nested_entries,
     rebuild,
     tensors_in,
@@ -471,13 +472,15 @@ def split_state(
     """
     split = dict(state)
     for key, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
-        device = devices.get(key, value.device)
-        if value.numel() > 1 and (group.world_size > 1 or device != value.device):
-            split[key] = SplitEntry.of(value, group, device)
-        else:
-            split[key] = value.to(device)
+        is_elsewhere = key in devices
+        if (
+            isinstance(value, Tensor)
+            and value.numel() > 1
+            and (group.world_size > 1 or is_elsewhere)
+        ):
+            split[key] = SplitEntry.of(value, group, devices.get(key))
+        elif is_elsewhere:  # too small to split, or tensors in other values
+            split[key] = map_tensors(value, lambda tensor, to=devices[key]: tensor.to(to))
     return split
 
 
