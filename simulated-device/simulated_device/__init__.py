@@ -8,8 +8,8 @@ notes which bytes it uses, and *clocks* say which tasks have certainly finished 
 of the same bytes that nothing orders are reported, in whatever order they ran.
 
 Memory of the device has no rights for the host: a value on the wrong side is a crash. Kernels are
-torch's own for the CPU, over a second mapping of the same memory. Shapes of results come from meta
-kernels, so that a launch computes nothing.
+torch's own for the CPU, or substitutes for those, over a second mapping of the same memory. Shapes
+of results come from meta kernels, so that a launch computes nothing.
 
 Collectives of the backend "simccl" pair by the order of launches, run on a stream of their group,
 and do not block the host. They are exchanged over gloo.

@@ -6,6 +6,7 @@ and nothing is reported; without it, late streams give other numbers.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +101,18 @@ def reuse_pinned_slot(waits: bool) -> Tensor:
     return result.cpu() + slot
 
 
+def give_back_pinned_source(waits: bool) -> Tensor:
+    pinned = values().pin_memory()
+    # torch's allocator waits for copies of its own tensors only.
+    owner = (ctypes.c_char * pinned.nbytes).from_address(pinned.data_ptr())
+    target = torch.frombuffer(owner, dtype=torch.float32).to("sim", non_blocking=True)
+    if waits:
+        torch.accelerator.current_stream().synchronize()
+    del pinned
+    next_owner = torch.zeros(N).pin_memory()
+    return target.cpu() + next_owner
+
+
 def record_event_too_early(waits: bool) -> Tensor:
     source, side, event = on_device(values()), torch.Stream("sim"), torch.Event("sim")
     if not waits:
@@ -136,6 +149,7 @@ CASES: dict[Callable[[bool], Tensor], Callable[[], Tensor]] = {
     read_pinned_copy: values,
     overwrite_pinned_source: values,
     reuse_pinned_slot: lambda: values() + values(7),
+    give_back_pinned_source: values,
     record_event_too_early: lambda: (values() + 1) * 2,
     use_memory_of_another_stream: lambda: torch.full((N,), 3.0),
 }

@@ -174,6 +174,8 @@ OPERATORS: dict[str, tuple[Callable, list]] = {
     "group norm": (lambda a, w: functional.group_norm(a, 2, w, w), [learned(2, 8, 3), learned(8)]),
     "batch norm": (lambda a, m, v: [functional.batch_norm(a, m, v, training=True), m, v],
                    [learned(6, 8), normal(8), normal(8).abs()]),
+    "batch norm, evaluated": (functional.batch_norm,
+                              [learned(6, 8), normal(8), normal(8).abs()]),
     "conv1d": (lambda a, w: functional.conv1d(a, w, stride=2),
                [learned(2, 3, 9), learned(4, 3, 3)]),
     "conv2d": (lambda a, w, b: functional.conv2d(a, w, b, padding=1, groups=2),
@@ -322,6 +324,14 @@ def test_a_scaler_skips_a_step_that_overflows():
 
 
 # ---- foreach
+
+
+def test_integers_are_counted_as_cuda_counts_them():
+    """The CPU refuses them."""
+    values = integers(50, high=4).int()
+    found = torch.histc(values.to("sim"), bins=4, min=0, max=3)
+    assert found.dtype == torch.int32
+    assert found.tolist() == torch.bincount(values, minlength=4).tolist()
 
 
 def test_a_foreach_operator_is_one_kernel():

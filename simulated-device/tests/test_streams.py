@@ -179,6 +179,7 @@ def test_host_waits_are_counted_by_kind():
     bool((tensor > 0).all())
     tensor.cpu()
     torch.empty(8).copy_(tensor, non_blocking=True)
+    pinned.copy_(tensor.double(), non_blocking=True)  # by way of pageable memory
     pinned.to("sim")
     torch.ones(8).to("sim")
     tensor.nonzero()
@@ -190,7 +191,7 @@ def test_host_waits_are_counted_by_kind():
     assert simulated_device.take_host_waits() == {
         "item": 2,
         "copy D2H": 1,
-        "copy D2H of pageable memory": 1,
+        "copy D2H of pageable memory": 2,
         "copy H2D": 2,
         "aten::nonzero": 1,
         "aten::index": 1,
@@ -218,6 +219,13 @@ def test_what_is_asynchronous_is_no_host_wait():
 def test_pageable_memory_is_read_before_a_copy_returns():
     host = torch.ones(8)
     copied = host.to("sim", non_blocking=True)
+    host.zero_()
+    assert copied.tolist() == [1] * 8
+
+
+def test_pinned_memory_is_read_before_a_copy_that_converts_returns():
+    host = torch.ones(8).pin_memory()
+    copied = torch.empty(8, dtype=torch.float64, device="sim").copy_(host, non_blocking=True)
     host.zero_()
     assert copied.tolist() == [1] * 8
 

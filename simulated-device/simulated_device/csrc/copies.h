@@ -37,35 +37,47 @@ inline void copy_across_devices(const Tensor& target, const Tensor& source) {
   engine.wait(lock, there, engine.moment(here));
 }
 
+// What a copy keeps alive of the host's memory: nothing that a program must keep.
+inline c10::Storage kept_by_copy(const Tensor& tensor) {
+  Lock lock;
+  return PinnedMemory::get().is_loan(tensor) ? c10::Storage() : tensor.storage();
+}
+
 inline bool is_pinned(const Tensor& tensor) {
   Lock lock;
   return PinnedMemory::get().contains(extent_of(tensor).start);
 }
 
 inline void copy_to_device(const Tensor& target, const Tensor& source, bool non_blocking) {
-  // A driver takes pageable memory before the call returns, by way of memory of its own.
-  bool is_staged = non_blocking && !is_pinned(source);
+  // A driver takes pageable memory before the call returns, by way of memory of its own. torch
+  // converts on the host, into such memory.
+  bool converts = source.scalar_type() != target.scalar_type();
+  bool is_staged = non_blocking && (converts || !is_pinned(source));
   Tensor to = kernel_operand(target);
   Tensor from = is_staged ? source.detach().clone() : host_operand(source);
+  c10::Storage kept = kept_by_copy(source);
   Lock lock;
   auto& engine = Engine::get();
   StreamIndex stream = current_stream(target.device().index());
   if (!non_blocking) engine.count_host_wait("copy H2D");
-  Point point = launch_copy(lock, stream, "copy H2D", to, from, source.storage());
+  Point point = launch_copy(lock, stream, "copy H2D", to, from, kept);
   if (!is_staged) PinnedMemory::get().note_copy(source, false, point, "copy H2D");
   note_use(target, true, point, "copy H2D");
   if (!non_blocking) engine.synchronize_stream(lock, stream);
 }
 
 inline void copy_to_host(const Tensor& target, const Tensor& source, bool non_blocking) {
-  bool is_to_pageable = non_blocking && !is_pinned(target);
+  // torch converts on the host, of pageable memory into which the source is copied as it is.
+  bool converts = source.scalar_type() != target.scalar_type();
+  bool is_to_pageable = non_blocking && (converts || !is_pinned(target));
   Tensor to = host_operand(target), from = kernel_operand(source);
+  c10::Storage kept = kept_by_copy(target);
   Lock lock;
   auto& engine = Engine::get();
   bool waits = !non_blocking || (is_to_pageable && !engine.options.strict_pageable);
   StreamIndex stream = current_stream(source.device().index());
   if (waits) engine.count_host_wait(non_blocking ? "copy D2H of pageable memory" : "copy D2H");
-  Point point = launch_copy(lock, stream, "copy D2H", to, from, target.storage());
+  Point point = launch_copy(lock, stream, "copy D2H", to, from, kept);
   note_use(source, false, point, "copy D2H");
   PinnedMemory::get().note_copy(target, true, point, "copy D2H");
   if (waits) engine.synchronize_stream(lock, stream);

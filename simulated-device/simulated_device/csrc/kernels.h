@@ -16,11 +16,9 @@
 
 #include "device.h"
 #include "operands.h"
+#include "substitutes.h"
 
 namespace sim {
-
-using c10::OperatorHandle;
-using torch::jit::Stack;
 
 // ---- operators ----------------------------------------------------------------------------------
 
@@ -28,7 +26,14 @@ using torch::jit::Stack;
 struct OperatorTraits {
   explicit OperatorTraits(const OperatorHandle& op);
 
+  // Runs the kernel for tensors of the CPU.
+  void run(const OperatorHandle& op, Stack& stack) const {
+    substitute ? substitute(op, stack) : op.callBoxed(&stack);
+  }
+
   std::string name;                   // with its namespace, without its overload
+  Substitute substitute = nullptr;    // runs in place of the CPU's kernel; null: nothing does
+  bool has_kernel = true;             // torch has one for the CPU
   std::vector<bool> writes;           // by argument: the kernel writes to it
   std::vector<bool> is_out;           // by argument: out=, which takes the result's shape
   std::vector<bool> takes_generator;  // by argument
@@ -42,7 +47,10 @@ struct OperatorTraits {
   bool takes_host_tensors = false;  // as other devices do, too
 };
 
-inline OperatorTraits::OperatorTraits(const OperatorHandle& op) : name(op.schema().name()) {
+inline OperatorTraits::OperatorTraits(const OperatorHandle& op)
+    : name(op.schema().name()),
+      substitute(substitute_for(name)),
+      has_kernel(op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
   static const std::set<std::string> kTakeIndices{
       "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
       "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_unsafe_masked_index"};
@@ -89,18 +97,6 @@ inline const OperatorTraits& traits_of(const OperatorHandle& op) {
 
 // ---- on the CPU ---------------------------------------------------------------------------------
 
-// Layer and group norm on other devices keep statistics in float32 where inputs have 16 bits; the
-// CPU's backward kernels expect them in the type of the inputs.
-inline void convert_statistics(const std::string& name, Stack& arguments) {
-  bool is_layer_norm = name == "aten::native_layer_norm_backward";
-  if (!is_layer_norm && name != "aten::native_group_norm_backward") return;
-  const size_t mean = is_layer_norm ? 3 : 2, weight = is_layer_norm ? 5 : 4;
-  auto dtype = arguments[1].toTensor().scalar_type();
-  if (arguments[weight].isTensor() && arguments[weight].toTensor().defined())
-    dtype = c10::promoteTypes(dtype, arguments[weight].toTensor().scalar_type());
-  for (size_t i : {mean, mean + 1}) arguments[i] = arguments[i].toTensor().to(dtype);
-}
-
 // Gives the CPU's default generator another seed for as long as this exists: some random operators
 // take no generator as an argument.
 class SeededDefaultGenerator {
@@ -131,10 +127,9 @@ struct HostKernel {
       scratch.push_back(at::empty({0}, out.options()));
       arguments[index] = scratch.back();
     }
-    convert_statistics(traits.name, arguments);
     std::optional<SeededDefaultGenerator> seeded;
     if (default_seed) seeded.emplace(*default_seed);
-    op.callBoxed(&arguments);
+    traits.run(op, arguments);
     return scratch;
   }
 
@@ -164,6 +159,7 @@ class Call {
   void find_device();
   void prepare_arguments();
   void check_device(const Tensor& tensor) const;
+  bool has_sparse() const;
   bool must_run_now() const;
   bool infer_results();
   void push_views(Stack& stack) const;
@@ -176,6 +172,7 @@ class Call {
   void run_now(Stack& stack);
   IValue take_result(const c10::Argument& result, const IValue& value, bool is_scratch);
   Tensor upload(const Tensor& value) const;
+  void replace_parts(const Tensor& target, const Tensor& value) const;
   void write(const Tensor& target, const Tensor& value) const;
   void launch(Stack& stack);
 
@@ -236,8 +233,17 @@ inline void Call::check_device(const Tensor& tensor) const {
               device_, " and ", tensor.device(), "! (", traits_.name, ")");
 }
 
+inline bool Call::has_sparse() const {
+  bool found = false;
+  for (const IValue& argument : arguments_)
+    for_each_tensor(argument, [&](const Tensor& tensor) {
+      found |= tensor.defined() && tensor.is_sparse();
+    });
+  return found;
+}
+
 inline bool Call::must_run_now() const {
-  if (traits_.returns_number) return true;
+  if (traits_.returns_number || has_sparse()) return true;
   if (!traits_.takes_indices) return traits_.is_dynamic && (traits_.returns_new || traits_.has_out);
   // Masks become lists of positions, whose length depends on values.
   bool has_mask = false;
@@ -261,7 +267,9 @@ inline bool Call::infer_results() {
   Stack stack = meta_arguments_;
   try {
     KernelDispatch dispatch;
-    op_.callBoxed(&stack);
+    // What has no kernel for the CPU may have none for meta tensors; its substitute runs on both.
+    if (traits_.substitute && !traits_.has_kernel) traits_.run(op_, stack);
+    else op_.callBoxed(&stack);
   } catch (const c10::NotImplementedError&) {
     Lock lock;
     Engine::get().without_meta[traits_.name]++;
@@ -339,7 +347,10 @@ inline void Call::seed_kernel(HostKernel& kernel) const {
 inline void Call::note_uses(Point point) const {
   for (size_t i = 0; i < arguments_.size(); i++)
     for_each_tensor(arguments_[i], [&](const Tensor& tensor) {
-      if (is_sim(tensor)) note_use(tensor, traits_.writes[i], point, traits_.name);
+      if (is_sim(tensor))
+        for_each_part(tensor, [&](const Tensor& part) {
+          note_use(part, traits_.writes[i], point, traits_.name);
+        });
     });
 }
 
@@ -425,15 +436,34 @@ inline IValue Call::take_result(const c10::Argument& result, const IValue& value
   if (!result.alias_info() || !result.alias_info()->isWrite())
     return map_tensors(value, [&](const Tensor& tensor) { return upload(tensor); });
   const IValue& target = written_argument(result);
-  if (is_scratch && target.isTensor() && value.isTensor()) {
+  if (value.isTensor() && value.toTensor().is_sparse())
+    replace_parts(target.toTensor(), value.toTensor());
+  else if (is_scratch && target.isTensor() && value.isTensor()) {
     target.toTensor().resize_(value.toTensor().sizes());
     write(target.toTensor(), value.toTensor());
   }
   return target;
 }
 
+// Gives a sparse tensor what a kernel left in its alias, which may be other indices and values.
+inline void Call::replace_parts(const Tensor& target, const Tensor& value) const {
+  auto *ours = at::sparse::get_sparse_impl(target), *found = at::sparse::get_sparse_impl(value);
+  auto replaced = [&](const Tensor& before, const Tensor& after) {
+    bool is_same = before.sizes() == after.sizes() &&
+                   kernel_operand(before).const_data_ptr() == after.const_data_ptr();
+    return is_same ? before : upload(after);
+  };
+  Tensor indices = replaced(ours->indices(), found->indices());
+  Tensor values = replaced(ours->values(), found->values());
+  ours->raw_resize_(found->sparse_dim(), found->dense_dim(), found->sizes());
+  ours->set_indices_and_values_unsafe(indices, values);
+  ours->set_coalesced(found->coalesced());
+}
+
 inline Tensor Call::upload(const Tensor& value) const {
   if (!value.defined()) return value;
+  if (value.is_sparse())
+    return map_parts(value, [&](const Tensor& part) { return upload(part); });
   Tensor tensor = empty_on_device(value.sizes(), value.strides(), value.scalar_type(), device_);
   write(tensor, value);
   return tensor;

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "kernels.h"
 #include "progress.h"
+#include "sparse.h"
 #include "storages.h"
 #include "streams.h"
 #include "workers.h"

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/native/SparseTensorUtils.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
@@ -32,10 +33,30 @@ inline Tensor over_memory(const Tensor& tensor, char* start) {
   return operand;
 }
 
+// Calls `visit` with the tensors that have the memory: of a sparse tensor, indices and values.
+template <typename Visit>
+void for_each_part(const Tensor& tensor, Visit visit) {
+  if (!tensor.is_sparse()) return visit(tensor);
+  auto* impl = at::sparse::get_sparse_impl(tensor);
+  visit(impl->indices());
+  visit(impl->values());
+}
+
+// Returns a sparse tensor like another, of replaced indices and values.
+template <typename Replace>
+Tensor map_parts(const Tensor& tensor, Replace replace) {
+  auto* impl = at::sparse::get_sparse_impl(tensor);
+  Tensor indices = replace(impl->indices()), values = replace(impl->values());
+  return at::_sparse_coo_tensor_with_dims_and_tensors(
+      impl->sparse_dim(), impl->dense_dim(), impl->sizes(), indices, values,
+      values.options().layout(at::kSparse), impl->coalesced());
+}
+
 // Returns an alias for kernels. It does not own the memory: as on other devices, whoever launches
 // a kernel may free its operands at once.
 inline Tensor kernel_operand(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
+  if (tensor.is_sparse()) return map_parts(tensor, kernel_operand);
   return over_memory(tensor, tensor.numel() ? kernel_view(extent_of(tensor).start) : nullptr);
 }
 

@@ -17,6 +17,7 @@ struct PinnedBlock {
   size_t size = 0;          // bytes, as asked for
   bool is_allocated = true;  // by us, in the arena; otherwise registered by the program
   UseLog uses;              // by copies
+  std::vector<Use> loans;   // copies from or to tensors that torch's allocator does not know
 };
 
 // All pinned memory of the process. Guarded by the engine's lock.
@@ -33,20 +34,33 @@ class PinnedMemory {
     if (!arena_) arena_.emplace("sim-pinned", kAddresses, PROT_READ | PROT_WRITE);
     char* start = arena_->take(round_up(size, kPage));
     TORCH_CHECK(start, "sim: no pinned memory of ", size, " bytes left");
-    blocks_[start] = {size, true, {}};
+    blocks_[start] = {size, true, {}, {}};
     return start;
   }
 
   void free(char* start) {
+    auto& engine = Engine::get();
     size_t size = round_up(blocks_.at(start).size, kPage);
-    Engine::get().host_watch.forget(start, size);
+    engine.host_watch.forget(start, size);
+    for (const Use& use : blocks_.at(start).loans)
+      if (!engine.host().knows(use.point))
+        engine.report_unordered(describe(use) +
+                                ", whose pinned memory is given back: nothing orders the two");
     blocks_.erase(start);
     arena_->give_back(start, size);
   }
 
-  void add(char* start, size_t size) { blocks_[start] = {size, false, {}}; }
+  void add(char* start, size_t size) { blocks_[start] = {size, false, {}, {}}; }
   void remove(char* start) { blocks_.erase(start); }
   bool contains(const void* address) { return find(address) != blocks_.end(); }
+
+  // Whether torch's allocator knows that a copy from or to this tensor is under way, and gives the
+  // memory to others later. Not if a program made the tensor of memory that it had from there.
+  bool is_loan(const at::Tensor& tensor) {
+    auto found = find(extent_of(tensor).start);
+    return found != blocks_.end() && found->second.is_allocated &&
+           tensor.storage().data_ptr().get_context() != found->first;
+  }
 
   // Where kernels reach an address of the host.
   char* kernel_view(void* address) const {
@@ -65,6 +79,10 @@ class PinnedMemory {
     size_t begin = extent.start - start;
     Use use{begin, begin + extent.size, writes, point, copy};
     block.uses.add(use, engine.stream(point.stream).clock);
+    if (is_loan(tensor)) {
+      std::erase_if(block.loans, [&](const Use& use) { return engine.host().knows(use.point); });
+      block.loans.push_back(use);
+    }
     // A strided tensor's gaps are the host's.
     if (engine.options.orders && block.is_allocated && tensor.is_non_overlapping_and_dense())
       engine.host_watch.watch(*arena_, extent.start, extent.size, writes, point, describe(use));
