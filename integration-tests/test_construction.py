@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from training import assert_weights_of
 from zero_comm import AgreementError, Group
-from zero_comm.testing import RankPool, equal
+from zero_comm.testing import RankPool, equal, without_default_device
 from zero_engine import ConfigError
 from zero_partition import PartitionError, StateError
 from zero_partition.seams import find_sharded
@@ -57,6 +57,19 @@ def test_a_model_built_in_parts_has_the_plain_values(
 def test_any_number_of_ranks_builds_the_same(group: Group) -> None:
     """Three divide nothing, and one is not a special case."""
     _build_and_compare(group, CONSTRUCTORS["Tiny"])
+
+
+def test_what_init_builds_is_on_the_groups_device(group: Group) -> None:
+    """Scripts name no device, and what they had built on the CPU was refused."""
+    with without_default_device():
+        with zero_engine.Init(group=group):
+            model = parity.tiny_float32()
+        assert torch.ones(()).is_cpu
+        with torch.device("meta"), zero_engine.Init(group=group):
+            assert parity.tiny_float32().scale.is_meta
+
+    assert {param.device for param in model.parameters()} == {group.device}
+    assert model.positions.device == group.device
 
 
 def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes: int = 0) -> None:

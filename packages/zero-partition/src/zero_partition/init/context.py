@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Final
 from weakref import ReferenceType, ref
 
+import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -176,11 +177,12 @@ class Init:
             model = Model()
         partition(model, optimizer, group=group)
 
-    Inside, a module's own parameters are sharded soon after its constructor has ended. Whoever
-    touches one later (a parent's constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward)
-    finds it whole, and what is written stays. Values are those of plain construction on rank 0,
-    bit for bit, whatever the other ranks' seeds. Buffers stay whole; partition() gives all ranks
-    those of rank 0. Parameters on the meta device stay there.
+    Inside, what is created without a device is on the group's, unless a surrounding `with
+    torch.device()` says where. A module's own parameters are sharded soon after its constructor has
+    ended. Whoever touches one later (a parent's constructor, `module.apply(fn)`, `nn.init`,
+    `.data`, a forward) finds it whole, and what is written stays. Values are those of plain
+    construction on rank 0, bit for bit, whatever the other ranks' seeds. Buffers stay whole;
+    partition() gives all ranks those of rank 0. Parameters on the meta device stay there.
 
     After it, parameters read as NaN until `partition` adopts them; forward and `state_dict()`
     raise, `copy.deepcopy` works. To change values before that, enter another `Init`. What is to
@@ -233,6 +235,8 @@ class Init:
         with ExitStack() as undo:
             self._outer = CURRENT.get()
             undo.callback(CURRENT.reset, CURRENT.set(self))
+            if self.group.device.type != "cpu" and torch.get_default_device().type == "cpu":
+                undo.enter_context(self.group.device)
             for register, hook in (
                 (register_module_parameter_registration_hook, self._on_parameter),
                 (register_module_module_registration_hook, self._on_module),
