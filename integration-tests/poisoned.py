@@ -84,6 +84,10 @@ class PoisonedHome:
         assert not set(indices) - self.kept.keys(), "what is expected was never written"
         self.expected.append(tuple(indices))
 
+    def write(self, index: int, values: Tensor) -> None:  # noqa: D102
+        self.open(index, reads=False).copy_(values)
+        self.close(index)
+
     def open(self, index: int, *, reads: bool) -> Tensor:  # noqa: D102
         assert index not in self.opened, f"shard {index} is opened twice"
         assert not self.reads[index], f"shard {index} is opened while it is read"

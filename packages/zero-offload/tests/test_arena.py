@@ -252,6 +252,7 @@ def test_other_accelerators_lock_by_torch(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(arena, "accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.accelerator, "synchronize", waits := mock.Mock())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     budget = made()
     holder = HostArena("x", budget=budget)
     memory = holder.allocate(10_001)
@@ -262,8 +263,9 @@ def test_other_accelerators_lock_by_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert start <= memory.data_ptr()
     assert memory.data_ptr() + memory.nbytes <= stop
     assert budget.held() == {"x": 3 * mmap.PAGESIZE}
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     del memory
-    assert waits.called
+    waits.assert_called_once_with(3)
     assert not budget.held()
 
 

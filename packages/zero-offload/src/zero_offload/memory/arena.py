@@ -114,11 +114,14 @@ class HostArena:
             else:
                 self.pin_reason, self.spread_reason = "", "torch places what it pins"
                 address = -(-pinned[0].data_ptr() // PAGE_BYTES) * PAGE_BYTES  # at a page
-                return address, partial(_drop, pinned)
+                return address, partial(_drop, pinned, torch.accelerator.current_device_index())
         address, self.spread_reason = _map(nbytes, holder)
         if device is not None and device.type == "cuda":
             self.pin_reason = _register(address, nbytes)
-        return address, partial(_unmap, address, nbytes, is_registered=not self.pin_reason)
+            if not self.pin_reason:
+                index = torch.accelerator.current_device_index()
+                return address, partial(_unregister, address, nbytes, index)
+        return address, partial(_unmap, address, nbytes)
 
 
 def _register(address: int, nbytes: int) -> str:
@@ -161,17 +164,25 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
     return address, reason
 
 
-def _unmap(address: int, nbytes: int, *, is_registered: bool) -> None:
-    if is_registered:
-        torch.cuda.synchronize()  # a copy may still be under way
-        cudart: Any = torch.cuda.cudart()
-        cudart.cudaHostUnregister(address)
-    _libc.munmap(address, nbytes)
+# NOTE(copies): a copy from or to page-locked memory may still be under way when its last tensor
+# goes, which may be in any thread. The device is the one that was current when it was taken: in
+# another thread the first one is, on which a process of another rank computes.
 
 
-def _drop(pinned: list[Tensor]) -> None:
-    torch.accelerator.synchronize()  # a copy may still be under way
+def _unregister(address: int, nbytes: int, device_index: int) -> None:
+    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(address)
+    _unmap(address, nbytes)
+
+
+def _drop(pinned: list[Tensor], device_index: int) -> None:
+    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
     pinned.clear()
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _libc.munmap(address, nbytes)
 
 
 def _release(undo: Callable[[], None], budget: HostBudget, holder: str, nbytes: int) -> None:

@@ -50,7 +50,8 @@ class HostBackup:
         """Forget all of it. Waits for no copy: the memory goes after the last."""
         values, self._values = self._values, {}
         if self._last_copy is not None and not self._last_copy.query():
-            Thread(target=_hold, args=(values, self._last_copy), daemon=True).start()
+            # To give memory back takes until copies are over.
+            Thread(target=values.clear, daemon=True).start()
 
     def _copy(self, into: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         into.copy_(source, non_blocking=non_blocking)
@@ -58,11 +59,6 @@ class HostBackup:
         if non_blocking and device.type != "cpu":
             self._last_copy = torch.Event(device)
             self._last_copy.record(torch.accelerator.current_stream(device))
-
-
-def _hold(values: dict[str, Tensor], last_copy: Any) -> None:
-    last_copy.synchronize()
-    values.clear()
 
 
 @final

@@ -53,7 +53,8 @@ class OffloadedShards:
     max_host_numel: int = field(default=0, kw_only=True)
     budget_bytes: int | None = field(default=None, kw_only=True)
     _host: dict[int, Tensor] = field(factory=dict, init=False)  # shards that rest there
-    _copies: dict[int, Any] = field(factory=dict, init=False)  # events of the last copy of each
+    # Of each of these, the event of its last copy from or to a device: whoever uses it next waits.
+    _copies: dict[int, Any] = field(factory=dict, init=False)
     _store: AbstractStore = field(init=False)  # since room was taken
     _blank: dict[int, Tensor] = field(factory=dict, init=False)  # those in files, without values
     _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
@@ -102,9 +103,10 @@ class OffloadedShards:
     def read(self, index: int, into: Tensor) -> Pending:
         """Begin to copy a shard into memory on the device, which is lent until it is done."""
         if index in self._host and not into.is_cpu:
+            _let_wait(self._copies.get(index), into.device)
             event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
             return Pending(partial(_let_wait, event, into.device))
-        memory = self._host.get(index, self._unkept.get(index))
+        memory = self._unkept.get(index) if index in self._blank else self.open(index, reads=True)
         if memory is not None:
             into.copy_(memory)
             return Pending(lambda: None)  # it is done
@@ -123,6 +125,23 @@ class OffloadedShards:
             self._forget(index)
         for index in wanted:
             self._read_ahead(index)
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Begin to keep these values. From a device to the host the host does not wait.
+
+        Args:
+            index: Of the shard.
+            values: 1-D, of its size, of any dtype. They are read on the current stream.
+        """
+        if index in self._blank or values.is_cpu:
+            self.open(index, reads=False).copy_(values)
+            self.close(index)
+            return
+        _let_wait(self._copies.get(index), values.device)
+        memory = self._host[index]
+        # Converted on the device: half as much travels, and torch would wait to convert it here.
+        memory.copy_(values.to(memory.dtype), non_blocking=True)
+        self._copies[index] = torch.accelerator.current_stream(values.device).record_event()
 
     def open(self, index: int, *, reads: bool) -> Tensor:
         """Host memory of a shard, to be changed until `close`. Blocks while others use it.
@@ -192,9 +211,7 @@ class OffloadedShards:
             self._forget(index)
         while self._behind:
             self._behind.popleft()[2].exception()
-        for event in (*self._copies.values(), *(event for _, event in self._returning)):
-            event.synchronize()
-        self._host, self._copies = {}, {}
+        self._host, self._copies = {}, {}  # the arena waits for copies
         self._returning.clear()
         self._free, self._unkept, self._passing_bytes = {}, {}, 0
         for key in self._keys.values():
@@ -283,4 +300,6 @@ def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[in
 
 
 def _let_wait(event: Any, device: torch.device) -> None:
-    torch.accelerator.current_stream(device).wait_event(event)
+    """Let the current stream wait for an event, if there is one."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)

@@ -19,7 +19,7 @@ from zero_offload.torch_private import as_subclass_sharing_memory, plain_call
 
 from .subgroups import align_up
 
-_STAGED: Final = 2  # gradients to be added that are on their way at a time
+_STAGED: Final = 2  # gradients to be added or converted that are on their way at a time
 
 
 @final
@@ -76,9 +76,10 @@ class _Delivery:
 
     event: Any
     source: Tensor  # whose memory is not used again before the copy is done
-    copy: Tensor
-    adds_to: Tensor | None  # once it is here
-    staging: Tensor | None  # in which it lies until then
+    into: Tensor
+    staged: Tensor | None  # what is added to that or converted, once it is here
+    adds: bool
+    memory: Tensor | None  # in which it is staged
 
 
 @final
@@ -114,12 +115,13 @@ class HostGradients:
         if received.is_cpu:
             into.add_(received) if adds else into.copy_(received)
             return
-        copy, staging, adds_to = into, None, None
-        if adds:
-            staging, adds_to = self._take_staging(received.nbytes), into
-            copy = staging[: received.nbytes].view(received.dtype).view(received.shape)
-        event = copy_beside(received, copy, self._streams)
-        self._under_way.append(_Delivery(event, received, copy, adds_to, staging))
+        staged = memory = None
+        # torch would let the host wait for a copy that converts.
+        if adds or received.dtype is not into.dtype:
+            memory = self._take_staging(received.nbytes)
+            staged = memory[: received.nbytes].view(received.dtype).view(received.shape)
+        event = copy_beside(received, into if staged is None else staged, self._streams)
+        self._under_way.append(_Delivery(event, received, into, staged, adds, memory))
 
     def settle(self) -> None:
         """Block until all that was delivered is there, and added."""
@@ -128,20 +130,21 @@ class HostGradients:
 
     def _take_staging(self, num_bytes: int) -> Tensor:
         """Memory that is free again; as large, in time, as the largest that was asked for."""
-        while sum(each.staging is not None for each in self._under_way) >= _STAGED:
+        while sum(each.memory is not None for each in self._under_way) >= _STAGED:
             self._land()
         memory = self._staging.pop() if self._staging else None
         if memory is None or memory.nbytes < num_bytes:
-            memory = self.arena.allocate(num_bytes, name="gradients to be added")
+            memory = self.arena.allocate(num_bytes, name="gradients on their way")
         return memory
 
     def _land(self) -> None:
         delivery = self._under_way.popleft()
         delivery.event.synchronize()
-        if delivery.adds_to is not None:
-            delivery.adds_to.add_(delivery.copy)
-        if delivery.staging is not None:
-            self._staging.append(delivery.staging)
+        if delivery.staged is not None:
+            into, staged = delivery.into, delivery.staged
+            into.add_(staged) if delivery.adds else into.copy_(staged)
+        if delivery.memory is not None:
+            self._staging.append(delivery.memory)
 
 
 @final

@@ -149,6 +149,15 @@ class TensorHome(Protocol):
     def expect(self, indices: Sequence[int]) -> None:
         """These are read next, in this order: begin with as many as there is room for."""
 
+    def write(self, index: int, values: Tensor) -> None:
+        """Begin to keep these values, in place of what there is. Reads that begin later see them.
+
+        Args:
+            index: Of the shard.
+            values: 1-D, of its size, of any floating dtype, on any device. They are read on the
+                current stream.
+        """
+
     def open(self, index: int, *, reads: bool) -> Tensor:
         """Host memory of a shard, to be changed until `close`. Blocks while others use it.
 

@@ -140,8 +140,7 @@ class AtHome(Store):
             self.home.close(self.index)
 
     def write(self, values: Tensor) -> None:
-        self.home.open(self.index, reads=False).copy_(values)
-        self.home.close(self.index)
+        self.home.write(self.index, values)
 
 
 @final

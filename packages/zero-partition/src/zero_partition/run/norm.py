@@ -251,7 +251,8 @@ def _total_norm(
     if parts:
         stacked = torch.stack(parts)
         extreme = stacked.max() if norm_type > 0 else stacked.min()
-        local[0] = stacked.sum() if is_sum else extreme
+        # Where gradients are on the host: the device must not have ended what came before.
+        local[0].copy_(stacked.sum() if is_sum else extreme, non_blocking=True)
     if reducer.shards_state:
         local = _combine(local, norm_type, sharded.group, reducer)
     if across is not None:

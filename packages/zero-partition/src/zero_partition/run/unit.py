@@ -388,8 +388,7 @@ class Unit:
     def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
         """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
         for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
-            copies.open(buffer.index, reads=False).copy_(whole)
-            copies.close(buffer.index)
+            copies.write(buffer.index, whole)
 
 
 def publish(units: Sequence[Unit], *, frozen: Collection[FlatBuffer] = ()) -> None:
