@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
     assert torch.equal(halved, weight * 0.5)
     model_engine.eval()
     with deepspeed.zero.unwrap_model_for_generation(model_engine) as model, torch.no_grad():
-        predictions = model(dataset.tensors[0]).argmax(-1)
+        predictions = model(dataset.tensors[0].to(local_device)).argmax(-1)
     assert predictions.shape == dataset.tensors[1].shape
     model_engine.destroy()
 

@@ -168,7 +168,10 @@ def join(group: Group) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests")
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend, kind = "gloo", group.device.type
+        if kind != "cpu":
+            backend = f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map[kind]}"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 class _DDPStrategy(DDPStrategy):

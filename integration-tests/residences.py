@@ -44,7 +44,15 @@ def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     """Stepped as it is, parameter by parameter."""
-    return torch.optim.SGD(parity.param_groups(model), lr=0.05, momentum=0.9, nesterov=True)
+    groups = parity.param_groups(model)
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=False)
+
+
+def skipping_adam(params: Any) -> torch.optim.Optimizer:
+    """Make an Adam whose kernels skip steps, and unscale and clip gradients."""
+    if torch.get_default_device().type == "cpu":
+        return CPUAdam(params, lr=1e-2)
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
 class Blocks(nn.Module):
@@ -191,9 +199,10 @@ def is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
         if is_exact or not expected.is_floating_point():
             return found.dtype == expected.dtype and equal(found, expected)
-        # bf16 has 8 bits, of which the last may differ; moments of small gradients are small
-        rtol = 1e-5 if expected.dtype == torch.float32 else 2**-7
-        near = torch.allclose(on_cpu(found), on_cpu(expected), rtol=rtol, atol=1e-6)
+        # bf16 has 8 bits, of which the last may differ, or more where moments of small gradients
+        # nearly cancel.
+        rtol, atol = (1e-5, 1e-6) if expected.dtype == torch.float32 else (2**-7, 1e-5)
+        near = torch.allclose(on_cpu(found), on_cpu(expected), rtol=rtol, atol=atol)
         return found.dtype == expected.dtype and found.shape == expected.shape and near
     if isinstance(expected, float) and not is_exact:
         return found == pytest.approx(expected, rel=1e-5)

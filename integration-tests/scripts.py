@@ -15,7 +15,7 @@ from unittest import mock
 
 from zero_ckpt.testing import fresh_default
 from zero_comm import Group
-from zero_comm.testing import RankPool
+from zero_comm.testing import RankPool, without_default_device
 
 WORLD_SIZE: Final = 2
 Runner = Callable[[str, Sequence[str]], str]
@@ -51,12 +51,15 @@ def _run(group: Group, script: str, arguments: list[str]) -> str:
     rank, size = str(group.rank), str(group.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(OMP_NUM_THREADS="1")
+    if group.device.type not in ("cpu", "cuda"):  # of a kind that Accelerate need not know
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(group.device)
     printed = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [script, *arguments]),
         redirect_stdout(printed),
         warnings.catch_warnings(),
         fresh_default(),  # the process runs other tests later, which must not split their inputs
+        without_default_device(),
     ):
         warnings.simplefilter("default")
         runpy.run_path(script, run_name="__main__")

@@ -64,7 +64,7 @@ def test_the_section_decides_how_checkpoints_keep_their_inputs(group: Group) -> 
 
         assert isinstance(checkpointer.saver, PackedSaver)
         # Three slots for half of an input each: 2 x 6 floats.
-        assert checkpointer.saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
+        assert checkpointer.saver.reserved_bytes() == {group.device: 3 * 6 * 4}
 
 
 def test_what_was_configured_before_stays(group: Group) -> None:

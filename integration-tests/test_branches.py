@@ -63,7 +63,13 @@ CASES: dict[str, Callable[[nn.Module, int, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+_BY_READS = pytest.mark.cpu_only("ranks on CPUs of a host read each other's memory at stage 3")
+_STAGES = [*parity.STAGES[:-1], pytest.param(3, marks=_BY_READS)]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param("other branches", marks=_BY_READS), "uneven and empty batches"]
+)
 @pytest.mark.ranks(2, 3)
 def test_ranks_on_different_ways_train_as_under_ddp(group: Group, case: str) -> None:
     """Mixture of experts, layer drop, the end of an epoch: today's systems wait for ever."""
@@ -92,7 +98,7 @@ def test_ranks_on_different_ways_train_as_under_ddp(group: Group, case: str) -> 
             assert_close(whole, dict(plain.state_dict()), **exactly)
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("stage", _STAGES)
 def test_ranks_evaluate_as_often_as_they_like(group: Group, stage: int) -> None:
     """Rank 0 alone computes a validation loss, or each rank generates until its own last token."""
     plain = parity.build(Branches)
@@ -110,7 +116,7 @@ def test_ranks_evaluate_as_often_as_they_like(group: Group, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("stage", _STAGES)
 def test_a_rank_without_a_batch_takes_part_in_the_step(group: Group, stage: int) -> None:
     """The last step of an epoch, where the data does not divide by the ranks."""
     alone = parity.build(Branches)

@@ -68,7 +68,7 @@ def test_schedulers_by_name_reach_the_shards_whenever_they_are_built(ranks) -> N
 def _compare(group: Group, optimizer: str, scheduler: str, stages: tuple[int, ...]) -> None:
     """At each of the stages: built before shard() and after it by turns."""
     warnings.simplefilter("error")
-    alone, its_optimizer, its_scheduler = _build(optimizer, scheduler, 0, Group.solo())
+    alone, its_optimizer, its_scheduler = _build(optimizer, scheduler, 0, Group.solo(group.device))
     zero_engine.unshard(alone, its_optimizer)
     _train(alone, its_optimizer, its_scheduler)
     for turn, stage in enumerate(stages):

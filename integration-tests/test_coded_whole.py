@@ -116,7 +116,7 @@ def test_a_delayed_update_is_gathered_when_it_is_brought_in(group: Group, is_bf1
     expected = delayed.train_alone(case, rank=group.rank, world_size=2, late=CodedLate.of(case))
     found = delayed.train_sharded(case, group)
 
-    assert found.losses == expected.losses
+    assert is_same(found.losses, expected.losses)
     assert is_same(found.trained, expected.trained)
 
 
@@ -153,7 +153,7 @@ def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
     at_rest.load_state_dict(model.state_dict())
     expected = at_rest.state_dict()
 
-    whole, gathered = zero_engine.full_state_dict(model), model.state_dict()
+    whole, gathered, rounded = zero_engine.full_state_dict(model), model.state_dict(), []
     for name, param in model.named_parameters():
         assert equal(gathered[name], expected[name]), name
         assert group.rank or equal(whole[name], expected[name]), name
@@ -161,8 +161,9 @@ def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
         assert equal(full.to(param.dtype), expected[name]), name
         with zero_engine.GatheredParameters(param):
             assert equal(param, expected[name]), name
-        if param.requires_grad:
-            assert not equal(param, expected[name]), name
+        if not equal(param, expected[name]):
+            rounded.append(name)
+    assert len(rounded) > 5, rounded
     with zero_engine.unsharded(model), zero_engine.unsharded(at_rest), torch.no_grad():
         assert equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
 
@@ -304,7 +305,9 @@ def test_a_plan_knows_the_shard_that_rests_beside(group: Group, place: str, tmp_
         with torch.device("meta"):
             model = Trained()
         optimizer, of_rank = residences.cpu_adam(model), {"world_size": 2, "rank": group.rank}
-        planned = zero_engine.plan(model, config, optimizer=optimizer, device="cpu", **of_rank)
+        planned = zero_engine.plan(
+            model, config, optimizer=optimizer, device=group.device, **of_rank
+        )
         parity.count_from_here()
         model = parity.build(Trained)
         optimizer = residences.cpu_adam(model)

@@ -70,7 +70,9 @@ def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path) -> None:
 def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
     """The same in one process, with plain torch: both ranks' micro-batches, one after another."""
     torch.manual_seed(0)
-    net, (pictures, labels) = Net(), images().tensors
+    with torch.device(deepspeed.get_accelerator().device_name()):  # which draws others than the CPU
+        net = Net()
+    net, (pictures, labels) = net.cpu(), images().tensors
     options = settings["optimizer"]["params"]
     # DeepSpeed's Adam is AdamW, unless it is told otherwise.
     optimizer = torch.optim.AdamW(net.parameters(), **options)

@@ -52,11 +52,11 @@ def test_deepspeeds_adams_train_as_torchs(group: Group, is_decoupled: bool) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_deepspeeds_adams_take_parameters_of_a_device() -> None:
     """`zero.Init` makes them there; initialize() brings what is stepped to the host."""
-    _compare_adams(Group.solo(), True, device="cuda")
+    _compare_adams(Group.solo("cuda"), True)
 
 
-def _compare_adams(group: Group, is_decoupled: bool, *, device: str = "cpu") -> None:
-    plain = parity.build(parity.tiny_float32).to(device)
+def _compare_adams(group: Group, is_decoupled: bool) -> None:
+    plain = parity.build(parity.tiny_float32).to(group.device)
     ddp = parity.as_ddp(plain, group)
     kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     plain_optimizer = kind(plain.parameters(), 1e-2, BETAS, EPS, DECAY)
@@ -73,7 +73,7 @@ def _compare_adams(group: Group, is_decoupled: bool, *, device: str = "cpu") -> 
             lambda p: FusedAdam(p, 1e-2, True, BETAS, EPS, is_decoupled, DECAY),
         ),
     ):
-        model = parity.build(parity.tiny_float32).to(device)
+        model = parity.build(parity.tiny_float32).to(group.device)
         config = {"train_batch_size": 2 * group.world_size, "gradient_clipping": 0.0}
         config |= {"zero_optimization": zero}
         optimizer = make(model.parameters())
@@ -82,7 +82,7 @@ def _compare_adams(group: Group, is_decoupled: bool, *, device: str = "cpu") -> 
         engines.append(engine)
 
     for step in range(3):
-        data = [tensor.to(device) for tensor in parity.batch(step, 0, group.rank)]
+        data = [tensor.to(group.device) for tensor in parity.batch(step, 0, group.rank)]
         parity.finish_step(parity.loss_of(ddp, data), plain_optimizer)
         for engine in engines:
             engine.backward(parity.loss_of(engine, data))
@@ -100,6 +100,7 @@ def _cpu_adam(*arguments: Any) -> DeepSpeedCPUAdam:
         return DeepSpeedCPUAdam(*arguments)
 
 
+@pytest.mark.cpu_only("they step tensors of the CPU")
 @pytest.mark.parametrize("name", ["Adagrad", "Lion"])
 def test_deepspeeds_other_cpu_optimizers_train_as_ours(group: Group, name: str) -> None:
     """Arguments go by position; fp32 state of 16-bit parameters, without masters."""
@@ -633,7 +634,7 @@ INSTALLED = """
         optimizer=FusedAdam(model.parameters()),
         config={"train_batch_size": 2, "zero_optimization": {"stage": 3}},
     )
-    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.backward(engine(torch.ones(2, 2, device=engine.device)).sum())
     engine.step()
     print("trained", engine.global_steps)
 """

@@ -32,7 +32,7 @@ from delayed import (
     trainable,
     used,
 )
-from residences import is_same
+from residences import is_same, skipping_adam
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import Offload
@@ -104,7 +104,7 @@ def test_the_update_goes_on_beside_forward_and_backward(
 
 def test_a_step_that_is_skipped_takes_over_the_one_before(group: Group) -> None:
     """Gradients with inf are dropped, and with them no update that was under way."""
-    model, optimizer = build(Case(on_host()), group)
+    model, optimizer = build(Case(on_host(), make=skipping_adam), group)
     train_one(model, optimizer, group.rank, 0)
     first = read(model)
     optimizer.found_inf = torch.ones(())
@@ -170,6 +170,8 @@ def test_it_takes_the_new_values_and_the_gradients_once_more(group: Group) -> No
         numel = report.trained_bytes_per_rank[group.rank] // (2 if is_bf16 else 4)
         # New values and gradients; and fp32 masters, which are not needed otherwise.
         needed = numel * (2 + 4 if is_bf16 else 4 + 4 + 4)
+        if group.device.type != "cpu":  # where values are held back, and masters are on the host
+            needed = numel * 4
         assert needed <= held[0] - held[1] <= needed + 5000, (held, needed)
     with pytest.raises(BudgetError, match="budget"):
         build(Case(on_host(budget_bytes=4000)), group)

@@ -31,7 +31,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from training import assert_weights_of
 from zero_comm import Group
-from zero_comm.testing import assert_close, equal
+from zero_comm.testing import assert_close, equal, on_cpu
 from zero_engine import Precision
 from zero_partition import StateError
 
@@ -114,7 +114,7 @@ def _train_scaled(
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     seen = []
     for step in range(5):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(torch.get_default_device().type, torch.float16):
             loss = _loss(model, step, rank)
         is_now = (step, rank) == (1, 1)
         scaler.scale(_overflowing(model, loss, is_now=is_now)).backward()
@@ -258,11 +258,12 @@ def test_metrics_reduce_over_all_ranks_beside_the_model_and_in_it(group: Group) 
             optimizer.step()
             optimizer.zero_grad()
             everyone: list[Any] = [None] * group.world_size
-            dist.all_gather_object(everyone, (outputs.detach(), targets, loss.item()))
+            mine = on_cpu((outputs.detach(), targets, loss.item()))
+            dist.all_gather_object(everyone, mine)
             seen += everyone
             whole = _accuracy()
             whole.sync_on_compute = False
-            whole.update(torch.cat([o for o, _, _ in seen]), torch.cat([t for _, t, _ in seen]))
+            whole.update(*(torch.cat([each[index] for each in seen]) for index in range(2)))
             assert equal(found[0], whole.compute()), f"stage {stage}, step {step}"
             assert_close(found[1].item(), sum(s[2] for s in seen) / len(seen))
 

@@ -308,7 +308,7 @@ def test_a_forward_under_no_grad_may_share_its_autocast(group: Group, stage: int
             model, optimizer = _sharded(group, make, stage)
         losses = []
         for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 with torch.no_grad():
                     reference = model(torch.ones(2, WIDTH))
                 loss = (model(torch.ones(2, WIDTH)) - 0.5 * reference).float().square().mean()

@@ -14,7 +14,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
-from zero_comm.testing import equal
+from zero_comm.testing import equal, on_cpu
 from zero_engine import (
     full_grad,
     full_optimizer_state,
@@ -146,11 +146,9 @@ def _parts(group: Group, stage: int) -> tuple[dict, dict]:
             else:
                 with pytest.raises(StateError, match="whole on every rank at stage 0"):
                     zero_engine.set_local_param(param, local_param(param))
-            local[name] = (local_param(param), local_grad(param), moment + 1)
-            whole[name] = (
-                full_param(param),
-                full_grad(param),
-                full_optimizer_state(param, "exp_avg"),
+            local[name] = on_cpu((local_param(param), local_grad(param), moment + 1))
+            whole[name] = on_cpu(
+                (full_param(param), full_grad(param), full_optimizer_state(param, "exp_avg"))
             )
     optimizer.zero_grad()
     parity.run_steps(model, optimizer, range(1), rank=group.rank)

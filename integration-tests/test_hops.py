@@ -24,6 +24,9 @@ from zero_engine import Wire
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.seams import find_sharded
 
+# What is launched is noted where it passes the watch, which only gloo's messages do.
+pytestmark = pytest.mark.cpu_only("only gloo's messages are watched")
+
 NUM_UNITS = 5
 WIRES: dict[str, tuple[Wire, tuple[str, ...]]] = {
     "one hop": (Wire(), ("whole",)),

@@ -73,18 +73,19 @@ def test_a_script_for_transformers_runs_with_one_line_changed(
     configuration = _configuration(stage, dtype)
     printed = _run_script(on_ranks(ranks), tmp_path, configuration, recomputes=stage == 3)
 
-    expected = _train_alone(dtype)
+    expected = _train_alone(stage, dtype)
     assert printed["batch"] == WORLD_SIZE * MICRO_BATCH * NUM_MICRO_BATCHES
     assert printed["steps"] == expected["steps"]
     # In 16 bits, the gradient of a batch is not to the bit the mean of those of its parts.
-    atol = 1e-5 if dtype is torch.float32 else 1e-3
+    is_cpu = ranks(WORLD_SIZE).device == "cpu"
+    atol = 1e-5 if dtype is torch.float32 else 1e-3 if is_cpu else 1e-2  # others round apart
     for what in ("lr", "losses", "grad_norms", "evals", "norms"):
         assert_close(printed[what], expected[what], rtol=atol, atol=atol)
     assert expected["evals"][-1] < expected["losses"][0] - 0.3, "it learns nothing"
 
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "model", dtype="auto").eval()
     assert saved.dtype == dtype
-    assert_close(_evaluate(saved), printed["evals"][-1], rtol=0, atol=1e-5)
+    assert_close(_evaluate(saved), printed["evals"][-1], rtol=0, atol=1e-5 if is_cpu else 1e-4)
     prompt = torch.tensor(printed["generated"])[:, :4]
     for _ in range(6):  # greedily
         with torch.no_grad():
@@ -118,10 +119,12 @@ def _numbers_after(word: str, text: str) -> list[float]:
 # ---- The oracle ----
 
 
-def _train_alone(dtype: torch.dtype) -> dict[str, Any]:
+def _train_alone(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     """One process and plain torch; in 16 bits with masters, as arXiv 1710.03740 has it."""
     set_seed(1234)
-    masters = script.make_model()
+    with _device_of_construction(stage):
+        masters = script.make_model()
+    masters = masters.cpu()
     with torch.no_grad():
         masters.transformer.wpe.weight.mul_(0.5)
     model = script.make_model().to(dtype)
@@ -153,6 +156,11 @@ def _train_alone(dtype: torch.dtype) -> dict[str, Any]:
         "lr": scheduler.get_last_lr(),
         "steps": len(losses) // NUM_MICRO_BATCHES,
     }
+
+
+def _device_of_construction(stage: int) -> torch.device:
+    """Where the script draws the weights: at stage 3 `Init` does so on the device."""
+    return torch.device(script.deepspeed.get_accelerator().device_name() if stage == 3 else "cpu")
 
 
 @torch.no_grad()

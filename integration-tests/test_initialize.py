@@ -228,7 +228,8 @@ def test_a_job_that_may_not_be_joined_is_missed(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("is_blocked", [False, True], ids=["missing", "blocked"])
-def test_the_folder_on_nvme_is_made(tmp_path: Path, is_blocked: bool) -> None:
+@pytest.mark.ranks(1)
+def test_the_folder_on_nvme_is_made(group: Group, tmp_path: Path, is_blocked: bool) -> None:
     """DeepSpeed makes it, and files name one that is a job's own; what cannot be is still told."""
     folder = tmp_path / "of" / "this-job"
     if is_blocked:
@@ -242,13 +243,16 @@ def test_the_folder_on_nvme_is_made(tmp_path: Path, is_blocked: bool) -> None:
     }
     model = parity.build(make=parity.tiny_float32)
     with pytest.raises(StoreError, match="is no folder") if is_blocked else nullcontext():
-        engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=config)
+        engine, *_ = zero_engine.initialize(
+            model=model, optimizer=_adamw, config=config, group=group
+        )
         assert list(folder.iterdir())
         _train(engine, 1)
         zero_engine.unshard(model, engine.optimizer)
 
 
-def test_a_scale_of_a_file_at_stage_0_needs_scaled_losses() -> None:
+@pytest.mark.ranks(1)
+def test_a_scale_of_a_file_at_stage_0_needs_scaled_losses(group: Group) -> None:
     """What trains there is stage 1; DeepSpeed takes a direct backward at its own, and not at 0."""
     config = {**SETTINGS, "fp16": {"enabled": True, "loss_scale": 8}}
     x = torch.ones(2, 3, dtype=torch.float16)
@@ -257,6 +261,7 @@ def test_a_scale_of_a_file_at_stage_0_needs_scaled_losses() -> None:
             model=nn.Linear(3, 1),
             optimizer=_adamw,
             config={**config, "zero_optimization": {"stage": stage}},
+            group=group,
         )
         with nullcontext() if stage else pytest.raises(RuntimeError, match=r"engine\.scale\(loss"):
             engine(x).sum().backward()

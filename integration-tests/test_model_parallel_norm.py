@@ -60,7 +60,7 @@ def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(group: Group)
     for culprit in range(2):
         model = _Split(torch.ones(HIDDEN, HIDDEN), torch.ones(HIDDEN))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        zero_engine.shard(model, optimizer, ZeroConfig(0), group=Group.solo("cpu"))
+        zero_engine.shard(model, optimizer, ZeroConfig(0), group=Group.solo(group.device))
         factor = float("inf") if group.rank == culprit else 1.0
         (model.bias.sum() * factor).backward()
 

@@ -57,8 +57,9 @@ def _check_at_rest(group: Group, cell: Cell, folder: Path, *, is_bf16: bool) -> 
     at_home = cell.params != "device"
     whole = shards * (1 if cell.stage == 3 else 2)
     assert report.params_bytes == (0 if at_home else whole), (cell, report)
-    state = PSI * (12 if is_bf16 or at_home else 8)  # with masters
     fraction = cell.fraction if cell.optimizer != "device" else 0
+    is_away = group.device.type != "cpu" and fraction > 0  # the host's memory is another
+    state = PSI * (12 if is_bf16 or at_home or is_away else 8)  # with masters
     beside = state * (1 - fraction)  # where shards of parameters rest
     on_device = 0 if at_home and fraction else beside
     # Parameters are cut at multiples of 64 elements.
@@ -66,6 +67,8 @@ def _check_at_rest(group: Group, cell: Cell, folder: Path, *, is_bf16: bool) -> 
 
     kept = {"device": 0, "host": shards, "disk": shards}[cell.params]
     elsewhere = state - report.optimizer_bytes + kept
+    if is_away and fraction == 1:
+        elsewhere += PSI * itemsize  # gradients leave the device
     # Two units read ahead, two written behind, and those that a sub-group of state spans.
     passing = 6 * shards // NUM_BLOCKS * (cell.params == "disk")
     groups = -(-state // SUBGROUP) + NUM_BLOCKS

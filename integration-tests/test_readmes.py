@@ -302,6 +302,11 @@ GUIDES: Final = [
     *sorted(ROOT / page for name in FOLDERS for page in ROOT.glob(f"docs/{name}/*.md")),
 ]
 GOES_ON: Final = ("accelerate", "ddp", "deepspeed", "fsdp2", "megatron", "trainer")  # started again
+CPU_ONLY: Final = {
+    "accelerate": "Accelerate knows the kinds of devices by name",
+    "hangs": "gloo's waits tell ranks that part; other backends' do not yet",
+    "lightning": "Lightning knows the kinds of devices by name",
+}
 NEEDS: Final = {"fine-tuning": ("bitsandbytes", "trl")}  # else the page is not run
 PRINTED: Final = {  # by scripts that say how well they learned, and what can be read again
     "accelerate": r"epoch 1: accuracy (0\.9[1-9]|1\.00)",
@@ -310,7 +315,17 @@ PRINTED: Final = {  # by scripts that say how well they learned, and what can be
 }
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=f"{page.parent.name}-{page.stem}",
+            marks=[pytest.mark.cpu_only(CPU_ONLY[page.stem])] if page.stem in CPU_ONLY else [],
+        )
+        for page in GUIDES
+    ],
+)
 def test_the_blocks_of_a_page_run_from_top_to_bottom_on_two_ranks(
     page: Path, ranks, tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ def _save_step(
 
 @functools.cache
 def _reader() -> tuple[nn.Module, torch.optim.Optimizer]:
-    return _make(Group.solo())
+    return _make(Group.solo(torch.get_default_device()))
 
 
 def _check_newest(folder: Path) -> int:
@@ -430,5 +430,9 @@ if __name__ == "__main__":
         sys.exit()
     if sys.argv[1] in {"train", "save", "leave"}:
         _kill_rank_behind(Path(sys.argv[2]), sys.argv[1])
-    _kill_loops(Path(sys.argv[1]))
+    child = os.fork()  # a process that has run a backward has threads for each accelerator
+    if not child:
+        _kill_loops(Path(sys.argv[1]))
+        sys.exit()
+    os.waitpid(child, 0)
     _kill_rank(Path(sys.argv[2]))

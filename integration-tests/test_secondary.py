@@ -205,7 +205,8 @@ def test_what_cannot_be_is_refused_when_it_is_said() -> None:
 @pytest.mark.ranks(4)
 def test_what_the_ranks_do_not_allow_is_refused_on_all(group: Group) -> None:
     """One rank to a node would hold all parameters, which stage 2 does better."""
-    other = Levels.of_nodes(parity.by_messages(), 2)
+    whole = Group.from_process_group(torch.distributed.new_group(), device=group.device)
+    other = Levels.of_nodes(whole, 2)
     for wire, text in (
         (Wire(levels=1, secondary=True), "one rank to a node.*use stage 2"),
         (Wire(levels=other, secondary=True), "levels of the group that the model is given"),

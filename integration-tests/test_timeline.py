@@ -74,6 +74,7 @@ def test_every_moment_of_every_rank_is_one_thing(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.skipif("config.getoption('device') == 'sim'", reason="its kernels take no time")
 def test_the_rank_that_the_others_wait_for_is_named(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,12 +188,13 @@ def test_accumulated_and_clipped_it_is_the_plain_loop(group: Group, tmp_path: Pa
         for name in ("loss", "grad_norm"):
             assert_close(_logged(trainer, name), _logged(ddp, name), rtol=1e-5, atol=0)
         norms, expected = _plain_loop(group, stage, trainer)
-        assert _logged(trainer, "grad_norm") == norms
+        rtol = 0 if group.device.type == "cpu" else 1e-5  # others scale the loss in another order
+        assert_close(_logged(trainer, "grad_norm"), norms, rtol=rtol, atol=0)
         assert min(norms) > 0.1, "nothing is clipped"
         if group.rank == 0:
             for name, value in ddp.model.state_dict().items():
                 assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
-            if group.device.type == "cpu":  # others scale the loss in another order
+            if not rtol:
                 parity.assert_same_weights(weights, expected, what=f"stage {stage}")
 
 
@@ -538,7 +539,10 @@ def test_checkpoints_are_gone_on_with(ranks, tmp_path: Path) -> None:
 def _resume_alone(group: Group, folder: str) -> list[Any]:
     _on_device_of(group)
     folders = (Path(folder, "alone"), _zero(3), Path(folder, "zero"))
-    return _logged(_train_with_checkpoints(*folders, batch=4), "loss", "eval_loss", "learning_rate")
+    # What tests create is on the device, and cannot be pinned.
+    options = {"use_cpu": group.device.type == "cpu", "dataloader_pin_memory": False}
+    trainer = _train_with_checkpoints(*folders, batch=4, **options)
+    return _logged(trainer, "loss", "eval_loss", "learning_rate")
 
 
 def _train_with_checkpoints(

@@ -312,7 +312,7 @@ def test_a_model_that_ddp_refuses_is_verified_in_one_process(group: Group) -> No
         _verify(group, _net(_recomputes))
     assert "itself cannot run this model, verify in one process" in raised.value.__notes__[0]
 
-    assert _verify(Group.solo(), _net(_recomputes)).is_equal
+    assert _verify(Group.solo(group.device), _net(_recomputes)).is_equal
 
 
 def test_what_cannot_be_run_is_named(group: Group) -> None:

@@ -46,7 +46,7 @@ def _data_parallel(group: Group) -> Made:
 def _fsdp(group: Group) -> Made:
     model, _ = _build()
     model.layers[1] = FullyShardedDataParallel(
-        model.layers[1], group.process_group, device_id=torch.device("cpu")
+        model.layers[1], group.process_group, device_id=group.device
     )
     return model, parity.adamw(model)
 
@@ -60,7 +60,7 @@ def _fsdp2(group: Group) -> Made:
 
 def _tensor_parallel(group: Group) -> Made:
     model, _ = _build()
-    distribute_module(model, init_device_mesh("cpu", (group.world_size,)))
+    distribute_module(model, init_device_mesh(group.device.type, (group.world_size,)))
     return model, parity.adamw(model)
 
 

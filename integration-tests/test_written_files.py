@@ -138,11 +138,11 @@ def test_a_checkpoint_goes_on_where_it_was(group: Group) -> None:
     assert report is not None
     assert report.begins_anew == ()
     assert report.restores_rngs
-    drawn = (torch.rand(3), random.random(), np.random.rand())
+    drawn = (torch.rand(3, device="cpu"), random.random(), np.random.rand())
     torch.manual_seed(100 + group.rank)
     random.seed(200 + group.rank)
     np.random.seed(300 + group.rank)
-    assert equal(drawn[0], torch.rand(3))
+    assert equal(drawn[0], torch.rand(3, device="cpu"))
     assert drawn[1:] == (random.random(), np.random.rand())
     _check_model(model, "sgd")
 

@@ -48,7 +48,7 @@ def token_loss(model: nn.Module, step: int, *, rank: int) -> Tensor:
     """Of two rows of six tokens, twenty kinds of them, this rank's own; under autocast once."""
     generator = torch.Generator().manual_seed(2 * step + rank)
     ids = torch.randint(0, 20, (2, 6), generator=generator)
-    with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=step == 1):
         return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
 
 

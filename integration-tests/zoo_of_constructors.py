@@ -9,7 +9,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import parity
 import torch
@@ -31,6 +31,11 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return x + self.down(torch.relu(self.up(x)))
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """As an array, whose writes torch does not see; only the host's can be one."""
+    return tensor.detach().numpy() if tensor.is_cpu else tensor.detach()
 
 
 class _Built(nn.Module):
@@ -76,7 +81,7 @@ def writes_to_children(self: nn.Module) -> None:
         weights[7].add_(weights[6]).mul_(0.5)
         weights[8].copy_(weights[0] @ weights[1].t())
         torch._foreach_mul_([weights[9], weights[10]], 2.0)
-    weights[11].detach().numpy()[0] = 3.0
+    _memory_of(weights[11])[0] = 3.0
 
 
 @_in_constructor
@@ -84,7 +89,7 @@ def keeps_a_view_for_a_while(self: nn.Module) -> None:
     """A view is taken, other things are built, and then the view is written through."""
     self.first = nn.Linear(W, W)
     view = self.first.weight.data[1:3]
-    array = self.first.bias.detach().numpy()
+    array = _memory_of(self.first.bias)
     self.second = Mlp()
     view.fill_(5.0)
     array[:] = 6.0
@@ -139,7 +144,7 @@ def several_levels() -> nn.Module:
 
 def skips_init() -> nn.Module:
     """Built on meta, moved by to_empty(), then filled."""
-    linear = nn.utils.skip_init(nn.Linear, W, W)
+    linear = nn.utils.skip_init(nn.Linear, W, W, device=torch.get_default_device())
     nn.init.normal_(linear.weight)
     nn.init.ones_(linear.bias)
     return nn.Sequential(linear, Mlp())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import warnings
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +21,7 @@ import test_accelerate
 import zero_engine
 from torch import nn
 from zero_comm import Group
+from zero_comm.testing import without_default_device
 from zero_engine import ZeroConfig
 from zero_partition.seams import find_sharded
 
@@ -50,6 +52,8 @@ LEFT_OUT: Final[dict[str, tuple[str, str]]] = {
     "test_gradient_accumulation": (SHARDED, READS_GRAD),
     "test_gradient_accumulation_with_opt_and_scheduler": (SHARDED, READS_GRAD),
 }
+IN_FP16: Final = ("test_script.training_check",)
+FP16: Final = "for fp16, Accelerate knows the kinds of devices by name"
 
 
 def _load(script: str) -> ModuleType:
@@ -81,6 +85,18 @@ class _Whole(nn.Module):
         return super().cpu()
 
 
+def _make(kind: Any, *positional: Any, **options: Any) -> Any:
+    """An accelerator of that class, on the ranks' device, of a kind that Accelerate need not know.
+
+    With cpu=True it joins the ranks' group; on a device, it refuses to be told so twice.
+    """
+    from accelerate.state import AcceleratorState
+
+    if "ACCELERATE_TORCH_DEVICE" not in os.environ or not AcceleratorState._shared_state:
+        options["cpu"] = True
+    return kind(*positional, **options)
+
+
 def _run(script: str, name: str, make: Any) -> None:
     from accelerate import PartialState
 
@@ -89,6 +105,7 @@ def _run(script: str, name: str, make: Any) -> None:
     given = {"accelerator": accelerator, "state": PartialState()}
     asked = inspect.signature(function).parameters
     with ExitStack() as stack:
+        stack.enter_context(without_default_device())
         if hasattr(module, "Accelerator"):
             stack.enter_context(mock.patch.object(module, "Accelerator", make))
         if hasattr(module, "RegressionModel"):
@@ -99,15 +116,21 @@ def _run(script: str, name: str, make: Any) -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.ranks(2, timeout_s=120)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(name, marks=[pytest.mark.cpu_only(FP16)] if name in IN_FP16 else [])
+        for name in FUNCTIONS
+    ],
+)
 def test_a_script_of_accelerates_passes(group: Group, function: str) -> None:
     from accelerate import Accelerator
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
     script, name = function.split(".")
     with test_accelerate._environment(group):
-        _run(script, name, partial(Accelerator, cpu=True))
+        _run(script, name, partial(_make, Accelerator))
     for stage in (0,) if name in LEFT_OUT else STAGES:
         zero = ZeroConfig(stage, min_unit_bytes=0, small_param_numel=0)
         with test_accelerate._environment(group):
-            _run(script, name, partial(ZeroAccelerator, zero=zero))
+            _run(script, name, partial(_make, ZeroAccelerator, zero=zero))

@@ -241,6 +241,7 @@ def test_broadcast_gives_everyone_the_source_s_values(group: Group, dtype: torch
 
 
 @each_transport
+@pytest.mark.cpu_only("only gloo's messages have tags")
 def test_tags_allow_another_order_on_another_rank(group: Group, transport: str) -> None:
     """A prefetch may run ahead on one rank; its bytes must not land in another unit's buffer."""
     group, handles = over(group, transport), {}
@@ -396,6 +397,7 @@ def test_even_splits_cover_and_differ_by_one_at_most(numel: int, world_size: int
 
 
 @each_transport
+@pytest.mark.cpu_only("only gloo's messages have tags")
 def test_a_user_s_own_messages_do_not_meet_ours(group: Group, transport: str) -> None:
     """The group may be in use for plain send and recv, whose tags start at 0."""
     group = over(group, transport)

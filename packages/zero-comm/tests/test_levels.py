@@ -211,6 +211,7 @@ def test_traffic_is_told_apart_by_what_it_was_for(group: Group) -> None:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.cpu_only("ranks of one node read each other's memory on CPUs only")
 def test_ranks_of_different_nodes_exchange_messages(group: Group) -> None:
     """Levels are believed: what is said to cross a network must cross it in a trial on one host."""
     levels, is_one_node = Levels.of_nodes(group, 2), group.world_size == 2

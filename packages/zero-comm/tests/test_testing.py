@@ -180,6 +180,7 @@ def test_a_pool_has_at_least_one_rank() -> None:
         RankPool(0)
 
 
+@pytest.mark.cpu_only("what a rank sends alone never ends on a device")
 def test_a_message_of_one_run_does_not_reach_the_next(ranks) -> None:
     """Else a test that forgot a wait would corrupt the one after it."""
     ranks(2).run(_send_and_forget, value=1.0)

@@ -25,7 +25,8 @@ def _make(dataset: Any, group: Group, *, batch_size: int = 4, **options: Any) ->
 
 
 def _epoch(loader: Any) -> list[int]:
-    return [int(sample) for batch in loader for sample in batch]
+    with torch.device("cpu"):  # not the tests' default: what is pinned must be on the host
+        return [int(sample) for batch in loader for sample in batch]
 
 
 def test_ranks_share_out_the_dataset(ranks) -> None:

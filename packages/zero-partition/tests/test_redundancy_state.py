@@ -130,7 +130,8 @@ def test_any_rank_or_all_receive_what_stays_of_one_moment(group: Group) -> None:
         for number, param in enumerate(params_of(optimizer))
         if optimizer.owner_of(param) == group.rank
     )
-    assert held[number]["factors"][0] is optimizer.state[param]["factors"][0]  # until it steps
+    if group.device.type == "cpu":  # no copy, until it steps
+        assert held[number]["factors"][0] is optimizer.state[param]["factors"][0]
     step_alike(oracle, optimizer, range(4, 6))
     assert same(before, held)
     assert same(before, optimizer.state_dict()["state"])

@@ -26,7 +26,7 @@ from .peers import (
     reads_refused,
     without_reads,
 )
-from .rank_pool import RankPool
+from .rank_pool import RankPool, without_default_device
 from .values import assert_close, equal, on_cpu
 
 __all__ = [
@@ -49,5 +49,6 @@ __all__ = [
     "triton_kernels",
     "triton_ptx",
     "using_kernels",
+    "without_default_device",
     "without_reads",
 ]

@@ -438,6 +438,10 @@ class _DefaultDevice(DefaultDeviceMode):
             drawn = func(args[0].cpu(), *args[1:], **kwargs)  # as `normal_`, or `bernoulli`
             is_in_place = getattr(func, "__name__", "").endswith("_")
             return args[0].copy_(drawn) if is_in_place else drawn.to(self.device)
+        elif draws_on_cpu and isinstance(kwargs.get("tensor"), Tensor):  # of `torch.nn.init`
+            target = kwargs["tensor"]
+            with torch.no_grad():
+                return target.copy_(func(**{**kwargs, "tensor": target.cpu()}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -447,8 +451,29 @@ def _on(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    with _DefaultDevice(torch.device(device)):
+    mode = _DefaultDevice(torch.device(device))
+    _DEFAULT_DEVICES.append(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        _DEFAULT_DEVICES.pop()
+
+
+_DEFAULT_DEVICES: Final[list[_DefaultDevice]] = []  # of the run
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Inside, a rank creates tensors where the programs of users do: on the CPU. Local."""
+    modes = list(_DEFAULT_DEVICES)
+    for mode in modes:
+        mode.__exit__(None, None, None)
+    try:
         yield
+    finally:
+        for mode in modes:
+            mode.__enter__()
 
 
 @contextlib.contextmanager
