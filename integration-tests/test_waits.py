@@ -201,6 +201,22 @@ def test_the_host_opens_a_shard_after_what_the_device_wrote(group: Group) -> Non
 
 @on_a_device
 @one_rank
+def test_memory_of_a_copy_that_nobody_waits_for_is_not_used_again(group: Group) -> None:
+    """An exception may come between the two, and slots are given back then."""
+    shards = OffloadedShards(zero_offload.HostArena("shards"))
+    shards.allocate({0: torch.empty(2**14, device="meta")})
+    shards.write(0, torch.ones(2**14, device=group.device))
+    into = torch.empty(2**14, device=group.device)
+    shards.read(0, into)  # and not wait()
+    del into
+    others = [torch.zeros(2**14, device=group.device) for _ in range(3)]
+    torch.accelerator.synchronize()
+    assert not any(other.any() for other in others)
+    shards.end()
+
+
+@on_a_device
+@one_rank
 def test_a_forward_before_the_step_computes_with_what_was_before(group: Group) -> None:
     """The host overwrites shards that may be on their way to the device."""
     model, optimizer = _trained(group, 3, params="host", optimizer="host")

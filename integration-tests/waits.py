@@ -132,6 +132,9 @@ SEES: Final[dict[str, list[str]]] = {
     "test_the_host_opens_a_shard_after_what_the_device_wrote": [
         "zero_offload/residence/shards.py OffloadedShards.write: record_event",
     ],
+    "test_memory_of_a_copy_that_nobody_waits_for_is_not_used_again": [
+        "zero_offload/memory/copies.py copy_beside: record_stream",
+    ],
     "test_a_forward_before_the_step_computes_with_what_was_before": [
         "zero_offload/residence/shards.py OffloadedShards.open: synchronize",
     ],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,6 +189,22 @@ def test_a_message_of_one_run_does_not_reach_the_next(ranks) -> None:
     received = ranks(2).run(_send_to_the_other, value=2.0)
 
     assert received == [2.0, 2.0]
+
+
+@pytest.mark.skipif("config.getoption('device') == 'cpu'", reason="of waits for a device")
+def test_an_error_that_a_finalizer_gets_fails_the_run(ranks) -> None:
+    """Else a finalizer that waits for the device would hide what was wrong before."""
+    with pytest.raises(RankFailedError, match="lost in a finalizer"):
+        ranks(1).run(_raise_in_a_finalizer)
+
+
+def _raise_in_a_finalizer(_: Group) -> None:
+    def fail() -> None:
+        raise ValueError("lost in a finalizer")
+
+    held = type("Held", (), {})()
+    weakref.finalize(held, fail)
+    del held
 
 
 def _send_and_forget(group: Group, value: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import re
 import resource
@@ -322,6 +323,7 @@ def test_pages_that_cannot_be_provided_are_given_back(
     monkeypatch: pytest.MonkeyPatch, code: int, is_refused: bool
 ) -> None:
     """A kernel before 5.14 does not know the request: there pages are touched one by one."""
+    gc.collect()  # memory of tests before this one, which tracebacks keep
     real, unmapped = arena._libc, []
 
     def madvise(address: int, nbytes: int, advice: int) -> int:

@@ -361,13 +361,38 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
                 for key, value in request.kwargs.items()
             }
             group = _join(request, rank, world_size, device)
-            result = getattr(module, request.name)(group, **kwargs)
-            if device != "cpu":  # what it left on the device raises here, and not in the next run
-                torch.accelerator.synchronize()
+            body = getattr(module, request.name)
+            if device == "cpu":
+                return _Reply(value=pickle.dumps(body(group, **kwargs)))
+            with _raising_what_finalizers_raise():
+                result = body(group, **kwargs)
+                torch.accelerator.synchronize()  # what it left on the device raises here
             return _Reply(value=pickle.dumps(result))
     except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)
+
+
+@contextlib.contextmanager
+def _raising_what_finalizers_raise() -> Iterator[None]:
+    """Raise at the end the first error of a finalizer, which Python prints and ignores.
+
+    One that waits for the device, as that of page-locked memory does, gets errors of all before.
+    """
+    lost: list[BaseException] = []
+    hook = sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        hook(unraisable)
+        lost.append(unraisable.exc_value)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+    if lost:
+        raise lost[0]
 
 
 def _join(request: _Request, rank: int, world_size: int, device: str) -> Group:
