@@ -153,7 +153,7 @@ def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
     at_rest.load_state_dict(model.state_dict())
     expected = at_rest.state_dict()
 
-    whole, gathered, rounded = zero_engine.full_state_dict(model), model.state_dict(), []
+    whole, gathered, exact = zero_engine.full_state_dict(model), model.state_dict(), []
     for name, param in model.named_parameters():
         assert equal(gathered[name], expected[name]), name
         assert group.rank or equal(whole[name], expected[name]), name
@@ -161,9 +161,9 @@ def test_weights_by_request_are_exact(group: Group, precision: Masters) -> None:
         assert equal(full.to(param.dtype), expected[name]), name
         with zero_engine.GatheredParameters(param):
             assert equal(param, expected[name]), name
-        if not equal(param, expected[name]):
-            rounded.append(name)
-    assert len(rounded) > 5, rounded
+        if param.requires_grad and equal(param, expected[name]):
+            exact.append(name)
+    assert len(exact) <= (group.device.type != "cpu"), exact  # others train other values
     with zero_engine.unsharded(model), zero_engine.unsharded(at_rest), torch.no_grad():
         assert equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
 

@@ -164,9 +164,9 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
     return address, reason
 
 
-# NOTE(copies): a copy from or to page-locked memory may still be under way when its last tensor
-# goes, which may be in any thread. The device is the one that was current when it was taken: in
-# another thread the first one is, on which a process of another rank computes.
+# NOTE(copies): a copy from or to page-locked memory may still be under way when the last tensor of
+# it goes, which happens in any thread. The device that is waited for is the one that was current
+# when the memory was taken. In another thread the first device is current, which is another rank's.
 
 
 def _unregister(address: int, nbytes: int, device_index: int) -> None:

@@ -76,10 +76,10 @@ class _Delivery:
 
     event: Any
     source: Tensor  # whose memory is not used again before the copy is done
-    into: Tensor
-    staged: Tensor | None  # what is added to that or converted, once it is here
+    copy: Tensor
+    into: Tensor  # the copy itself, unless that is added or converted once it is here
     adds: bool
-    memory: Tensor | None  # in which it is staged
+    staging: Tensor | None  # in which the copy lies until then
 
 
 @final
@@ -115,13 +115,13 @@ class HostGradients:
         if received.is_cpu:
             into.add_(received) if adds else into.copy_(received)
             return
-        staged = memory = None
+        copy, staging = into, None
         # torch would let the host wait for a copy that converts.
         if adds or received.dtype is not into.dtype:
-            memory = self._take_staging(received.nbytes)
-            staged = memory[: received.nbytes].view(received.dtype).view(received.shape)
-        event = copy_beside(received, into if staged is None else staged, self._streams)
-        self._under_way.append(_Delivery(event, received, into, staged, adds, memory))
+            staging = self._take_staging(received.nbytes)
+            copy = staging[: received.nbytes].view(received.dtype).view(received.shape)
+        event = copy_beside(received, copy, self._streams)
+        self._under_way.append(_Delivery(event, received, copy, into, adds, staging))
 
     def settle(self) -> None:
         """Block until all that was delivered is there, and added."""
@@ -130,7 +130,7 @@ class HostGradients:
 
     def _take_staging(self, num_bytes: int) -> Tensor:
         """Memory that is free again; as large, in time, as the largest that was asked for."""
-        while sum(each.memory is not None for each in self._under_way) >= _STAGED:
+        while sum(each.staging is not None for each in self._under_way) >= _STAGED:
             self._land()
         memory = self._staging.pop() if self._staging else None
         if memory is None or memory.nbytes < num_bytes:
@@ -140,11 +140,10 @@ class HostGradients:
     def _land(self) -> None:
         delivery = self._under_way.popleft()
         delivery.event.synchronize()
-        if delivery.staged is not None:
-            into, staged = delivery.into, delivery.staged
-            into.add_(staged) if delivery.adds else into.copy_(staged)
-        if delivery.memory is not None:
-            self._staging.append(delivery.memory)
+        if delivery.staging is not None:
+            into, copy = delivery.into, delivery.copy
+            into.add_(copy) if delivery.adds else into.copy_(copy)
+            self._staging.append(delivery.staging)
 
 
 @final

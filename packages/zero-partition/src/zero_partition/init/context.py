@@ -177,12 +177,13 @@ class Init:
             model = Model()
         partition(model, optimizer, group=group)
 
-    Inside, what is created without a device is on the group's, unless a surrounding `with
-    torch.device()` says where. A module's own parameters are sharded soon after its constructor has
-    ended. Whoever touches one later (a parent's constructor, `module.apply(fn)`, `nn.init`,
-    `.data`, a forward) finds it whole, and what is written stays. Values are those of plain
-    construction on rank 0, bit for bit, whatever the other ranks' seeds. Buffers stay whole;
-    partition() gives all ranks those of rank 0. Parameters on the meta device stay there.
+    Inside, what is created without a device is on the group's device; if another default device
+    than the CPU is set, as by `with torch.device("meta")`, it is there. A module's own parameters
+    are sharded soon after its constructor has ended. Whoever touches one later (a parent's
+    constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward) finds it whole, and what is
+    written stays. Values are those of plain construction on rank 0, bit for bit, whatever the other
+    ranks' seeds. Buffers stay whole; partition() gives all ranks those of rank 0. Parameters on the
+    meta device stay there.
 
     After it, parameters read as NaN until `partition` adopts them; forward and `state_dict()`
     raise, `copy.deepcopy` works. To change values before that, enter another `Init`. What is to

@@ -251,7 +251,7 @@ def _total_norm(
     if parts:
         stacked = torch.stack(parts)
         extreme = stacked.max() if norm_type > 0 else stacked.min()
-        # Where gradients are on the host: the device must not have ended what came before.
+        # If gradients are on the host, it does not wait for what the device has to do before.
         local[0].copy_(stacked.sum() if is_sum else extreme, non_blocking=True)
     if reducer.shards_state:
         local = _combine(local, norm_type, sharded.group, reducer)
