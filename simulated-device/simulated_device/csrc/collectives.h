@@ -36,8 +36,13 @@ class SimCCL final : public c10d::Backend {
   intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
 
-  // Ends all waits of this group with an error, here and for good.
-  void abort() override { abort_all("simccl: the group was aborted"); }
+  // Collectives so far, those of one rank with another aside.
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void setSequenceNumberForGroup() override {}
+
+  // Ends all waits of this group, here and for good. As on a GPU, the host is not told unless it
+  // waits for a collective: what that should have written is undefined.
+  void abort() override { abort_all(); }
 
   // The same, but lets collectives end that all ranks have launched.
   void shutdown() override {
@@ -47,7 +52,7 @@ class SimCCL final : public c10d::Backend {
       Time deadline = now() + kPatience;
       for (auto [peer, stream] : streams_) Engine::get().drain(lock, stream, deadline);
     }
-    abort_all("simccl: the group was shut down");
+    abort_all();
   }
 
   bool supportsCoalescing() const override { return true; }
@@ -309,6 +314,7 @@ class SimCCL final : public c10d::Backend {
   // Launches on the stream of all ranks, or on that of the messages between this rank and a peer.
   WorkPtr start(Launch launch, int peer) {
     DeviceIndex device = device_of_group(launch);
+    if (peer == kAllRanks) sequence_++;
     auto stash = std::make_shared<Tensors>(launch.reads);
     stash->insert(stash->end(), launch.writes.begin(), launch.writes.end());
     Tensors values = launch.writes.empty() ? launch.reads : launch.writes;
@@ -388,10 +394,10 @@ class SimCCL final : public c10d::Backend {
     return finished;
   }
 
-  void abort_all(const std::string& why) {
+  void abort_all() {
     Lock lock;
     is_aborted_ = true;
-    for (auto [peer, stream] : streams_) Engine::get().abort(stream, why);
+    for (auto [peer, stream] : streams_) Engine::get().abort(stream);
   }
 
   intrusive_ptr<Backend> inner_;  // of the CPU, over the same ranks
@@ -400,6 +406,7 @@ class SimCCL final : public c10d::Backend {
   std::optional<Launch> coalesced_;     // what an open coalescing block has collected
   std::vector<std::pair<Moment, Stash>> stashes_;  // of launches that may not have ended
   bool is_aborted_ = false;                        // no more launches
+  uint64_t sequence_ = 0;
 };
 
 }  // namespace sim

@@ -198,9 +198,15 @@ class Peers {
 
   void wait(const std::vector<intrusive_ptr<c10d::Work>>& works) {
     auto& engine = Engine::get();
+    bool is_lost = false;  // a rank has ended: the others' kernels wait on, as NCCL's do
     engine.without_lock(*lock_, [&] {
-      for (const auto& work : works) work->wait();
+      try {
+        for (const auto& work : works) work->wait();
+      } catch (const std::exception&) {
+        is_lost = true;
+      }
     });
+    if (is_lost) engine.wait_for_abort(*lock_, stream_);
     TORCH_CHECK(!engine.stream(stream_).is_aborted, "simccl: the group was aborted");
   }
 

@@ -83,6 +83,7 @@ struct StreamState {
   bool is_closed = false;   // no more launches: the worker ends when nothing is left
   bool is_stuck = false;    // the oldest task is an exchange that does not fit other ranks'
   bool is_aborted = false;  // the tasks were dropped: the worker ends at once
+  Position last_run = 0;    // before that
   std::condition_variable wake;  // notified when the worker must look at one of these again
 };
 
@@ -136,7 +137,8 @@ class Engine {
 
   // ---- workers of collective streams
   void start_worker(StreamIndex index);
-  void abort(StreamIndex index, const std::string& why);
+  void abort(StreamIndex index);
+  bool is_dropped(const Point& point) const;
   void close(StreamIndex index);
   template <typename Wait>
   void without_lock(Lock& lock, Wait wait);

@@ -140,14 +140,20 @@ inline void Engine::run_all_ready(Lock& lock) {
     try_advance(lock, {index, streams_[index]->launched});
 }
 
-// Drops a stream's tasks. Those who wait for them get an error instead.
-inline void Engine::abort(StreamIndex index, const std::string& why) {
+// Drops a stream's tasks.
+inline void Engine::abort(StreamIndex index) {
   auto& stream = *streams_[index];
-  if (!stream.tasks.empty()) note_error(stream.tasks.front().name, std::runtime_error(why));
-  while (!stream.tasks.empty()) finish_front(stream);
+  if (!stream.is_aborted) stream.last_run = stream.finished;
   stream.is_aborted = true;
+  while (!stream.tasks.empty()) finish_front(stream);
   stream.wake.notify_all();
   progress_.notify_all();
+}
+
+// Whether an abort came before a task.
+inline bool Engine::is_dropped(const Point& point) const {
+  const auto& stream = *streams_[point.stream];
+  return stream.is_aborted && point.position > stream.last_run;
 }
 
 inline void Engine::close(StreamIndex index) {

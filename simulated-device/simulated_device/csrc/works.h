@@ -66,7 +66,7 @@ class SimWork final : public Work {
   }
   bool isSuccess() const override {
     Lock lock;
-    return !Engine::get().stream(moment_.point.stream).is_aborted;
+    return !Engine::get().is_dropped(moment_.point);
   }
 
   void synchronize() override { wait(kNoTimeout); }
@@ -104,6 +104,8 @@ class SimWork final : public Work {
                      " after ", timeout.count(), " ms");
     engine.host_learns(moment_.clock);
     engine.raise_error();
+    TORCH_CHECK_WITH(DistBackendError, !engine.is_dropped(moment_.point),
+                     "simccl: the group was aborted");
   }
 
   DeviceIndex device_;
