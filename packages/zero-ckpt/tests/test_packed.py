@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_ckpt import Checkpointer, CheckpointError, PackedSaver
 from zero_ckpt.testing import late
 from zero_comm import DivergenceError, Group, even_splits, record_traffic
-from zero_comm.testing import assert_close, equal
+from zero_comm.testing import assert_close, equal, rely_on
 
 CPU = torch.device("cpu")
 NUMEL = 7354  # of which half is the size of nothing else
@@ -511,6 +511,7 @@ def test_ranks_that_go_backward_through_other_calls_are_told(group: Group) -> No
         DivergenceError, match=r"gathering the inputs of the checkpoint of .*(sin|cos)"
     ):
         outputs[group.rank].sum().backward()
+        rely_on(group)
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "messages"])
@@ -518,9 +519,11 @@ def test_ranks_that_were_called_with_other_sizes_are_told(group: Group, reads: b
     """Split inputs are the same on all ranks: a batch of its own on each is a mistake."""
     with mock.patch.dict(os.environ, {} if reads else {"ZERO_COMM_PEER_MEMORY": "0"}):
         group = Group.from_process_group(dist.new_group(), patience_s=0.4)
-    assert (group.peers is not None) == reads
+    if group.device.type == "cpu":
+        assert (group.peers is not None) == reads
     x = torch.randn(8 + 2 * group.rank, requires_grad=True)
     output = Checkpointer(saver=_saver(group, splits=True)).checkpoint(torch.sin, x)
 
     with pytest.raises(DivergenceError, match=r"elements: 8 of .*elements: 10 of .*same inputs"):
         output.sum().backward()
+        rely_on(group)

@@ -48,7 +48,7 @@ def test_a_rank_that_stays_away_is_an_error_in_seconds(group: Group) -> None:
     """The check exists because ranks go astray; it must not itself wait for ever."""
     started = time.monotonic()
     if group.rank == 0:
-        with pytest.raises(CommError, match=r"receiving from rank 1 did not finish within 0.5 s"):
+        with pytest.raises(CommError, match=r" did not finish within 0.5 s"):
             check_agreement({"a": "1"}, group=group, timeout_s=0.5)
     assert time.monotonic() - started < 10
 

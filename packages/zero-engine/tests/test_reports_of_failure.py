@@ -164,8 +164,8 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     first, second = seen[0]["launched"], seen[1]["launched"]
     last = int(first["collectives"])
     assert re.fullmatch(r"rank 1 for \d+ s in gathering unit '3' .*", first["waits for"])
-    assert first[str(last)] == "gathering unit '3', in flight"
-    assert first[str(last - 1)] == "gathering unit '2', finished"
+    assert first[str(last)] == "gathering unit '3' (version 2), in flight"
+    assert first[str(last - 1)] == "gathering unit '2' (version 2), finished"
     assert (int(second["collectives"]), second["waits for"]) == (last - 1, "nobody")
     assert zero("report", tmp_path / "reports") == 0
     said = capsys.readouterr().out

@@ -1,8 +1,8 @@
 """Coalesced collectives over one group of ranks."""
 
-# Layers, lowest first: errors, torch_private, logs, ranges, _native, build, watch, codecs, handle,
-# peer_memory, planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
-# hierarchical, window, sanitize, failure, testing.
+# Layers, lowest first: errors, torch_private, logs, ranges, _native, build, calls, watch, circles,
+# traces, order, codecs, handle, peer_memory, planning, traffic, meet, group, transport, flat, loco,
+# agreement, coalesced, ddp, hierarchical, window, sanitize, failure, testing.
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zero_comm.__about__ import __version__
 
 if TYPE_CHECKING:
     from zero_comm.agreement import all_gather_json, check_agreement
+    from zero_comm.calls import collective
     from zero_comm.coalesced import (
         all_gather_coalesced,
         all_reduce_coalesced,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from zero_comm.planning import Sent
     from zero_comm.traffic import OperationTraffic, Traffic
     from zero_comm.transport import Reduction, even_splits
-    from zero_comm.watch import Purpose, collective
+    from zero_comm.watch import Purpose
     from zero_comm.window import Exposure, expose
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
 # Where a name is; loaded on first use.
 _NAMES: Final = {
     "zero_comm.agreement": "all_gather_json check_agreement",
+    "zero_comm.calls": "collective",
     "zero_comm.coalesced": (
         "all_gather_coalesced all_reduce_coalesced broadcast_coalesced reduce_scatter_coalesced"
     ),
@@ -122,7 +124,7 @@ _NAMES: Final = {
     "zero_comm.planning": "Sent",
     "zero_comm.traffic": "OperationTraffic Traffic",
     "zero_comm.transport": "Reduction even_splits",
-    "zero_comm.watch": "Purpose collective",
+    "zero_comm.watch": "Purpose",
     "zero_comm.window": "Exposure expose",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}

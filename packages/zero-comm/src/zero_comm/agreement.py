@@ -57,6 +57,7 @@ def all_gather_json(
     text = json.dumps(value)
     if group.world_size == 1:  # so the host need not wait for the device
         return [json.loads(text)]
+    group.compare_launches("exchanging facts", at_once=True, timeout_s=timeout_s)
     own = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
     numels = _gather(
         torch.tensor([[own.numel()]], device="cpu"), group, tag=tag, timeout_s=timeout_s

@@ -110,11 +110,8 @@ def _report(why: str, write: Write) -> None:
 
 
 def describe_launches(group: Group) -> dict[str, str]:
-    """What this rank launched last, by number; in this step, where nobody watches (nccl). Local."""
-    if group.watch is None:
-        traffic = group.log[-1].counted if group.log else {}
-        return {f"{name} {subject}": str(n) for (name, subject, *_), n in tuple(traffic.items())}
-    return group.watch.describe(_in_flight)
+    """What this rank launched last, by number. Local."""
+    return {} if group.watch is None else group.watch.describe(_in_flight)
 
 
 def _in_flight() -> list[Launch]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,12 @@ from zero_comm.codecs.codec import AbstractCodec, check_encodable
 
 from .errors import GroupMismatchError
 from .group import Group
-from .handle import Handle, Message
+from .handle import Handle
 from .torch_private import is_profiled, unrecorded
 from .transport import (
     Reduction,
     begin,
+    built_in,
     check_mean,
     check_tensor,
     chunks_of,
@@ -116,9 +116,6 @@ def add_up(rows: Sequence[Tensor], total: Tensor, codec: AbstractCodec) -> Tenso
     for row in rows[1:]:
         codec.decode_add(row, total)
     return total
-
-
-_BUILT_IN: Final = -1  # torch's own collectives meet in the order of their launches
 
 
 def all_gather_flat(
@@ -315,8 +312,9 @@ def all_reduce_flat(
             )
         )
     if not group.backend.composes_from_peers:
-        work = dist.all_reduce(buffer, torch_op(op), group=group.process_group, async_op=True)
-        return Handle(lambda _: buffer, (Message(work, name),), (buffer,))
+        launch = begin(group, name, tag, buffer.dtype, splits)
+        message = built_in(launch, dist.all_reduce, buffer, torch_op(op), group=group)
+        return Handle(lambda _: buffer, (message,), (buffer,))
     return launch_reduce_scatter(buffer, splits, group=group, op=op, out=own, tag=tag).then(
         lambda _: launch_gather(buffer, splits, group=group, name=name, tag=tag, is_late=True)
     )
@@ -346,16 +344,14 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    watch = group.watch
-    launch = None if watch is None else watch.launch("broadcast", _BUILT_IN, sends=True)
+    launch = begin(group, "broadcast", 0, buffer.dtype, splits)
     wire = buffer.view(torch.uint8)  # gloo knows few dtypes
     send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
-    work = send(wire, group.global_rank(src), group=group.process_group, async_op=True)
-    if watch is not None:
-        watch.sent()
-    # gloo's tree: all comes from `src`, which sends to the rank after it first.
-    peer = src if group.rank != src else (src + 1) % group.world_size
-    return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))
+    message = built_in(launch, send, wire, group.global_rank(src), group=group)
+    if group.backend.composes_from_peers:
+        # gloo's tree: all comes from `src`, which sends to the rank after it first.
+        message.peer = src if group.rank != src else (src + 1) % group.world_size
+    return Handle(lambda _: buffer, (message,), (buffer,))
 
 
 def gather_flat(
@@ -411,6 +407,5 @@ def gather_flat(
         receives=chunks,
         offsets=[0] * group.world_size,
         group=group,
-        launch=begin(group, "gather", tag) if group.backend.composes_from_peers else None,
-        num_bytes=tuple(split * shard.element_size() for split in splits),
+        launch=begin(group, f"gather to {to}", tag, shard.dtype, splits),
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,11 @@ from attrs import Factory, evolve, field, frozen
 
 from .errors import CommError
 from .logs import follow_environment
-from .meet import shared_host
+from .meet import abort, shared_host
+from .order import OrderWatch
 from .peer_memory import PeerMemory
 from .planning import Sent
-from .torch_private import accelerator, let_gloo_finish_at_exit
+from .torch_private import accelerator, backend_of, let_gloo_finish_at_exit, timeout_of
 from .traffic import Traffic
 from .watch import Purpose, Watch
 
@@ -104,7 +107,7 @@ class Group:
     device: torch.device  # where tensors of its collectives live
     backend: Backend
     peers: PeerMemory | None = field(default=None, repr=False)  # where ranks read their memory
-    watch: Watch | None = field(default=None, repr=False)  # where messages are waited for
+    watch: Watch | None = field(default=None, repr=False)  # None: no rank but this one
     transport: str = ""  # how values travel, and why so, in one line
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
     purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)  # by tag
@@ -136,10 +139,10 @@ class Group:
             device: Where its tensors live; the current accelerator if the group has a backend for
                 it, as nccl is for CUDA, else the CPU.
             timeout_s: Longest wait for the other ranks the first time; the group's own when None.
-            patience_s: How long a gloo rank waits for a peer before it finds out whether that one
-                can still come, in seconds; as it is (3 at first) when None. Peers that are slow are
-                waited for; one that waits for this rank in another collective ends with it in a
-                DivergenceError.
+            patience_s: How long a rank waits for a peer, or for its device, before it finds out
+                whether that one can still come, in seconds; as it is (3 at first) when None. Peers
+                that are slow are waited for; one that waits for this rank in another collective, or
+                has launched another one, ends with it in a DivergenceError.
 
         Raises:
             CommError: torch.distributed is not initialised, this rank is not a member, the backend
@@ -173,8 +176,10 @@ class Group:
             )
             peers, watch, transport = found.peers, found.watch, found.reason
             nodes = found.hosts
-            if patience_s is not None:
-                watch.patience_s = patience_s
+        elif world_size > 1:
+            watch = _order_watch(process_group, where)
+        if watch is not None and patience_s is not None:
+            watch.patience_s = patience_s
         group = cls(process_group, rank, world_size, where, backend, peers, watch, transport)
         _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)
         purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
@@ -197,6 +202,28 @@ class Group:
         """Say what the collectives with these tags are for: to errors, and in counts. Local."""
         self.purposes.update(purposes)
 
+    def compare_launches(
+        self, what: str, *, at_once: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Raise unless all ranks have launched the same on this group. Collective.
+
+        For backends whose collectives meet in the order of their launches, and whose host does not
+        wait for them, as NCCL's: what ranks launched may have met something else. Does nothing on
+        others, such as gloo, whose messages meet by what they mean. The host waits for no device.
+
+        Args:
+            what: The call that is about to rely on it: "optimizer.step()".
+            at_once: Wait until all ranks have made this call. Otherwise what is looked at are the
+                launches before the call before, which all ranks have made by now or are about to.
+            timeout_s: Longest wait for another rank, in seconds; the group's own when None.
+
+        Raises:
+            DivergenceError: Ranks launched different collectives; says where, and on which ranks.
+            CommError: A rank did not come in time.
+        """
+        if self.watch is not None:
+            self.watch.compare(what, at_once=at_once, timeout_s=timeout_s)
+
     def count(
         self,
         name: str,
@@ -213,6 +240,30 @@ class Group:
         call = (name, "" if purpose is None else purpose.subject, calls, sent, args)
         for traffic in (*self.recorders, *self.log[-1:]):
             traffic.counted[call] += 1
+
+
+_ORDER: Final[WeakKeyDictionary[Any, OrderWatch]] = WeakKeyDictionary()  # by process group
+# Of each default group: how many groups of a name there were, as torch gives a name again.
+_NAMED: Final[WeakKeyDictionary[Any, Counter[str]]] = WeakKeyDictionary()
+
+
+def _order_watch(process_group: Any, device: torch.device) -> OrderWatch:
+    """Return the watch of a process group whose collectives meet in the order of their launches."""
+    found = _ORDER.get(process_group)
+    if found is None:
+        names = _NAMED.setdefault(dist.group.WORLD, Counter())
+        name = process_group.group_name
+        names[name] += 1
+        found = _ORDER[process_group] = OrderWatch(
+            f"{name}/{names[name]}",
+            dist.get_rank(process_group),
+            partial(abort, ref(process_group), device),
+            world_size=dist.get_world_size(process_group),
+            device=device,
+            backend=backend_of(process_group, device),
+            timeout_s=timeout_of(process_group, device).total_seconds(),
+        )
+    return found
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -11,8 +11,9 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from attrs import define, field
 
+from .calls import causes
 from .errors import CommError
-from .watch import Launch, Wait, causes
+from .watch import Launch, Wait
 
 # NOTE(dropped): when a message arrives for a receive whose Work is gone, gloo stops reading from
 # that peer for good, and every later collective of the group hangs. A handle that nobody waits on,
@@ -42,7 +43,7 @@ class Message:
     work: Any  # torch's Work
     what: str  # "receiving from rank 1"
     launch: Launch | None = None  # the collective of ours that it belongs to, if that is watched
-    peer: int = -1  # the rank that must launch it too before this ends
+    peer: int = -1  # the rank that must launch it too before this ends; all, or the device, if < 0
     _has_begun: bool = field(default=False, init=False)  # a wait, which may have been interrupted
 
     def wait(self, *, timeout_s: float | None = None) -> None:
@@ -50,14 +51,13 @@ class Message:
         if self.is_over:
             return
         self._has_begun = True
-        if self.launch is None:
-            self._wait(timeout_s)
-            return
-        self.launch.watch.begin(Wait(self.launch, self.peer))
+        if self.launch is not None:
+            self.launch.watch.begin(Wait(self.launch, self.peer))
         try:
             self._wait(timeout_s)
         finally:
-            self.launch.watch.end()
+            if self.launch is not None:
+                self.launch.watch.end()
 
     @property
     def is_over(self) -> bool:
@@ -71,6 +71,8 @@ class Message:
             else:
                 self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            if self.launch is not None and self.peer < 0:  # with gloo, a timeout itself does that
+                self.launch.watch.interrupt()
             within = "" if timeout_s is None else f" within {timeout_s:g} s"
             what = f"{self.what} did not finish{within}"
             raise failure(what, error, self.launch, self.peer) from error
@@ -81,7 +83,7 @@ def failure(what: str, error: RuntimeError, launch: Launch | None, peer: int) ->
     if launch is None:
         return CommError(f"{what}: {error}. {causes()}")
     told = launch.watch.error()
-    blame = "" if told else launch.watch.blame(peer)
+    blame = "" if told or peer < 0 else launch.watch.blame(peer)
     return told or CommError(f"{launch.operation}: {what}: {error}. {blame}{causes()}")
 
 

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from .circles import CircleWatch
 from .handle import Message
 from .peer_memory import SWITCH, JournalAddress, PeerMemory, allow_readers, is_supported
-from .torch_private import num_gloo_devices, timeout_of
+from .torch_private import backend_of, num_gloo_devices, timeout_of
 from .watch import Watch
 
 # NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
@@ -41,6 +42,17 @@ def break_connections(of: ReferenceType[Any]) -> None:
                 work = dist.irecv(blank, peer, group=process_group, tag=tag)
                 assert work is not None, "this rank is in the group"
                 work.wait(timedelta(milliseconds=1))
+
+
+def abort(of: ReferenceType[Any], device: torch.device) -> None:
+    """End what this rank has launched in a group of a device, for good. Local.
+
+    What its collectives write is then undefined, and the host is not told: no use of it may follow.
+    """
+    process_group = of()
+    if process_group is not None:
+        with contextlib.suppress(RuntimeError):  # not every backend knows how
+            backend_of(process_group, device).abort()
 
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -102,7 +114,7 @@ def _find_out(table: _Table) -> SharedHost:
         return (ask := is_leaving()) is not None and ask(rank)
 
     name = f"{hello[0][-1]:x}"  # that no group had before
-    watch = peers.watch = Watch(name, table.rank, interrupt, has_ended=has_ended)
+    watch = peers.watch = CircleWatch(name, table.rank, interrupt, has_ended=has_ended)
     if all(row[0] == _Verdict.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _Verdict.OTHER_HOST

@@ -31,8 +31,9 @@ import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from .errors import CommError, GroupMismatchError
-from .watch import UNEVEN, Launch, SeenWait, Wait, Watch, causes
+from .calls import UNEVEN, causes
+from .errors import CommError
+from .watch import Launch, SeenWait, Wait, Watch
 
 SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
 
@@ -111,10 +112,10 @@ def read_into(tensor: Tensor, pid: int, address: int) -> None:
 
 OFFER, DONE = 1, 2  # kinds of entries
 
-Entry = tuple[int, int, int, int]  # kind, tag, address, num_bytes
+Entry = tuple[int, int, int]  # kind, tag, address
 
 _WORD: Final = 8
-_ENTRY_WORDS: Final = 4
+_ENTRY_WORDS: Final = 3
 _TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
 _CONSUMED: Final = 3  # then one count per rank, then the ring
 _CAPACITY: Final = 1024  # entries that peers may lag behind
@@ -226,7 +227,7 @@ def read_entries(seen: int, head: int, world_size: int, where: JournalAddress) -
     start = _CONSUMED + world_size + first * _ENTRY_WORDS
     words = _read(where, start, count * _ENTRY_WORDS)
     ring = iter(words)
-    return list(zip(ring, ring, ring, ring, strict=True))  # _ENTRY_WORDS each
+    return list(zip(ring, ring, ring, strict=True))  # _ENTRY_WORDS each
 
 
 def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
@@ -257,7 +258,6 @@ class RemoteBuffer:
     reader: int
     pid: int
     address: int
-    num_bytes: int
 
     def read_into(self, tensor: Tensor, *, offset: int) -> None:
         """Fill `tensor` from `offset` bytes into the buffer.
@@ -287,7 +287,6 @@ class Transfer:
     error: Exception | None = None
     launch: Launch | None = None  # where the group's watch counts it
     done_entry: int = 0  # how many entries the journal has when it says that this rank is done
-    num_bytes: tuple[int, ...] | None = None  # of each rank's buffer; all are as ours when None
 
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
@@ -349,14 +348,13 @@ class PeerMemory:
         carry_out: Callable[[dict[int, RemoteBuffer]], None],
         *,
         launch: Launch | None = None,
-        num_bytes: tuple[int, ...] | None = None,
     ) -> Transfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
-        transfer = Transfer(tag, buffer, carry_out, launch=launch, num_bytes=num_bytes)
+        transfer = Transfer(tag, buffer, carry_out, launch=launch)
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
-            self._write(OFFER, tag, buffer.data_ptr(), buffer.nbytes)
+            self._write(OFFER, tag, buffer.data_ptr())
         self._advance()
         return transfer
 
@@ -364,7 +362,6 @@ class PeerMemory:
         """Block until the transfer is carried out and its buffer is this rank's own again.
 
         Raises:
-            GroupMismatchError: A peer offered a buffer of another size.
             CommError: A peer ended, or did not take part in time.
             DivergenceError: A peer cannot take part: it waits for this rank elsewhere.
         """
@@ -531,10 +528,9 @@ class PeerMemory:
             self._gone.add(rank)
             return None
 
-    def _hear(self, rank: int, kind: int, tag: int, address: int, num_bytes: int) -> None:
+    def _hear(self, rank: int, kind: int, tag: int, address: int) -> None:
         if kind == OFFER:
-            pid = self._peers[rank].pid
-            buffer = RemoteBuffer(rank, self.rank, pid, address, num_bytes)
+            buffer = RemoteBuffer(rank, self.rank, self._peers[rank].pid, address)
             self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
             self._carry_out(tag)
             return
@@ -552,14 +548,13 @@ class PeerMemory:
             transfer = waiting.popleft()
             buffers = {rank: offers[rank].popleft() for rank in self._peers}
             try:
-                self._check_sizes(transfer, buffers)
                 with torch.inference_mode():  # whatever mode the code that waits is in
                     transfer.carry_out(buffers)
             except Exception as error:  # of this transfer, whoever is waiting: told in its wait()
                 transfer.error = error
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
-            self._write(DONE, tag, 0, 0)
+            self._write(DONE, tag, 0)
             transfer.done_entry = self._journal.num_written
             self._take_back(tag)
         if not waiting:
@@ -575,20 +570,8 @@ class PeerMemory:
         if not lent:
             self._lent.pop(tag, None)
 
-    def _check_sizes(self, transfer: Transfer, buffers: dict[int, RemoteBuffer]) -> None:
-        ours = transfer.buffer.nbytes
-        for rank, buffer in buffers.items():
-            expected = ours if transfer.num_bytes is None else transfer.num_bytes[rank]
-            if buffer.num_bytes != expected:
-                raise GroupMismatchError(
-                    f"ranks disagree on a buffer: {expected} bytes on rank {self.rank}, "
-                    f"{buffer.num_bytes} bytes on rank {rank}; every rank must pass "
-                    "the same size and dtype"
-                )
-
-    def _write(self, kind: int, tag: int, address: int, num_bytes: int) -> None:
-        entry = kind, tag, address, num_bytes
-        self._journal.write(entry, read_by_all=self._read_by_all)
+    def _write(self, kind: int, tag: int, address: int) -> None:
+        self._journal.write((kind, tag, address), read_by_all=self._read_by_all)
 
     def _read_by_all(self, head: int) -> int:
         """How many of the `head` entries of this rank's journal every peer has read."""

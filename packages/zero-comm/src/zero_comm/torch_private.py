@@ -62,10 +62,29 @@ def creates_tensor(function: Any) -> bool:
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of these ranks may take on tensors of that device.
 
-    A backend of a package apart need not say; it is given torch's default then.
+    A backend of a package apart need not say. It is given that of the group's other backend then,
+    if there is one, as of gloo for the CPU, and torch's default else.
     """
-    options = getattr(process_group._get_backend(device), "options", None)
+    kinds = (device, *process_group._device_types)
+    every = (getattr(process_group._get_backend(kind), "options", None) for kind in kinds)
+    options = next(filter(None, every), None)
     return default_pg_timeout if options is None else options._timeout
+
+
+def sequence_number(backend: Any) -> int:
+    """Return how many collectives a backend of a process group has counted; 0 if it does not count.
+
+    That of NCCL counts a batch of messages to and from single ranks as one of them.
+    """
+    try:
+        return backend._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
+
+
+def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend with which a process group serves a device."""
+    return process_group._get_backend(device)
 
 
 def num_gloo_devices(process_group: dist.ProcessGroup) -> int:

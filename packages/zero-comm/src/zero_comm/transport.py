@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -51,9 +52,8 @@ def exchange(
     sends: Sequence[Tensor],
     receives: Sequence[Tensor],
     group: Group,
-    launch: Launch | None,
+    launch: Launch,
     offsets: Sequence[int] = (),
-    num_bytes: tuple[int, ...] | None = None,
 ) -> Handle[T]:
     """Send each rank a part of `buffer`, and receive from each; empty tensors do not travel.
 
@@ -63,29 +63,27 @@ def exchange(
         sends: For each rank, what it is sent.
         receives: For each rank, what is filled with what it sends; may be empty where none does.
         group: The ranks that take part.
-        launch: This collective; None on a backend that has no watch.
+        launch: This collective.
         offsets: Where that lies in each rank's buffer, in bytes.
-        num_bytes: Of each rank's buffer; all are as this one when None.
     """
     rank, world_size = group.rank, group.world_size
     # The next rank first: no rank is a hot spot.
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     peers = group.peers
     # A message reaches its peer even if this rank ends before it is read: what controls must.
-    if launch is None or peers is None or launch.operation == "agree":
+    if peers is None or launch.operation == "agree":
         received = [peer for peer in reversed(others) if receives and receives[peer].numel()]
         messages = [_message(receives[peer], peer, group, launch) for peer in received]
         sent = [peer for peer in others if sends[peer].numel()]
         messages += [_message(sends[peer], peer, group, launch, is_sent=True) for peer in sent]
-        if launch is not None:
-            launch.watch.sent()
+        launch.watch.sent()
         return Handle(lambda _: result, messages, (buffer, result))
 
     def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
         for peer in others if receives else ():
             buffers[peer].read_into(receives[peer], offset=offsets[peer])
 
-    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch, num_bytes=num_bytes)
+    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
     launch.watch.sent()
     return _when_read(transfer, result, peers, launch)
 
@@ -145,20 +143,29 @@ def reduce_scatter_by_messages(
 
 
 def _message(
-    tensor: Tensor, peer: int, group: Group, launch: Launch | None, *, is_sent: bool = False
+    tensor: Tensor, peer: int, group: Group, launch: Launch, *, is_sent: bool = False
 ) -> Message:
     what = f"{'sending to' if is_sent else 'receiving from'} rank {peer}"
-    tag = 0 if launch is None else launch.key  # without a watch they meet in order of launches
-    begin: Any = dist.isend if is_sent else dist.irecv
+    start: Any = dist.isend if is_sent else dist.irecv
     if is_profiled():
-        begin = partial(unrecorded, begin)
+        start = partial(unrecorded, start)
     try:
-        work = begin(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
+        work = start(tensor, group.global_rank(peer), group=group.process_group, tag=launch.key)
     except RuntimeError as error:  # the connection is broken
-        if launch is not None:
-            launch.watch.sent()  # nobody has interrupted this rank
+        launch.watch.sent()  # nobody has interrupted this rank
         raise failure(f"{what} did not begin", error, launch, peer) from error
     return Message(work, what, launch, peer)
+
+
+def built_in(launch: Launch, start: Callable[..., Any], *args: Any, group: Group) -> Message:
+    """Begin a collective of the backend's own."""
+    try:
+        work = start(*args, group=group.process_group, async_op=True)
+    except RuntimeError as error:
+        launch.watch.sent()  # nobody has interrupted this rank
+        raise failure("the collective did not begin", error, launch, -1) from error
+    launch.watch.sent()
+    return Message(work, "the collective", launch)
 
 
 def reduce_scatter_by_reading(
@@ -296,8 +303,8 @@ def count_traffic(
 
 # Tags far from those a user of torch's send and recv would choose on the same group: torch takes
 # what is positive and has 31 bits.
-_TAG_BASE: Final = 1 << 24
-_VERSION_BASE: Final = 1 << 29
+_KEY_BASE: Final = 1 << 24
+_NUM_KEYS: Final = (1 << 31) - _KEY_BASE
 _NUM_VERSIONS: Final = 3  # so many are told apart, counted round
 
 
@@ -316,6 +323,7 @@ def launch_gather(
         return Handle(lambda _: buffer)
     chunks = chunks_of(buffer, splits)
     own = chunks[group.rank]
+    launch = begin(group, name, tag, buffer.dtype, splits, version=version, is_late=is_late)
     if group.backend.composes_from_peers:
         return exchange(
             buffer,
@@ -324,13 +332,13 @@ def launch_gather(
             receives=chunks,
             offsets=[_offset(chunk, buffer) for chunk in chunks],
             group=group,
-            launch=begin(group, name, tag, version=version, is_late=is_late),
+            launch=launch,
         )
     if len(set(splits)) == 1:
-        work = all_gather_single(buffer, own, group=group.process_group, async_op=True)
+        message = built_in(launch, all_gather_single, buffer, own, group=group)
     else:
-        work = dist.all_gather(chunks, own, group=group.process_group, async_op=True)
-    return Handle(lambda _: buffer, (Message(work, "all_gather"),), (buffer,))
+        message = built_in(launch, dist.all_gather, chunks, own, group=group)
+    return Handle(lambda _: buffer, (message,), (buffer,))
 
 
 def launch_reduce_scatter(
@@ -343,9 +351,9 @@ def launch_reduce_scatter(
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
         return Handle(lambda _: out)
+    launch = begin(group, "reduce_scatter", tag, buffer.dtype, splits)
     if group.backend.composes_from_peers:
         peers = group.peers
-        launch = begin(group, "reduce_scatter", tag)
         if peers is None:
             return reduce_scatter_by_messages(
                 buffer, chunks, group=group, op=op, out=out, launch=launch
@@ -353,12 +361,10 @@ def launch_reduce_scatter(
         return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
     reduce_op = torch_op(op)
     if len(set(splits)) == 1:
-        work = reduce_scatter_single(
-            out, buffer, reduce_op, group=group.process_group, async_op=True
-        )
+        message = built_in(launch, reduce_scatter_single, out, buffer, reduce_op, group=group)
     else:
-        work = dist.reduce_scatter(out, chunks, reduce_op, group=group.process_group, async_op=True)
-    return Handle(lambda _: out, (Message(work, "reduce_scatter"),), (buffer, out))
+        message = built_in(launch, dist.reduce_scatter, out, chunks, reduce_op, group=group)
+    return Handle(lambda _: out, (message,), (buffer, out))
 
 
 def launch_exchange(
@@ -374,9 +380,10 @@ def launch_exchange(
     chunks = chunks_of(buffer, splits)
     own = chunks[group.rank]
     rows = [own.new_empty(own.shape) for _ in chunks]
+    launch = begin(group, name, tag, buffer.dtype, splits, is_late=is_late)
     if not group.backend.composes_from_peers:
-        work = dist.all_to_all(rows, chunks, group=group.process_group, async_op=True)
-        return Handle(lambda _: rows, (Message(work, name),), (buffer, rows))
+        message = built_in(launch, dist.all_to_all, rows, chunks, group=group)
+        return Handle(lambda _: rows, (message,), (buffer, rows))
     rows[group.rank] = own
     return exchange(
         buffer,
@@ -385,21 +392,35 @@ def launch_exchange(
         receives=rows,
         offsets=[_offset(own, buffer)] * group.world_size,
         group=group,
-        launch=begin(group, name, tag, is_late=is_late),
+        launch=launch,
     )
 
 
 def begin(
-    group: Group, name: str, tag: int, *, version: int | None = None, is_late: bool = False
+    group: Group,
+    name: str,
+    tag: int,
+    dtype: torch.dtype,
+    splits: Sequence[int],
+    *,
+    version: int | None = None,
+    is_late: bool = False,
 ) -> Launch:
-    """Count a collective of a backend that composes; its key lets only its own messages meet.
+    """Count a collective of several ranks; its key tells it from all that mean something else.
 
     What is launched in `wait` is late: ranks may wait before or after they launch something else.
     """
-    assert group.watch is not None, "where a backend composes, the group has a watch"
+    assert group.watch is not None, "a group of several ranks has a watch"
     part = 0 if version is None else 1 + version % _NUM_VERSIONS
-    key = _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
-    return group.watch.launch(name, key, tag=tag, version=version, sends=True)
+    key = _key_of(name, tag, dtype, tuple(splits), part, is_late)
+    shape = (dtype, splits)
+    return group.watch.launch(name, key, tag=tag, version=version, shape=shape, sends=True)
+
+
+@lru_cache(maxsize=8192)  # the same collectives come again in every step
+def _key_of(*identity: Hashable) -> int:
+    """Return a number that is the same in every process, and as a tag of torch's."""
+    return _KEY_BASE + crc32(repr(identity).encode()) % _NUM_KEYS
 
 
 def torch_op(op: Reduction) -> Any:

@@ -18,12 +18,13 @@ from attrs import Factory, define, field
 from torch import Tensor
 
 from .agreement import check_agreement
+from .calls import causes
 from .errors import CommError, GroupMismatchError
 from .flat import all_gather_flat
 from .group import Group
 from .peer_memory import PeerMemory, why
 from .transport import check_tensor, count_traffic
-from .watch import Launch, Wait, Watch, causes
+from .watch import Launch, Wait, Watch
 
 HAS_LEFT: Final = 2**62  # in place of the newest version that a rank reads no more: it reads none
 

@@ -496,6 +496,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             What the optimizer's `step` returns.
         """
         Join.notify_join_context(self)
+        self.group.compare_launches("ZeroRedundancyOptimizer.step()")
         if self._steps_in_backward:
             with torch.enable_grad():
                 return None if closure is None else closure()

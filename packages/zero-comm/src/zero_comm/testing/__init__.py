@@ -3,7 +3,7 @@
 `RankPool` is what the `ranks` fixture gives. `local_peers` makes ranks of one process, each of them
 what `Group.peers` is; `cannot_read` and its like make reading fail. `using_kernels` and its like
 choose what encodes blocks. `equal` and `assert_close` compare values of different devices, as
-results and oracles are where ranks run on an accelerator.
+results and oracles are where ranks run on an accelerator. `rely_on` waits for what was launched.
 """
 
 from .kernels import (
@@ -27,7 +27,7 @@ from .peers import (
     without_reads,
 )
 from .rank_pool import RankPool, without_default_device
-from .values import assert_close, equal, on_cpu
+from .values import assert_close, equal, on_cpu, rely_on
 
 __all__ = [
     "RankPool",
@@ -44,6 +44,7 @@ __all__ = [
     "on_cpu",
     "reads_cut_short",
     "reads_refused",
+    "rely_on",
     "triton_agrees",
     "triton_gives",
     "triton_kernels",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_comm.group import Group
+
 
 def on_cpu(values: Any) -> Any:
     """Return a tensor, or all tensors of a mapping, list or tuple, on the CPU. Local.
@@ -21,6 +23,16 @@ def on_cpu(values: Any) -> Any:
     if type(values) in (list, tuple):
         return type(values)(map(on_cpu, values))
     return values
+
+
+def rely_on(group: Group) -> None:
+    """Wait for what was launched, as who reads it does, and until ranks have compared it.
+
+    Collective. On the CPU both are done where a handle is waited on.
+    """
+    if group.device.type != "cpu":
+        torch.accelerator.synchronize()
+    group.compare_launches("reading", at_once=True)
 
 
 def equal(one: Tensor, other: Tensor) -> bool:

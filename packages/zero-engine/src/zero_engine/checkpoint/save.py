@@ -146,6 +146,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     facts |= {"optimizer": asked.optimizer is not None, "average": asked.average is not None}
     facts["folder"] = Path(asked.folder) if is_named else repr(asked.folder)
     said = {name: str(value) for name, value in facts.items()}
+    sharded.compare_launches("save()", at_once=True)
     check_agreement(said, group=group, timeout_s=_TIMEOUT_S)
     if not is_named:  # on no rank: the name that rank 0 has would do, but is not theirs
         raise ConfigError(

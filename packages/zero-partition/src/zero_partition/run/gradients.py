@@ -924,7 +924,10 @@ class GradientReducer:
 
     def _exchange(self, mine: Tensor) -> Tensor:
         group = self.routes.whole
-        return mine if group.world_size == 1 else self.launch_exchange(mine, group).wait()
+        if group.world_size == 1:
+            return mine
+        group.compare_launches("agreeing on gradients", at_once=True)  # the host reads it
+        return self.launch_exchange(mine, group).wait()
 
     def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
         """All ranks' tensors of equal size, 1-D, one after the other."""
@@ -955,9 +958,8 @@ class GradientReducer:
             present = torch.ones(len(mine), dtype=torch.uint8, device=group.device)
             self._flags = self.launch_exchange(present, group)
             return
-        everyone = self._exchange(torch.tensor(mine, dtype=torch.uint8, device="cpu")).view(
-            group.world_size, -1
-        )
+        present = torch.tensor(mine, dtype=torch.uint8, device="cpu")
+        everyone = self.launch_exchange(present, group).wait().view(group.world_size, -1)
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
             for position, param in enumerate(g.targets):

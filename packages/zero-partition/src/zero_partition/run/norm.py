@@ -88,6 +88,7 @@ def clip_grad_norm_(
             f"expected norm_type to be the order of a norm, such as 2, 1 or inf, got {norm_type}"
         )
     grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
+    sharded.compare_launches("reading the norm", at_once=True)
     norm = _total_norm(sharded, grads, norm_type, across)
     if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
         nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
@@ -151,6 +152,7 @@ def unscale_and_clip_(
     if not 0 < scale < float("inf"):
         raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
     grads = _gradients(sharded, "unscale_and_clip_()", across, chosen)
+    sharded.compare_launches("reading the norm", at_once=True)
     norm = _total_norm(sharded, grads, 2.0, across) / scale
     finite, factor = norm.isfinite(), torch.ones_like(norm)
     if max_norm is not None:

@@ -704,6 +704,7 @@ class ShardedModel:
             self._move(ModelPhase.IDLE)
             raise
         self._move(ModelPhase.IDLE)
+        self.compare_launches("optimizer.step()")
         self.take_gradients()
         self.begin_write()
         self._follow_writes()
@@ -865,6 +866,11 @@ class ShardedModel:
     def _shard_versions(self) -> list[int]:
         """Return by shard how often it was written, then where it lies; no calls of Python's."""
         return [*map(version_of, self._shards), *map(Tensor.data_ptr, self._shards)]
+
+    def compare_launches(self, what: str, *, at_once: bool = False) -> None:
+        """Do what `Group.compare_launches` documents, on each of the model's groups."""
+        for group in self.routes.groups:
+            group.compare_launches(what, at_once=at_once)
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""

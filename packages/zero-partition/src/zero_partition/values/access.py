@@ -110,6 +110,7 @@ def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | No
             by an exception, or `param` belongs to no sharded model.
     """
     place = place_of(param, what="full_grad()")
+    place.sharded.compare_launches("full_grad()", at_once=True)
     wait = launch_grad(place, "full_grad()")
     return None if wait is None else _for_rank(place, wait(), to_rank)
 
@@ -300,6 +301,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
     """
     place = place_of(param, what="full_param()")
     _require_values(place, "full_param()")
+    place.sharded.compare_launches("full_param()", at_once=True)
     place.sharded.follow_shard_writes()
     return _for_rank(place, launch_trained(place)(), to_rank)
 

@@ -81,6 +81,7 @@ def gather_state_dict(
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
     sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelPhase.FORWARD,))
+    sharded.compare_launches("full_state_dict()", at_once=True)
     sharded.follow_shard_writes()
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0

@@ -1,0 +1,120 @@
+"""Which call of a user's a rank is in: read from frames, where a wait or an error asks for it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
+
+# NOTE(frames): a garbage collection may run a finalizer that lets other threads go on. Where that
+# happens as CPython 3.11 makes an object of another thread's frame, of the one behind it or of its
+# locals, the frame may be gone when it is read (gh-106883 is one such place). So there is none.
+
+UNEVEN: Final = (
+    "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
+    "many"
+)
+_CAUSES: Final = (
+    "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
+    f"the first error among all ranks; {UNEVEN}."
+)
+_COLLECTIVE: Final[dict[CodeType, str]] = {}
+# Between two functions of torch's, where a mode such as that of a default device sees its calls.
+_OF_MODES: Final = ("__torch_function__", "handle_torch_function")
+_READS_FRAMES: Final = threading.Lock()  # a thread per group does; what one holds no other lets go
+
+
+class TorchCall(NamedTuple):
+    """A collective of torch's own that blocks."""
+
+    name: str  # "torch.distributed.barrier()"
+    needs: Sequence[int]  # ranks of the job; it does not end before each of them calls it too
+
+
+def collective(function: AnyCallable) -> AnyCallable:
+    """Decorator of a function that all ranks must call; a rank that calls it alone is told so.
+
+    The function is returned as it is, and calls cost nothing: errors find it among the frames of
+    the thread that waits. Of several the outermost is named.
+    """
+    own: Any = inspect.unwrap(function)  # the code of a wrapper is that of all it wraps
+    _COLLECTIVE[own.__code__] = f"{own.__name__}()"
+    return function
+
+
+def collective_call(thread: int | None = None) -> str:
+    """The outermost call of such a function that a thread is in, "save()"; "" if none.
+
+    Args:
+        thread: Another one; the own when None.
+    """
+    if thread is None:
+        return _outermost(sys._getframe())
+    with _frame_of(thread) as frame:
+        return _outermost(frame)
+
+
+def causes() -> str:
+    """Why a collective of this thread may have failed, for the end of an error."""
+    call = collective_call()
+    return f"{call} must be called on all ranks. {_CAUSES}" if call else _CAUSES
+
+
+def blocking_torch_call() -> TorchCall | None:
+    """What the main thread is in, if it cannot end before certain other ranks take part."""
+    with _frame_of(threading.main_thread().ident or 0) as frame:
+        return None if frame is None else _torch_call(frame)
+
+
+def _torch_call(frame: FrameType) -> TorchCall | None:
+    is_torchs = frame.f_code.co_filename == distributed_c10d.__file__
+    if not is_torchs or "async_op" not in frame.f_code.co_varnames:  # no collective
+        return None
+    given = frame.f_locals
+    if given.get("async_op") is not False:
+        return None
+    group = given.get("group") or dist.group.WORLD
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if "group_src" in given:  # the source may be done before all have received
+        ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
+    elif "group_dst" in given and given["group_dst"] != own:  # likewise who only sends
+        ranks = []
+    name, of = frame.f_code.co_name, frame.f_back
+    while of is not None:
+        if of.f_globals.get("__name__", "").startswith("torch.distributed"):
+            name = name if of.f_code.co_name == "wrapper" else of.f_code.co_name
+        elif of.f_code.co_name not in _OF_MODES:
+            break
+        of = of.f_back
+    return TorchCall(f"torch.distributed.{name}()", ranks) if ranks else None
+
+
+def _outermost(frame: FrameType | None) -> str:
+    found = ""
+    while frame is not None:
+        found = _COLLECTIVE.get(frame.f_code, found)
+        frame = frame.f_back
+    return found
+
+
+@contextmanager
+def _frame_of(thread: int) -> Iterator[FrameType | None]:
+    """Where a thread is; see NOTE(frames)."""
+    with _READS_FRAMES:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield sys._current_frames().get(thread)
+        finally:
+            if was_enabled:
+                gc.enable()
