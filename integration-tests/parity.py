@@ -446,7 +446,7 @@ def by_messages(*, patience_s: float | None = None) -> Group:
     On a device other than the CPU no rank does, and the group is returned that there is.
     """
     if torch.get_default_device().type != "cpu":
-        return Group.from_process_group()
+        return Group.from_process_group(patience_s=patience_s)
     with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
         group = Group.from_process_group(dist.new_group(), patience_s=patience_s)
     assert group.peers is None

@@ -232,7 +232,7 @@ def _interrupted_step(
 
 
 def _group_of(transport: str) -> Group:
-    if transport == "messages":
+    if transport == "messages" and torch.get_default_device().type == "cpu":
         return parity.by_messages(patience_s=_PATIENCE_S)
     return Group.from_process_group(dist.new_group(), patience_s=_PATIENCE_S)
 

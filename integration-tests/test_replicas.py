@@ -238,7 +238,9 @@ def test_a_circle_through_several_groups_is_found(group: Group) -> None:
     group = Group.from_process_group(group.process_group, patience_s=0.5)
     model, optimizer = parity.shard_chain(group, ZeroConfig(2, wire=REPLICAS), 2)
     began = time.monotonic()
-    with pytest.raises(DivergenceError, match=r"rank 0 waits for rank \d in .*rank 1 waits for"):
+    with pytest.raises(
+        DivergenceError, match=r"rank \d (waits for rank \d )?in .*rank \d (waits|in)"
+    ):
         for _ in range(2 if group.rank == 0 else 1):
             model(torch.ones(1, 64)).sum().backward()
         optimizer.step()

@@ -198,6 +198,7 @@ def test_what_rests_elsewhere_is_copied_at_once(group: Group, tmp_path: Path) ->
         assert parity.run_steps(model, optimizer, range(2, 4), rank=group.rank) == expected
 
 
+@pytest.mark.cpu_only("a simulated device says so itself")
 @pytest.mark.parametrize("what", ["weight", "state"])
 def test_a_write_that_waits_for_nothing_is_noticed(group: Group, tmp_path: Path, what: str) -> None:
     """Weights that are swapped for their average, say: no file may hold some of each."""

@@ -152,6 +152,10 @@ NO_ORDER: Final[dict[str, list[str]]] = {
         "zero_engine/observe/timeline.py Clock._now: record",
         "zero_engine/observe/timeline.py Clock.take: synchronize",
     ],
+    "whether a device makes progress, asked by a thread": [
+        "zero_comm/order.py OrderWatch._stuck_since: query",
+        "zero_comm/order.py OrderWatch._stuck_since: record_event",
+    ],
     "of messages that nobody waits for, in a thread": [
         "zero_comm/handle.py _outlive: wait",
     ],
