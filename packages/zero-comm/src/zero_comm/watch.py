@@ -143,7 +143,7 @@ class Watch(ABC):
     scope: Scope = field(init=False)
     _job: ReferenceType[Any] = field(init=False)  # torch's default group of that time
     ranks: Sequence[int] | None = field(default=None, init=False)  # in the scope; the same if None
-    _sending: dict[int, Recorded] = field(factory=dict, init=False)  # by thread
+    _sending: dict[int, tuple[str, int | None]] = field(factory=dict, init=False)  # by thread
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
     _divergence: str = field(default="", init=False)
@@ -233,14 +233,14 @@ class Watch(ABC):
         if self.has_diverged:
             raise self.verdict()
         scope, name, thread = self.scope, self.counted_as(key), threading.get_ident()
-        if sends and thread in self._sending:
-            raise self._break(self._sending[thread])
+        if sends:  # before it is counted: what is counted and not sent would be waited for
+            if thread in self._sending:
+                raise self._break(*self._sending[thread])
+            self._sending[thread] = operation, tag
         number = scope.launched[name] = scope.launched.get(name, 0) + 1
         scope.num_launched = at = scope.num_launched + 1
         what, torchs = (operation, tag, version, shape), self.sequence()
         recorded = Recorded(at, self.name, key, number, *what, torchs, call, self.purposes)
-        if sends:
-            self._sending[thread] = recorded
         scope.recent[at % NUM_RECENT] = recorded
         self.follow(recorded)
         return Launch(self, recorded)
@@ -249,11 +249,12 @@ class Watch(ABC):
         """All messages of what this thread launched last are on their way."""
         self._sending.pop(threading.get_ident(), None)
 
-    def _break(self, torn: Recorded) -> DivergenceError:
+    def _break(self, operation: str, tag: int | None) -> DivergenceError:
         """Tell every rank that peers wait for what this one will never send."""
+        purpose = (None if tag is None else self.purposes.get(tag)) or Purpose(operation)
         self.part(
             f"an exception (Ctrl-C, no memory, an error in a signal handler) came on rank "
-            f"{self.scope.rank} as it began {torn.purpose.what}, and its peers wait for what it "
+            f"{self.scope.rank} as it began {purpose.what}, and its peers wait for what it "
             "did not send; start the job again from its last checkpoint"
         )
         return self.verdict()
