@@ -157,15 +157,17 @@ READS: dict[Callable[[Group], None], str] = {
 
 
 @pytest.mark.parametrize(
-    ("way", "reads"), [*((way, False) for way in PARTINGS), *((way, True) for way in READS)]
+    ("way", "reads"),
+    [
+        *((way, False) for way in PARTINGS),
+        *(pytest.param(way, True, marks=pytest.mark.cpu_only("of their memory")) for way in READS),
+    ],
 )
 def test_each_rank_is_told_where_all_are_and_what_to_do(
     group: Group, way: Callable[[Group], None], reads: bool
 ) -> None:
     """It is the most frequent complaint about stage 3: a hang, and half an hour later a timeout."""
     is_in_order = not group.backend.composes_from_peers
-    if is_in_order and reads:
-        return  # they have one way, which the other cases test
     _part(group, way, (IN_ORDER if is_in_order else READS if reads else PARTINGS)[way], reads)
 
 

@@ -215,14 +215,20 @@ def _part(
 
 def _cases(ways: dict[Callable[[Run], None], tuple[tuple[str, ...], str]]) -> list[Any]:
     return [
-        pytest.param(way, training, says, reads, id=f"{way.__name__[1:]}-{training}-{how}")
+        pytest.param(way, training, says, id=f"{way.__name__[1:]}-{training}")
         for way, (trainings, says) in ways.items()
         for training in trainings
-        for reads, how in ((True, "reads"), (False, "messages"))
     ]
 
 
-@pytest.mark.parametrize(("way", "training", "says", "reads"), _cases(PARTINGS))
+_READS = pytest.mark.cpu_only("ranks read each other's memory")
+each_transport = pytest.mark.parametrize(
+    "reads", [pytest.param(True, id="reads", marks=_READS), pytest.param(False, id="messages")]
+)
+
+
+@each_transport
+@pytest.mark.parametrize(("way", "training", "says"), _cases(PARTINGS))
 def test_ranks_that_part_are_told_before_a_second_step(
     ranks: Callable[[int], RankPool],
     tmp_path: Path,
@@ -235,8 +241,6 @@ def test_ranks_that_part_are_told_before_a_second_step(
     """It hangs elsewhere, or goes on with values of another meaning."""
     pool = ranks(2)
     is_on_cpu = pool.device == "cpu"
-    if reads and not is_on_cpu:
-        return  # there is one way, which the other case tests
     if is_on_cpu and training == "redundancy":
         pytest.skip("DDP's own collectives over gloo wait in C++, where nobody sees it")
     if is_on_cpu and (way, training) == (_full_state_dict, "stage 1"):
@@ -245,7 +249,7 @@ def test_ranks_that_part_are_told_before_a_second_step(
 
     names = [name for name, *_ in told]
     assert "DivergenceError" in names, told
-    if way not in (_a_sum_of_its_own, _a_sum_within_a_step, _a_step_more) and is_on_cpu:
+    if way not in (_a_sum_of_its_own, _a_sum_within_a_step, _a_step_more):
         assert set(names) == {"DivergenceError"}  # else torch tells who is in a call of torch's
     for name, text, num_steps, seconds in told:
         assert name != "NoneType"
@@ -258,9 +262,9 @@ def test_ranks_that_part_are_told_before_a_second_step(
             assert num_steps <= int(not is_on_cpu or (training == "stage 3" and not reads))
 
 
+@each_transport
 @pytest.mark.parametrize("training", SHARDED)
 @pytest.mark.parametrize("way", BRANCHES)
-@pytest.mark.parametrize("reads", [True, False], ids=["reads", "messages"])
 def test_ranks_may_take_branches_where_gathers_need_nobody(
     ranks: Callable[[int], RankPool],
     tmp_path: Path,
@@ -271,8 +275,6 @@ def test_ranks_may_take_branches_where_gathers_need_nobody(
     """Elsewhere they are told so: the same values would be gathered for another unit."""
     pool = ranks(2)
     is_on_cpu = pool.device == "cpu"
-    if reads and not is_on_cpu:
-        return
     told = pool.run(_part, way=way, training=training, reads=reads, folder=tmp_path)
 
     # gloo's messages meet by what they mean, so each may send first what it needs first.

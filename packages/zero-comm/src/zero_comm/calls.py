@@ -1,4 +1,4 @@
-"""Which call of a user's a rank is in: read from frames, where a wait or an error asks for it."""
+"""Calls that a rank is in, read from its frames where a wait or an error asks for them."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def collective_call(thread: int | None = None) -> str:
 
 
 def causes() -> str:
-    """Why a collective of this thread may have failed, for the end of an error."""
+    """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
     return f"{call} must be called on all ranks. {_CAUSES}" if call else _CAUSES
 
 
 def blocking_torch_call() -> TorchCall | None:
-    """What the main thread is in, if it cannot end before certain other ranks take part."""
+    """Return the call of torch's that the main thread is in, if it needs other ranks to end."""
     with _frame_of(threading.main_thread().ident or 0) as frame:
         return None if frame is None else _torch_call(frame)
 
@@ -109,7 +109,7 @@ def _outermost(frame: FrameType | None) -> str:
 
 @contextmanager
 def _frame_of(thread: int) -> Iterator[FrameType | None]:
-    """Where a thread is; see NOTE(frames)."""
+    """Give the frame of a thread; see NOTE(frames)."""
     with _READS_FRAMES:
         was_enabled = gc.isenabled()
         gc.disable()

@@ -30,7 +30,7 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 @frozen
 class _Position:
-    """Where a rank waits: what it tells the others."""
+    """Place where a rank waits, as it tells the others."""
 
     doing: str
     size: str
@@ -44,13 +44,13 @@ class _Position:
     beat: int = 0  # how often it has said that
 
     def lacks(self, peer: _Position) -> bool:
-        """Whether that peer has yet to launch what this rank waits for."""
+        """Return whether that peer has yet to launch what this rank waits for."""
         return peer.launched.get(self.key, 0) < self.number
 
 
 @define(eq=False)
 class CircleWatch(Watch):
-    """Of a group whose collectives are messages that meet by their keys, as those of gloo do."""
+    """Watch of a group whose collectives are messages that meet by their keys, as those of gloo."""
 
     has_ended: Callable[[int], bool] = lambda _: False  # whether a peer's program is over
     _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
@@ -99,7 +99,7 @@ class CircleWatch(Watch):
         return since
 
     def _tell_of_torch(self) -> None:
-        """Where this rank is, if that is in a collective of torch's that needs others."""
+        """Tell the others if this rank is in a collective of torch's that needs them."""
         if self._idle[0] != self.scope.num_launched:
             self._idle = self.scope.num_launched, time.monotonic()
         if time.monotonic() - self._idle[1] < self.patience_s:

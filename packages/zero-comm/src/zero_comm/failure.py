@@ -110,7 +110,7 @@ def _report(why: str, write: Write) -> None:
 
 
 def describe_launches(group: Group) -> dict[str, str]:
-    """What this rank launched last, by number. Local."""
+    """Return what this rank launched last, by number. Local."""
     return {} if group.watch is None else group.watch.describe(_in_flight)
 
 

@@ -344,8 +344,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    launch = begin(group, "broadcast", 0, buffer.dtype, splits)
     wire = buffer.view(torch.uint8)  # gloo knows few dtypes
+    launch = begin(group, "broadcast", 0, buffer.dtype, splits)
     send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
     message = built_in(launch, send, wire, group.global_rank(src), group=group)
     if group.backend.composes_from_peers:

@@ -78,7 +78,7 @@ class Message:
             raise failure(what, error, self.launch, self.peer) from error
 
 
-def failure(what: str, error: RuntimeError, launch: Launch | None, peer: int) -> CommError:
+def failure(what: str, error: Exception, launch: Launch | None, peer: int) -> CommError:
     """Return the error to raise where torch raised `error` in an exchange with rank `peer`."""
     if launch is None:
         return CommError(f"{what}: {error}. {causes()}")

@@ -1,4 +1,4 @@
-"""Whether ranks launch the same, where collectives pair up in the order of their launches."""
+"""Comparison of what ranks launch, where collectives pair up in the order of their launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attrs import asdict, define, field, frozen
 from .calls import blocking_torch_call, causes, collective_call
 from .errors import CommError, DivergenceError
 from .torch_private import sequence_number
-from .traces import Trace, Traced, alone, difference
+from .traces import CAUSES, Trace, Traced, alone, difference
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(order): backends such as NCCL pair up the n-th collective of each rank, whatever it is, and
@@ -34,6 +34,10 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 # torch's for this rank, or has ended. A device may take long: nothing else is said before
 # the group's timeout has nearly passed.
 
+# NOTE(end): a rank that has made its last mark has seen that all others made the one before. So
+# they have one mark left, and the rank that hosts the store may have ended by then: a store that is
+# lost at one mark is no error, and at the next it is.
+
 _FACTOR: Final = 1_103_515_245
 _PRIME: Final = 2**31 - 1
 _LAUNCHES_PER_MARK: Final = 256
@@ -47,7 +51,7 @@ _MARGIN_S: Final = 1.5  # to the timeout: the backend's ends the process, so our
 
 @frozen
 class _State:
-    """What a rank tells the others while one of them is stuck."""
+    """Message of a rank to the others while one of them is stuck."""
 
     number: int  # of its last launch
     fingerprint: int
@@ -62,13 +66,14 @@ class _State:
 
 @define(eq=False)
 class OrderWatch(Watch):
-    """Of a group whose collectives meet in the order of their launches."""
+    """Watch of a group whose collectives meet in the order of their launches."""
 
     world_size: int = field(kw_only=True)
     device: torch.device = field(kw_only=True)  # of what the collectives move
     backend: Any = field(kw_only=True)  # torch's
     timeout_s: float = field(kw_only=True)
     _can_tell: bool = field(default=False, init=False)
+    _has_lost_store: bool = field(default=False, init=False)
     _fingerprint: int = field(default=0, init=False)
     _num_marks: int = field(default=0, init=False)
     _marked: int = field(default=0, init=False)  # the number of the launch at the last mark
@@ -125,7 +130,7 @@ class OrderWatch(Watch):
         if not self._can_tell:
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._telling():
+        with self._telling(may_end=not at_once):
             self._settle(what, limit_s)
             self._marked = self.scope.launched.get(self.name, 0) + 1  # so `follow` makes none
             launch = self.launch(what, int(at_once), call=collective_call(), sends=True)
@@ -135,15 +140,26 @@ class OrderWatch(Watch):
                 self._settle(what, limit_s)
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, *, may_end: bool = True) -> Iterator[None]:
+        """Say so if the store is lost, but see NOTE(end).
+
+        Args:
+            may_end: This may be the last that a rank tells the others.
+        """
         try:
             yield
         except dist.DistError as error:
-            told = self.error()
-            raise told or CommError(
-                f"rank {self.rank} lost the store of the job, so that of a rank that hosts it has "
-                f"ended ({error}). {causes()}"
-            ) from error
+            self.sent()  # nobody has interrupted this rank
+            if not may_end or self._has_lost_store:
+                raise CommError(f"{self._lost} ({error}). {causes()}") from error
+            self._has_lost_store, self._mark = True, None
+
+    @property
+    def _lost(self) -> str:
+        return (
+            f"rank {self.rank} lost the store of the job: the process that hosts it, rank 0's or "
+            "the launcher's, has ended"
+        )
 
     def _make_mark(self, last: Recorded) -> None:
         """Add all launches up to this one to the counter of all ranks."""
@@ -209,7 +225,7 @@ class OrderWatch(Watch):
         if stuck != self._stuck:
             self._heard.clear()
             self._stuck = stuck
-        with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
+        try:
             num_long_waits = self.store.add(self.key_of(LONG_WAITS), int(is_stuck))
             if num_long_waits == self._num_long_waits:
                 return seen  # nobody asks
@@ -218,10 +234,15 @@ class OrderWatch(Watch):
                 mine = self._tell()
                 if stuck is not None and is_stuck:
                     self._look_at_peers(mine, stuck)
+        except dist.DistError as error:
+            if is_stuck:
+                self.part(f"{self._lost} ({error}), and this rank makes no progress. {CAUSES}")
+        except (RuntimeError, ValueError):  # the job is ending
+            pass
         return seen
 
     def _stuck_since(self) -> float | None:
-        """Since when this rank, or its device, makes no progress.
+        """Return since when this rank, or its device, makes no progress.
 
         The device is asked when nothing was launched for long, so never in the midst of what users
         record as a graph: by an event after what waits for the last launch. Torch's work of the
@@ -301,7 +322,7 @@ class OrderWatch(Watch):
             )
 
     def _proof(self, peer: int, mine: _State, theirs: _State | None) -> str:
-        """Why this rank can never go on because of that one; "" if it may."""
+        """Return why this rank can never go on because of that one; "" if it may."""
         is_behind = theirs is None or theirs.number < mine.number
         if is_behind and self._has_ended(peer):
             where = "" if theirs is None else f", {_whereabouts(peer, theirs)}"
@@ -363,7 +384,7 @@ def _main_thread() -> int:
 
 
 def _process() -> tuple[str, int, str]:
-    """What tells a process from all others: its host, its number, and when it began."""
+    """Return host, number and start of this process, which no other one has."""
     return _host(), os.getpid(), _started(os.getpid())
 
 
@@ -373,7 +394,7 @@ def _host() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process of this host began; "" if it has ended, or the system does not say."""
+    """Return when a process of this host began; "" if it ended, or the system does not say."""
     with contextlib.suppress(OSError):
         state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]

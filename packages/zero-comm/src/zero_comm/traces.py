@@ -1,4 +1,4 @@
-"""What ranks tell each other of their launches, and where two of them first differ."""
+"""Launches as ranks tell each other of them, and the first in which two of them differ."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def built_in(launch: Launch, start: Callable[..., Any], *args: Any, group: Group
     """Begin a collective of the backend's own."""
     try:
         work = start(*args, group=group.process_group, async_op=True)
-    except RuntimeError as error:
+    except Exception as error:
         launch.watch.sent()  # nobody has interrupted this rank
         raise failure("the collective did not begin", error, launch, -1) from error
     launch.watch.sent()

@@ -1,4 +1,4 @@
-"""What a rank has launched on a group, whom it waits for, and what ranks tell each other of it."""
+"""Launches of a rank on a group, its waits, and the verdict that ranks tell each other."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Recorded(NamedTuple):
 
     @property
     def size(self) -> str:
-        """How many elements of which dtype it moves; "" if that is not known."""
+        """Elements and dtype of what it moves; "" if that is not known."""
         if self.shape is None:
             return ""
         dtype, numels = self.shape
@@ -99,7 +99,7 @@ class Launch:
 
     @property
     def number(self) -> int:
-        """The how-manieth it is: of its key, or of its group; see `Watch.counted_as`."""
+        """Position among the launches that are counted as it is; see `Watch.counted_as`."""
         return self.recorded.number
 
     @property
@@ -132,7 +132,7 @@ class Scope:
 
 @define(eq=False)
 class Watch(ABC):
-    """What one rank launched on one process group, and what it waits for now."""
+    """Launches and waits of one rank on one process group."""
 
     name: str  # that no other group has, the same on every rank
     rank: int
@@ -184,7 +184,7 @@ class Watch(ABC):
 
     @property
     def store(self) -> Any:
-        """Where the ranks of the job tell each other.
+        """Store of the job, in which its ranks tell each other.
 
         Raises:
             ValueError: The job has ended; there may be another one in this process.
