@@ -292,7 +292,10 @@ def test_ranks_may_take_branches_where_gathers_need_nobody(
 # ---- Ranks that end ----
 
 # What the other may be in, or come to next.
-_CALLS = r"gathering|reducing|publishing|agree|all_gather|optimizer\.step|a write to shards|reading a shard"
+_CALLS = (
+    r"gathering|reducing|publishing|agree|all_gather|optimizer\.step"
+    r"|a write to shards|reading a shard"
+)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
