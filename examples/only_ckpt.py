@@ -36,6 +36,7 @@ def train(call: Callable[..., Any], steps: int = 3) -> tuple[list[float], int]:
     weights = {param.data_ptr() for param in model.parameters()}
     losses: list[float] = []
     kept: dict[int, int] = {}
+    num_bytes = 0
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in weights:

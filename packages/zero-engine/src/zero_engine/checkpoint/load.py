@@ -50,10 +50,10 @@ def open_together(
         opened[:] = [open_it()]
         return describe(opened[0])
 
-    for _ in range(_NUM_LOOKS):  # a job may have saved a newer one between two ranks' looks
-        said = together(act, what=what, group=group, timeout_s=_TIMEOUT_S)
-        if len(set(said)) == 1:
-            break
+    look = partial(together, act, what=what, group=group, timeout_s=_TIMEOUT_S)
+    said, num_looks = look(), 1
+    while len(set(said)) > 1 and num_looks < _NUM_LOOKS:  # saved anew between two ranks' looks
+        said, num_looks = look(), num_looks + 1
     same = {"checkpoint": said[group.rank]} | {name: str(value) for name, value in facts.items()}
     check_agreement(same, group=group, timeout_s=_TIMEOUT_S)
     return opened[0]

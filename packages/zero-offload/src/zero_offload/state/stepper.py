@@ -153,7 +153,8 @@ class Stepper:
         if issubclass(used, AbstractCPUOptimizer):
             shape = (2,)  # each element has the same state
         is_torchs = used.__module__.startswith("torch.optim.")
-        for device in ("meta", "cpu") if is_torchs else ("cpu",):
+        device = "meta" if is_torchs else "cpu"
+        while True:
             param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             param.grad = torch.zeros_like(param)
             optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
@@ -167,13 +168,13 @@ class Stepper:
                     self._try_modes(optimizer, param)
                 break
             except Exception as error:
-                if param.is_meta:
-                    continue  # its step reads a value
-                raise UnsupportedOptimizerError(
-                    f"a trial step of a {self.asked.__name__} on a parameter of shape {shape} "
-                    f"failed with {type(error).__name__}: {error}, so nothing is known of its "
-                    "state; leave that on the device"
-                ) from error
+                if not param.is_meta:
+                    raise UnsupportedOptimizerError(
+                        f"a trial step of a {self.asked.__name__} on a parameter of shape {shape} "
+                        f"failed with {type(error).__name__}: {error}, so nothing is known of its "
+                        "state; leave that on the device"
+                    ) from error
+                device = "cpu"  # its step reads a value
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UnsupportedOptimizerError(
                 f"a {self.asked.__name__} keeps state of no parameter, "

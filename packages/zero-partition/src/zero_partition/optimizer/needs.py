@@ -38,7 +38,8 @@ from .watch import StepWatch, cut_grain
 # touched.
 
 _LOG: Final = logging.getLogger(__name__)
-_NUM_STEPS: Final = (6, 24)  # some look at the whole from their fourth on; some wait for longer
+_NUM_STEPS: Final = 6  # some look at the whole from their fourth on
+_NUM_STEPS_OF_THOSE_THAT_WAIT: Final = 24  # that change nothing in the first ones
 _LATER: Final = (100, 10_000, 1_000_000)  # steps that are watched, as if so many had been made
 _NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
 _LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
@@ -113,16 +114,19 @@ def _found_cuts(
         _DependenceError: There are none.
     """
     values = [_values(sample, index, step=-1) for index, sample in enumerate(samples)]
+
+    def gradients(num_steps: int) -> list[list[Tensor]]:
+        return [
+            [_values(sample, index, step=step) for index, sample in enumerate(samples)]
+            for step in range(num_steps)
+        ]
+
     try:
-        for num_steps in _NUM_STEPS:
-            watch = StepWatch()
-            grads = [
-                [_values(sample, index, step=step) for index, sample in enumerate(samples)]
-                for step in range(num_steps)
-            ]
+        watch, grads = StepWatch(), gradients(_NUM_STEPS)
+        whole = _outcome(optimizer, samples, values, grads, watch)
+        if not any(update.any() for update in whole.updates):
+            watch, grads = StepWatch(), gradients(_NUM_STEPS_OF_THOSE_THAT_WAIT)
             whole = _outcome(optimizer, samples, values, grads, watch)
-            if any(update.any() for update in whole.updates):
-                break
     except Exception as error:
         if not must_be_tried:
             return []

@@ -227,10 +227,11 @@ def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[tuple[
 def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
     """Of `numel` elements, how many each rank should get so that none has more than it must."""
     poorest = sorted(loads)
-    for count in range(len(poorest), 0, -1):
-        level = (numel + sum(poorest[:count])) / count
-        if level >= poorest[count - 1]:
-            break
+    # The most that a rank gets: that of the most poor ranks of which none has more already.
+    levels = [(numel + total) / count for count, total in enumerate(accumulate(poorest), 1)]
+    level = next(
+        level for level, load in zip(levels[::-1], poorest[::-1], strict=True) if level >= load
+    )
     return [max(level - load, 0.0) for load in loads]
 
 
