@@ -449,7 +449,7 @@ def by_messages(*, patience_s: float | None = None) -> Group:
         return Group.from_process_group(patience_s=patience_s)
     with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
         group = Group.from_process_group(dist.new_group(), patience_s=patience_s)
-    assert group.peers is None
+    assert not group.exchanges.reads_peers
     assert group.transport.startswith("messages")
     return group
 

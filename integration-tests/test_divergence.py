@@ -173,7 +173,7 @@ def test_each_rank_is_told_where_all_are_and_what_to_do(
 
 def _part(group: Group, way: Callable[[Group], None], message: str, reads: bool) -> None:
     if reads:
-        assert group.peers is not None
+        assert group.exchanges.reads_peers
         group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
     else:
         group = parity.by_messages(patience_s=PATIENCE_S)

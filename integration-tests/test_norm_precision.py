@@ -167,7 +167,7 @@ def test_bytes_and_files_know_of_norms_that_keep_their_dtype(group: Group, tmp_p
             device="cpu",
             world_size=2,
             rank=group.rank,
-            reads_peers=group.peers is not None,
+            reads_peers=group.exchanges.reads_peers,
         )
         model = parity.build(_Normed)
         optimizer = _sgd(model.parameters())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import attrs
 import parity
 import pytest
 import torch
@@ -216,7 +215,7 @@ def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
     group: Group, by_messages: bool
 ) -> None:
     """Encoders, towers and the models inside adapters are called so, by generate() and others."""
-    group = attrs.evolve(group, peers=None) if by_messages else group
+    group = group.by_messages("this test asks for it") if by_messages else group
     plain, model = _build(_Pair)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)

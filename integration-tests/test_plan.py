@@ -268,7 +268,7 @@ def assert_planned(
 ) -> None:
     """Train a real one for some steps, and compare with the plan at each moment."""
     what = f"{config}, {name}, {cell}, rank {group.rank}"
-    reads_peers = group.peers is not None
+    reads_peers = group.exchanges.reads_peers
     with nullcontext() if cell is None else resting_as(cell):
         how = {"world_size": group.world_size, "rank": group.rank, "reads_peers": reads_peers}
         plan = _plan(make, name, config, **how)

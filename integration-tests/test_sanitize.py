@@ -189,7 +189,7 @@ def test_a_flipped_bit_of_one_rank_is_found_by_all(
         shards[0].as_subclass(Tensor).data.view(torch.int32)[0] ^= 1 << 20
     dist.barrier(group.process_group)  # else the others may have read it before
 
-    is_sent = stage == 3 and group.peers is not None and params is torch.float32
+    is_sent = stage == 3 and group.exchanges.reads_peers and params is torch.float32
     how = "checksum" if is_sent else "what the last step has left"
     _found(model, optimizer, "unit '", "parameter '", "(rank 1)", how, "flipped bit")
 

@@ -20,6 +20,7 @@ from zero_comm import (
     record_traffic,
     reduce_scatter_coalesced,
 )
+from zero_comm.messages import Messages
 from zero_comm.testing import equal
 
 COLLECTIVES = [
@@ -220,7 +221,7 @@ def test_a_tensor_that_does_not_fit_is_named(collective, make, text: str) -> Non
 
 def _first_of_two() -> Group:
     """Refusals are local: a group that never started is enough."""
-    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"])
+    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"], Messages(None, 0, 2))
 
 
 def test_a_numel_that_does_not_divide_is_named() -> None:

@@ -29,6 +29,7 @@ from zero_comm import (
     record_traffic,
     reduce_scatter_flat,
 )
+from zero_comm.messages import Messages
 from zero_comm.testing import assert_close, equal
 
 # Even, uneven, with empty chunks first, last and between, around a codec's block, and nothing.
@@ -344,7 +345,7 @@ def test_a_buffer_that_does_not_fit_is_refused(make, text: str) -> None:
 
 def _first_of_two() -> Group:
     """Refusals are local: a group that never started is enough."""
-    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"])
+    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"], Messages(None, 0, 2))
 
 
 def test_one_split_per_rank_is_asked_for() -> None:

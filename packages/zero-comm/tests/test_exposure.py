@@ -21,8 +21,8 @@ from zero_comm import (
     expose,
     record_traffic,
 )
+from zero_comm.shared_host.shards import _ALIVE, HAS_LEFT, Remains
 from zero_comm.testing import equal, lingering
-from zero_comm.window import _ALIVE, HAS_LEFT, Remains
 
 pytestmark = pytest.mark.cpu_only("ranks read each other's host memory")
 

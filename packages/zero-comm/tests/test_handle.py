@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import evolve
 from zero_comm import (
     CommError,
     Group,
@@ -64,7 +63,7 @@ def test_a_message_that_fails_says_which_and_what_to_do(group: Group) -> None:
     if group.rank == 0:
         dist.destroy_process_group()
         return
-    messages = evolve(group, peers=None)  # as between hosts
+    messages = group.by_messages("this test asks for it")  # as between hosts
     says = r"all_gather: (receiving from rank 0|the collective) did not finish.*first error"
     with pytest.raises(CommError, match=says) as raised:
         all_gather_flat(torch.ones(2), splits=[1, 1], group=messages).wait(timeout_s=10.0)
@@ -74,7 +73,7 @@ def test_a_message_that_fails_says_which_and_what_to_do(group: Group) -> None:
 @pytest.mark.parametrize("what", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_handle_that_is_dropped_leaves_the_connection_usable(group: Group, what: str) -> None:
     """A model that is deleted drops handles; the next one on this group hung, now and then."""
-    messages = evolve(group, peers=None)  # as between hosts
+    messages = group.by_messages("this test asks for it")  # as between hosts
     launch = {
         "all_gather": lambda buffer: all_gather_flat(buffer, splits=[2, 2], group=messages),
         "reduce_scatter": lambda buffer: reduce_scatter_flat(buffer, splits=[2, 2], group=messages),

@@ -215,9 +215,9 @@ def test_traffic_is_told_apart_by_what_it_was_for(group: Group) -> None:
 def test_ranks_of_different_nodes_exchange_messages(group: Group) -> None:
     """Levels are believed: what is said to cross a network must cross it in a trial on one host."""
     levels, is_one_node = Levels.of_nodes(group, 2), group.world_size == 2
-    assert levels.inside.peers is not None
-    assert levels.across.peers is None
-    assert (levels.whole.peers is not None) == is_one_node
+    assert levels.inside.exchanges.reads_peers
+    assert not levels.across.exchanges.reads_peers
+    assert levels.whole.exchanges.reads_peers == is_one_node
     assert (expose([torch.zeros(2)], group=levels.whole) is not None) == is_one_node
 
 

@@ -26,7 +26,7 @@ from zero_comm.testing import journal_capacity, local_peers, looking_alone, read
 class _Exchange:
     """One transfer of a rank that takes all that its peers lend."""
 
-    memory: Any  # what `Group.peers` is
+    memory: Any  # what `Reads.memory` is
     tag: int
     buffer: Tensor
     got: dict[int, list[float]] = field(factory=dict)  # by rank

@@ -35,7 +35,7 @@ each_transport = pytest.mark.parametrize("transport", [READS, MESSAGES])
 def test_ranks_of_one_host_read_each_other_s_memory(group: Group) -> None:
     """It is several times as fast, and a quiet fallback would be noticed by nobody."""
     assert group.transport == BY_READING
-    assert group.peers is not None
+    assert group.exchanges.reads_peers
 
 
 # What keeps one rank from reading, and what all ranks then say of whom.
@@ -59,7 +59,7 @@ def test_one_rank_that_cannot_read_makes_all_send_messages(
         group = Group.from_process_group(process_group)
     named = 0 if name == "host" else odd
     assert group.transport.startswith(f"messages, because rank {named} {OBSTACLES[name]}")
-    assert group.peers is None
+    assert not group.exchanges.reads_peers
     assert _gather_ranks(group) == [0.0, 1.0, 2.0]
 
 
@@ -132,7 +132,7 @@ def test_wrapping_a_group_again_says_nothing_to_its_peers(group: Group, transpor
         with _no_messages():
             again = Group.from_process_group(group.process_group)
 
-        assert again.peers is group.peers
+        assert again.watch is group.watch
         assert again.transport == group.transport
     assert _gather_ranks(group) == [0.0, 1.0]
 

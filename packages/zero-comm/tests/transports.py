@@ -53,7 +53,7 @@ def over(group: Group, transport: str) -> Group:
         because = BY_READING if transport == READS else BACKENDS["solo"].reason
 
     assert group.transport == because, f"asked for {transport}, got {group.transport}"
-    assert (group.peers is not None) == (transport == READS)
+    assert group.exchanges.reads_peers == (transport == READS)
     return group
 
 

@@ -1,8 +1,9 @@
 """Coalesced collectives over one group of ranks."""
 
 # Layers, lowest first: errors, torch_private, logs, ranges, _native, build, calls, watch, circles,
-# traces, order, codecs, handle, peer_memory, planning, traffic, meet, group, transport, flat, loco,
-# agreement, coalesced, ddp, hierarchical, window, sanitize, failure, testing.
+# traces, order, codecs, handle, reduction, messages, shared_host, planning, traffic, group,
+# transport, flat, loco, agreement, coalesced, ddp, hierarchical, exposure, sanitize, failure,
+# testing.
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         GroupMismatchError,
         RankFailedError,
     )
+    from zero_comm.exposure import Exposure, expose
     from zero_comm.flat import (
         all_gather_flat,
         all_reduce_flat,
@@ -47,10 +49,10 @@ if TYPE_CHECKING:
     )
     from zero_comm.loco import Loco, LocoErrors
     from zero_comm.planning import Sent
+    from zero_comm.reduction import Reduction
     from zero_comm.traffic import OperationTraffic, Traffic
-    from zero_comm.transport import Reduction, even_splits
+    from zero_comm.transport import even_splits
     from zero_comm.watch import Purpose
-    from zero_comm.window import Exposure, expose
 
 __all__ = [
     "BACKENDS",
@@ -112,6 +114,7 @@ _NAMES: Final = {
     "zero_comm.errors": (
         "AgreementError CodecError CommError DivergenceError GroupMismatchError RankFailedError"
     ),
+    "zero_comm.exposure": "Exposure expose",
     "zero_comm.flat": (
         "all_gather_flat all_reduce_flat broadcast_flat gather_flat reduce_scatter_flat"
     ),
@@ -123,9 +126,9 @@ _NAMES: Final = {
     "zero_comm.loco": "Loco LocoErrors",
     "zero_comm.planning": "Sent",
     "zero_comm.traffic": "OperationTraffic Traffic",
-    "zero_comm.transport": "Reduction even_splits",
+    "zero_comm.reduction": "Reduction",
+    "zero_comm.transport": "even_splits",
     "zero_comm.watch": "Purpose",
-    "zero_comm.window": "Exposure expose",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -7,11 +7,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import ReferenceType
 
+import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
 from .calls import UNEVEN, blocking_torch_call, collective_call
+from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(proof): a rank that has waited long writes down which launch of which peer it
@@ -26,6 +31,26 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 # again at every look while any rank waits for long: no frames are read before. It leaves it only
 # when all whom it needs have come to it: where one of those waits in its own main thread for that
 # rank, and hears it say so meanwhile, neither can go on.
+
+# NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
+# But a receive that times out closes every connection of its group, and with them all waits end, in
+# this process and in the peers'. So a receive that nobody answers is posted, and given a moment.
+
+
+def break_connections(of: ReferenceType[Any]) -> None:
+    """End every wait in this gloo group, for good. Local; peers notice at once."""
+    process_group = of()
+    if process_group is None:
+        return
+    # Each peer, because a connection that is closed already fails at once and closes no other;
+    # each device, over which gloo spreads tags.
+    for peer in dist.get_process_group_ranks(process_group):
+        for tag in range(num_gloo_devices(process_group)):
+            blank = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
+                work = dist.irecv(blank, peer, group=process_group, tag=tag)
+                assert work is not None, "this rank is in the group"
+                work.wait(timedelta(milliseconds=1))
 
 
 @frozen

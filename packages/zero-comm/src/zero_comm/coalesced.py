@@ -14,7 +14,7 @@ from .errors import GroupMismatchError
 from .flat import all_gather_flat, all_reduce_flat, broadcast_flat, reduce_scatter_flat
 from .group import Group
 from .handle import Handle
-from .transport import Reduction
+from .reduction import Reduction
 
 
 def check_list(tensors: Sequence[Tensor], group: Group) -> None:

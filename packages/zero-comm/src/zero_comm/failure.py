@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from .group import Group
 from .handle import Message
 from .logs import PACKAGES, rank_of_job
-from .peer_memory import Transfer
+from .shared_host.peer_memory import Transfer
 from .watch import Launch
 
 # NOTE(signal): Python runs handlers in the main thread between two of its instructions, so never

@@ -20,9 +20,9 @@ from zero_comm.codecs.codec import AbstractCodec, check_encodable
 from .errors import GroupMismatchError
 from .group import Group
 from .handle import Handle
+from .reduction import Reduction, finish_mean, torch_op
 from .torch_private import is_profiled, unrecorded
 from .transport import (
-    Reduction,
     begin,
     built_in,
     check_mean,
@@ -30,13 +30,10 @@ from .transport import (
     chunks_of,
     count_traffic,
     even_splits,
-    exchange,
-    finish_mean,
     launch_exchange,
     launch_gather,
     launch_reduce_scatter,
     own_chunk,
-    torch_op,
 )
 
 
@@ -400,12 +397,11 @@ def gather_flat(
     result = out if is_target else None
     if group.world_size == 1:
         return Handle(lambda _: result)
-    return exchange(
+    return group.exchanges.exchange(
         shard,
         result,
         sends=[shard if rank == to else shard[:0] for rank in range(group.world_size)],
         receives=chunks,
         offsets=[0] * group.world_size,
-        group=group,
         launch=begin(group, f"gather to {to}", tag, shard.dtype, splits),
     )

@@ -18,10 +18,10 @@ from attrs import Factory, evolve, field, frozen
 
 from .errors import CommError
 from .logs import follow_environment
-from .meet import abort, shared_host
-from .order import OrderWatch
-from .peer_memory import PeerMemory
+from .messages import Messages
+from .order import OrderWatch, abort
 from .planning import Sent
+from .shared_host import meet
 from .torch_private import accelerator, backend_of, let_gloo_finish_at_exit, timeout_of
 from .traffic import Traffic
 from .watch import Purpose, Watch
@@ -106,7 +106,7 @@ class Group:
     world_size: int
     device: torch.device  # where tensors of its collectives live
     backend: Backend
-    peers: PeerMemory | None = field(default=None, repr=False)  # where ranks read their memory
+    exchanges: Messages = field(repr=False)  # or reads, where all ranks run on one host
     watch: Watch | None = field(default=None, repr=False)  # None: no rank but this one
     transport: str = ""  # how values travel, and why so, in one line
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
@@ -118,7 +118,8 @@ class Group:
     def solo(cls, device: torch.device | str = "cpu") -> Group:
         """A group of one: every collective is the identity and nothing needs to be started."""
         where, backend = _with_index(torch.device(device)), BACKENDS["solo"]
-        return cls(None, 0, 1, where, backend, transport=backend.reason)
+        messages = Messages(None, 0, 1)
+        return cls(None, 0, 1, where, backend, messages, transport=backend.reason)
 
     @classmethod
     def from_process_group(
@@ -167,20 +168,20 @@ class Group:
         backend = BACKENDS.get(name) or Backend(
             name, composes_from_peers=False, reason=f"{name} has collectives of its own"
         )
-        peers, watch, transport = None, None, backend.reason
-        nodes: tuple[int, ...] = ()
+        exchanges = Messages(process_group, rank, world_size)
+        watch: Watch | None = None
+        transport, nodes = backend.reason, ()
         if backend.composes_from_peers and world_size > 1:
             let_gloo_finish_at_exit()
-            found = shared_host(
-                process_group, rank=rank, world_size=world_size, timeout_s=timeout_s
-            )
-            peers, watch, transport = found.peers, found.watch, found.reason
-            nodes = found.hosts
+            met = meet(process_group, rank=rank, world_size=world_size, timeout_s=timeout_s)
+            exchanges = met.exchanges_of(process_group, rank, world_size)
+            watch, transport, nodes = met.watch, met.reason, met.hosts
         elif world_size > 1:
             watch = _order_watch(process_group, where)
         if watch is not None and patience_s is not None:
             watch.patience_s = patience_s
-        group = cls(process_group, rank, world_size, where, backend, peers, watch, transport)
+        ranks = (process_group, rank, world_size)
+        group = cls(*ranks, where, backend, exchanges, watch, transport)
         _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)
         purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
         recorders = _RECORDERS.setdefault(process_group, [])  # whoever wraps it counts the same
@@ -197,6 +198,17 @@ class Group:
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of position `rank` in this group."""
         return dist.get_global_rank(self.process_group, rank)
+
+    def by_messages(self, why: str) -> Group:
+        """Return the same group, whose ranks do not read each other's memory. Local.
+
+        Args:
+            why: Reason, as `transport` says it: "its ranks are of several nodes".
+        """
+        if not self.exchanges.reads_peers:
+            return self
+        messages = Messages(self.process_group, self.rank, self.world_size)
+        return evolve(self, exchanges=messages, transport=f"messages, because {why}")
 
     def explain(self, purposes: Mapping[int, Purpose]) -> None:
         """Say what the collectives with these tags are for: to errors, and in counts. Local."""

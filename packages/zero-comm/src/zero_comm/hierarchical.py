@@ -31,13 +31,12 @@ from .group import Group
 from .handle import Handle
 from .loco import Level, LocoErrors
 from .planning import sent_in_hops
+from .reduction import Reduction, finish_mean
 from .torch_private import timeout_of
 from .transport import (
-    Reduction,
     check_mean,
     check_tensor,
     chunks_of,
-    finish_mean,
     launch_exchange,
     own_chunk,
 )
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 _MADE: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Group, Group]]]] = (
     WeakKeyDictionary()
 )
+_SEVERAL_NODES: Final = "its ranks are of several nodes"
 
 
 @frozen(eq=False)
@@ -164,12 +164,14 @@ class Levels:
         nodes = tuple(rank // size for rank in range(whole.world_size))
         recorders = whole.recorders
         if inside.world_size < whole.world_size:
-            whole = _by_messages(whole)
+            whole = whole.by_messages(_SEVERAL_NODES)
         return cls(
             evolve(whole, nodes=nodes),
             evolve(inside, nodes=(node,) * size, recorders=recorders),
             evolve(
-                _by_messages(across), nodes=tuple(range(len(nodes) // size)), recorders=recorders
+                across.by_messages(_SEVERAL_NODES),
+                nodes=tuple(range(len(nodes) // size)),
+                recorders=recorders,
             ),
         )
 
@@ -177,13 +179,6 @@ class Levels:
     def num_nodes(self) -> int:
         """How many nodes there are."""
         return self.across.world_size
-
-
-def _by_messages(group: Group) -> Group:
-    """The same, whose ranks are taken for ranks of other hosts."""
-    if group.peers is None:
-        return group
-    return evolve(group, peers=None, transport="messages, because its ranks are of several nodes")
 
 
 def _found_per_node(group: Group, *, timeout_s: float) -> int:

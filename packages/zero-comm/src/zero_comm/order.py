@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
+from weakref import ReferenceType
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from attrs import asdict, define, field, frozen
 
 from .calls import blocking_torch_call, causes, collective_call
 from .errors import CommError, DivergenceError
-from .torch_private import sequence_number
+from .torch_private import backend_of, sequence_number
 from .traces import CAUSES, Trace, Traced, alone, difference
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
@@ -47,6 +48,17 @@ _FIRST_PAUSE_S: Final = 20e-6
 _LONGEST_PAUSE_S: Final = 2e-3
 _LEAST_S: Final = 2.0  # for ranks that have parted to tell each other what they launched
 _MARGIN_S: Final = 1.5  # to the timeout: the backend's ends the process, so ours comes before
+
+
+def abort(of: ReferenceType[Any], device: torch.device) -> None:
+    """End what this rank has launched in a group of a device, for good. Local.
+
+    What its collectives write is then undefined, and the host is not told: no use of it may follow.
+    """
+    process_group = of()
+    if process_group is not None:
+        with contextlib.suppress(RuntimeError):  # not every backend knows how
+            backend_of(process_group, device).abort()
 
 
 @frozen

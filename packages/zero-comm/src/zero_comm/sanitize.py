@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from .agreement import check_agreement
 from .group import Group
-from .peer_memory import any_peers
+from .shared_host.peer_memory import any_peers
 from .watch import Purpose
 
 _TAG: Final = -1  # of no other collective

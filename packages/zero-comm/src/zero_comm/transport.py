@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -18,143 +17,11 @@ from zero_comm.codecs.codec import AbstractCodec
 from .errors import GroupMismatchError
 from .group import Group
 from .handle import Handle, Message, failure
-from .peer_memory import PeerMemory, RemoteBuffer, Transfer
+from .messages import offset_of
 from .planning import sent_flat
-from .torch_private import all_gather_single, is_profiled, reduce_scatter_single, unrecorded
+from .reduction import Reduction, torch_op
+from .torch_private import all_gather_single, reduce_scatter_single
 from .watch import Launch
-
-
-class Reduction(Enum):
-    """MEAN is the sum divided by the world size, in that order."""
-
-    MEAN = "mean"
-    SUM = "sum"
-
-
-def finish_mean(total: Tensor, *, op: Reduction, world_size: int) -> None:
-    """Turn a sum over ranks into what `op` asks for, in place."""
-    if op is Reduction.MEAN and world_size > 1:
-        total.div_(world_size)
-
-
-# Messages of this size let the local sum run while later messages arrive, and stay in cache for
-# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/run.py collectives).
-_MESSAGE_BYTES: Final = 2 * 2**20
-_READ_BYTES: Final = 2**18  # a piece of every rank stays in cache until it is added
-
-T = TypeVar("T")
-
-
-def exchange(
-    buffer: Tensor,
-    result: T,
-    *,
-    sends: Sequence[Tensor],
-    receives: Sequence[Tensor],
-    group: Group,
-    launch: Launch,
-    offsets: Sequence[int] = (),
-) -> Handle[T]:
-    """Send each rank a part of `buffer`, and receive from each; empty tensors do not travel.
-
-    Args:
-        buffer: What peers read, where ranks read each other's memory.
-        result: What the handle is of.
-        sends: For each rank, what it is sent.
-        receives: For each rank, what is filled with what it sends; may be empty where none does.
-        group: The ranks that take part.
-        launch: This collective.
-        offsets: Where that lies in each rank's buffer, in bytes.
-    """
-    rank, world_size = group.rank, group.world_size
-    # The next rank first: no rank is a hot spot.
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    peers = group.peers
-    # A message reaches its peer even if this rank ends before it is read: what controls must.
-    if peers is None or launch.operation == "agree":
-        received = [peer for peer in reversed(others) if receives and receives[peer].numel()]
-        messages = [_message(receives[peer], peer, group, launch) for peer in received]
-        sent = [peer for peer in others if sends[peer].numel()]
-        messages += [_message(sends[peer], peer, group, launch, is_sent=True) for peer in sent]
-        launch.watch.sent()
-        return Handle(lambda _: result, messages, (buffer, result))
-
-    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        for peer in others if receives else ():
-            buffers[peer].read_into(receives[peer], offset=offsets[peer])
-
-    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
-    launch.watch.sent()
-    return _when_read(transfer, result, peers, launch)
-
-
-def reduce_scatter_by_messages(
-    buffer: Tensor,
-    chunks: Sequence[Tensor],
-    *,
-    group: Group,
-    op: Reduction,
-    out: Tensor,
-    launch: Launch,
-) -> Handle[Tensor]:
-    """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
-    own = chunks[group.rank]
-    peers = [rank for rank in range(group.world_size) if rank != group.rank]
-    if len(peers) == 1 and out.data_ptr() != own.data_ptr():
-        scratch = {peers[0]: out}  # a sum of two does not depend on the order: receive in place
-    else:
-        rows = own.new_empty(len(peers), own.numel())
-        scratch = {peer: rows[i] for i, peer in enumerate(peers)}
-
-    step = max(1, _MESSAGE_BYTES // buffer.element_size())
-    arrivals: list[tuple[slice, list[Message]]] = []
-    for start in range(0, own.numel(), step):
-        piece = slice(start, min(start + step, own.numel()))
-        messages = [_message(scratch[peer][piece], peer, group, launch) for peer in peers]
-        arrivals.append((piece, messages))
-    sends = []
-    for start in range(0, max(chunk.numel() for chunk in chunks), step):
-        for peer in peers:
-            piece = chunks[peer][start : start + step]
-            if piece.numel():
-                sends.append(_message(piece, peer, group, launch, is_sent=True))
-    launch.watch.sent()
-
-    def finish(timeout_s: float | None) -> Tensor:
-        for piece, messages in arrivals:
-            for message in messages:
-                message.wait(timeout_s=timeout_s)
-            rows = [
-                own[piece] if rank == group.rank else scratch[rank][piece]
-                for rank in range(group.world_size)
-            ]
-            # Partial sums go to memory of ours: `out` may be `own`, which must be read in its turn.
-            partial = rows[0]
-            for row in rows[1:-1]:
-                partial = torch.add(partial, row, out=scratch[peers[0]][piece])
-            total = torch.add(partial, rows[-1], out=out[piece])
-            finish_mean(total, op=op, world_size=group.world_size)
-        for message in sends:
-            message.wait(timeout_s=timeout_s)
-        return out
-
-    received = [message for _, messages in arrivals for message in messages]
-    return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
-
-
-def _message(
-    tensor: Tensor, peer: int, group: Group, launch: Launch, *, is_sent: bool = False
-) -> Message:
-    what = f"{'sending to' if is_sent else 'receiving from'} rank {peer}"
-    start: Any = dist.isend if is_sent else dist.irecv
-    if is_profiled():
-        start = partial(unrecorded, start)
-    try:
-        work = start(tensor, group.global_rank(peer), group=group.process_group, tag=launch.key)
-    except RuntimeError as error:  # the connection is broken
-        launch.watch.sent()  # nobody has interrupted this rank
-        raise failure(f"{what} did not begin", error, launch, peer) from error
-    return Message(work, what, launch, peer)
 
 
 def built_in(launch: Launch, start: Callable[..., Any], *args: Any, group: Group) -> Message:
@@ -166,56 +33,6 @@ def built_in(launch: Launch, start: Callable[..., Any], *args: Any, group: Group
         raise failure("the collective did not begin", error, launch, -1) from error
     launch.watch.sent()
     return Message(work, "the collective", launch)
-
-
-def reduce_scatter_by_reading(
-    buffer: Tensor,
-    chunks: Sequence[Tensor],
-    *,
-    peers: PeerMemory,
-    op: Reduction,
-    out: Tensor,
-    launch: Launch,
-) -> Handle[Tensor]:
-    """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
-    rank, world_size = peers.rank, peers.world_size
-    own = chunks[rank]
-    offset = _offset(own, buffer)
-    size = min(own.numel(), _READ_BYTES // buffer.element_size())
-
-    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
-        for first in range(0, own.numel(), max(1, size)):
-            piece = slice(first, min(first + size, own.numel()))
-            numel = piece.stop - first
-            total = own
-            for other in range(world_size):
-                row = target = scratch[other % 2, :numel]
-                if other == rank:
-                    row = own[piece]
-                else:
-                    buffers[other].read_into(row, offset=offset + first * buffer.element_size())
-                if other == world_size - 1:  # only now: `out` may be `own`
-                    target = out[piece]
-                total = row if other == 0 else torch.add(total, row, out=target)
-            finish_mean(total, op=op, world_size=world_size)
-
-    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
-    launch.watch.sent()
-    return _when_read(transfer, out, peers, launch)
-
-
-def _offset(chunk: Tensor, buffer: Tensor) -> int:
-    """Bytes from the start of the buffer."""
-    return int(chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
-
-
-def _when_read(transfer: Transfer, result: T, peers: PeerMemory, launch: Launch) -> Handle[T]:
-    def finish(timeout_s: float | None) -> T:
-        peers.wait(transfer, launch.operation, timeout_s=timeout_s)
-        return result
-
-    return Handle(finish)
 
 
 def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
@@ -325,13 +142,12 @@ def launch_gather(
     own = chunks[group.rank]
     launch = begin(group, name, tag, buffer.dtype, splits, version=version, is_late=is_late)
     if group.backend.composes_from_peers:
-        return exchange(
+        return group.exchanges.exchange(
             buffer,
             buffer,
             sends=[own] * group.world_size,
             receives=chunks,
-            offsets=[_offset(chunk, buffer) for chunk in chunks],
-            group=group,
+            offsets=[offset_of(chunk, buffer) for chunk in chunks],
             launch=launch,
         )
     if len(set(splits)) == 1:
@@ -353,12 +169,7 @@ def launch_reduce_scatter(
         return Handle(lambda _: out)
     launch = begin(group, "reduce_scatter", tag, buffer.dtype, splits)
     if group.backend.composes_from_peers:
-        peers = group.peers
-        if peers is None:
-            return reduce_scatter_by_messages(
-                buffer, chunks, group=group, op=op, out=out, launch=launch
-            )
-        return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
+        return group.exchanges.reduce_scatter(buffer, chunks, op=op, out=out, launch=launch)
     reduce_op = torch_op(op)
     if len(set(splits)) == 1:
         message = built_in(launch, reduce_scatter_single, out, buffer, reduce_op, group=group)
@@ -385,13 +196,12 @@ def launch_exchange(
         message = built_in(launch, dist.all_to_all, rows, chunks, group=group)
         return Handle(lambda _: rows, (message,), (buffer, rows))
     rows[group.rank] = own
-    return exchange(
+    return group.exchanges.exchange(
         buffer,
         rows,
         sends=chunks,
         receives=rows,
-        offsets=[_offset(own, buffer)] * group.world_size,
-        group=group,
+        offsets=[offset_of(own, buffer)] * group.world_size,
         launch=launch,
     )
 
@@ -421,8 +231,3 @@ def begin(
 def _key_of(*identity: Hashable) -> int:
     """Return a number that is the same in every process, and as a tag of torch's."""
     return _KEY_BASE + crc32(repr(identity).encode()) % _NUM_KEYS
-
-
-def torch_op(op: Reduction) -> Any:
-    """Torch's name of a reduction."""
-    return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM

@@ -1,7 +1,7 @@
 """For tests: several ranks on one machine, peers whose memory cannot be read, codecs' kernels.
 
 `RankPool` is what the `ranks` fixture gives. `local_peers` makes ranks of one process, each of them
-what `Group.peers` is; `cannot_read` and its like make reading fail. `using_kernels` and its like
+what `Reads.memory` is; `cannot_read` and its like make reading fail. `using_kernels` and its like
 choose what encodes blocks. `equal` and `assert_close` compare values of different devices, as
 results and oracles are where ranks run on an accelerator. `rely_on` waits for what was launched.
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from zero_comm import meet, peer_memory, window
-from zero_comm.peer_memory import PeerMemory
+from zero_comm.shared_host import journal, meeting, peer_memory, process_memory, shards
+from zero_comm.shared_host.peer_memory import PeerMemory
 
 
 def local_peers(
@@ -22,7 +22,7 @@ def local_peers(
     timeout_s: float = 20.0,
     told: Callable[[Any], Any] | None = None,
 ) -> list[PeerMemory]:
-    """So many ranks in this process, each of them what `Group.peers` is. They have met.
+    """So many ranks in this process, each of them what `Reads.memory` is. They have met.
 
     Args:
         world_size: How many.
@@ -51,14 +51,14 @@ def looking_alone(peer: PeerMemory) -> Iterator[None]:
 @contextmanager
 def journal_capacity(entries: int) -> Iterator[None]:
     """Inside, peers may lag behind by so many entries, of journals that are made there. Local."""
-    with mock.patch.object(peer_memory, "_CAPACITY", entries):
+    with mock.patch.object(journal, "_CAPACITY", entries):
         yield
 
 
 @contextmanager
 def lingering(seconds: float) -> Iterator[None]:
     """Inside, a process that ends waits so long at most for who reads its shards. Local."""
-    with mock.patch.object(window, "_LINGER_S", seconds):
+    with mock.patch.object(shards, "_LINGER_S", seconds):
         yield
 
 
@@ -71,17 +71,17 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
             on another host.
     """
     if why == "switch":
-        with mock.patch.dict(os.environ, {peer_memory.SWITCH: "0"}):
+        with mock.patch.dict(os.environ, {process_memory.SWITCH: "0"}):
             yield
     elif why == "host":
         with tempfile.TemporaryDirectory() as folder:
             boot_id = Path(folder, "boot_id")
             boot_id.write_text("another system's\n")
-            with mock.patch.object(meet, "_BOOT_ID", boot_id):
+            with mock.patch.object(meeting, "_BOOT_ID", boot_id):
                 yield
     else:
         call = _refuse if why == "permission" else None
-        with mock.patch.object(peer_memory, "_READ", call):
+        with mock.patch.object(process_memory, "_READ", call):
             yield
 
 
@@ -90,7 +90,7 @@ def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
     """Inside, reads of a peer's journal, or of a buffer that it lent, are not permitted. Local."""
     refusal = PermissionError(EPERM, os.strerror(EPERM))
     place: tuple[Any, str] = {
-        "journal": (peer_memory, "read"),
+        "journal": (journal, "read"),
         "buffer": (peer_memory, "read_into"),
     }[what]
     with mock.patch.object(*place, side_effect=refusal):
@@ -100,14 +100,14 @@ def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
 @contextmanager
 def reads_cut_short(num_bytes: int) -> Iterator[None]:
     """Inside, the kernel reads so many bytes at a time, as it does 2 GiB of more. Local."""
-    kernel = peer_memory._READ
+    kernel = process_memory._READ
 
     def cut_short(*arguments: Any) -> int:
         for span in (arguments[1]._obj, arguments[3]._obj):
             span.num_bytes = min(num_bytes, span.num_bytes)
         return kernel(*arguments)
 
-    with mock.patch.object(peer_memory, "_READ", cut_short):
+    with mock.patch.object(process_memory, "_READ", cut_short):
         yield
 
 

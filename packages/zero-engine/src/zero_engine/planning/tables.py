@@ -83,7 +83,7 @@ def line_of(
             optimizer=optimizer,
             device=group.device,
             rank=group.rank,
-            reads_peers=group.peers is not None,
+            reads_peers=group.exchanges.reads_peers,
         )
         line = _line(planned)
     except (ConfigError, PartitionError) as error:  # a log ends no training

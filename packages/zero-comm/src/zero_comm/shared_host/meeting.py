@@ -1,59 +1,30 @@
-"""Whether the ranks of a group can read each other's memory, and the journals if so."""
+"""First exchange of the ranks of a group: may they read each other's memory, and where is it?"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from .circles import CircleWatch
-from .handle import Message
-from .peer_memory import SWITCH, JournalAddress, PeerMemory, allow_readers, is_supported
-from .torch_private import backend_of, num_gloo_devices, timeout_of
-from .watch import Watch
+from zero_comm.circles import CircleWatch, break_connections
+from zero_comm.handle import Message
+from zero_comm.messages import Messages
+from zero_comm.torch_private import timeout_of
+from zero_comm.watch import Watch
 
-# NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
-# But a receive that times out closes every connection of its group, and with them all waits end, in
-# this process and in the peers'. So a receive that nobody answers is posted, and given a moment.
-
-
-def break_connections(of: ReferenceType[Any]) -> None:
-    """End every wait in this gloo group, for good. Local; peers notice at once."""
-    process_group = of()
-    if process_group is None:
-        return
-    # Each peer, because a connection that is closed already fails at once and closes no other;
-    # each device, over which gloo spreads tags.
-    for peer in dist.get_process_group_ranks(process_group):
-        for tag in range(num_gloo_devices(process_group)):
-            blank = torch.empty(1, dtype=torch.uint8, device="cpu")
-            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
-                work = dist.irecv(blank, peer, group=process_group, tag=tag)
-                assert work is not None, "this rank is in the group"
-                work.wait(timedelta(milliseconds=1))
-
-
-def abort(of: ReferenceType[Any], device: torch.device) -> None:
-    """End what this rank has launched in a group of a device, for good. Local.
-
-    What its collectives write is then undefined, and the host is not told: no use of it may follow.
-    """
-    process_group = of()
-    if process_group is not None:
-        with contextlib.suppress(RuntimeError):  # not every backend knows how
-            backend_of(process_group, device).abort()
-
+from .journal import JournalAddress
+from .peer_memory import PeerMemory
+from .process_memory import SWITCH, allow_readers, is_supported
+from .reads import Reads
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions
@@ -77,22 +48,40 @@ _REASONS: Final = {
 
 
 @frozen
-class SharedHost:
-    """What the ranks of one process group found out together."""
+class Meeting:
+    """Facts that the ranks of one process group found out together."""
 
-    peers: PeerMemory | None
-    reason: str
+    memory: PeerMemory | None  # None: they cannot read each other
+    reason: str  # for that, in one line
     watch: Watch
-    hosts: tuple[int, ...]  # of each rank; one number per host
+    hosts: tuple[int, ...]  # by rank; one number per host
+
+    def exchanges_of(self, process_group: Any, rank: int, world_size: int) -> Messages:
+        """Return how these ranks exchange parts of buffers."""
+        if self.memory is None:
+            return Messages(process_group, rank, world_size)
+        return Reads(process_group, rank, world_size, self.memory)
 
 
-_FOUND: Final[WeakKeyDictionary[Any, SharedHost]] = WeakKeyDictionary()
+_FOUND: Final[WeakKeyDictionary[Any, Meeting]] = WeakKeyDictionary()
 
 
-def shared_host(
+def meet(
     process_group: Any, *, rank: int, world_size: int, timeout_s: float | None = None
-) -> SharedHost:
-    """What the ranks of this gloo group found out. Collective and blocking the first time."""
+) -> Meeting:
+    """Find out whether the ranks of a gloo group may read each other's memory.
+
+    Collective and blocking the first time.
+
+    Args:
+        process_group: Of torch, with gloo for the CPU.
+        rank: This rank's position in it.
+        world_size: Ranks in it.
+        timeout_s: Longest wait for another rank, in seconds; the group's own when None.
+
+    Raises:
+        CommError: A rank did not come in time.
+    """
     found = _FOUND.get(process_group)
     if found is None:
         table = _Table(process_group, rank, world_size, timeout_s)
@@ -100,7 +89,7 @@ def shared_host(
     return found
 
 
-def _find_out(table: _Table) -> SharedHost:
+def _find_out(table: _Table) -> Meeting:
     timeout = timeout_of(table.process_group, torch.device("cpu"))
     peers = PeerMemory(table.rank, table.world_size, timeout_s=timeout.total_seconds())
     where, verdict = peers.whereabouts, _try_alone()
@@ -132,8 +121,8 @@ def _find_out(table: _Table) -> SharedHost:
     for other, (number,) in enumerate(verdicts):
         if number != _Verdict.OK:
             reason = f"messages, because rank {other} {_REASONS[_Verdict(number)]}"
-            return SharedHost(None, reason, watch, hosts)
-    return SharedHost(peers, _REASONS[_Verdict.OK], watch, hosts)
+            return Meeting(None, reason, watch, hosts)
+    return Meeting(peers, _REASONS[_Verdict.OK], watch, hosts)
 
 
 def _try_alone() -> _Verdict:

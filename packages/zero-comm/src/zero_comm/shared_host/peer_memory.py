@@ -1,4 +1,4 @@
-"""Collectives between processes of one host that read each other's memory.
+"""Transfers between processes of one host that read each other's memory.
 
 Every rank keeps a journal in its own memory and only ever writes there: "my buffer for tag T lies
 at address A" (an offer), and "I have read what I need for tag T" (done). Peers read the journal,
@@ -6,248 +6,40 @@ and then the data, with one copy and no message. A transfer takes place when thi
 it and every peer has offered its buffer; it is over for this rank when every peer is done too,
 because only then may it write to the buffer again.
 
-Reading is `process_vm_readv(2)`, of Linux. It needs the right to trace the other process: the same
-user and, under Yama's default, the other's consent, which `allow_readers` gives.
-
 Nothing runs in the background: each launch and each wait also carries out whatever other transfers
 have become possible, so that peers are not kept waiting for this rank's own order of waits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from errno import EFAULT, ESRCH
 from functools import partial
-from typing import Any, Final, TypeVar
-from weakref import WeakSet, finalize
+from typing import Final, TypeVar
+from weakref import WeakSet
 
 import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from .calls import UNEVEN, causes
-from .errors import CommError
-from .watch import Launch, SeenWait, Wait, Watch
+from zero_comm.calls import causes
+from zero_comm.errors import CommError
+from zero_comm.watch import Launch, SeenWait, Wait, Watch
 
-SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
-
-_PR_SET_PTRACER: Final = 0x59616D61
-_PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
-
-
-class _Span(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
-
-
-def _find_call() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if call is not None:
-        spans, count = ctypes.POINTER(_Span), ctypes.c_ulong
-        call.argtypes = (ctypes.c_int, spans, count, spans, count, ctypes.c_ulong)
-        call.restype = ctypes.c_ssize_t
-    return call
-
-
-_READ: Final = _find_call()
-
-
-def is_supported() -> bool:
-    """Whether this system has the call at all; whether it is permitted, only trying tells."""
-    return _READ is not None
-
-
-def allow_readers(ancestor: int | None) -> None:
-    """Let a process and its descendants read this one's memory, where Yama would refuse it. Local.
-
-    Args:
-        ancestor: Process id; None lets every process of the same user.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:  # without Yama it fails, and is not needed
-        who = _PR_SET_PTRACER_ANY if ancestor is None else ctypes.c_ulong(ancestor)
-        prctl(_PR_SET_PTRACER, who, 0, 0, 0)
-
-
-def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
-    """Copy `num_bytes` from `address` of process `pid` to `into` of this one.
-
-    Raises:
-        ProcessLookupError: The process has ended.
-        OSError: Not permitted, or no such memory there.
-    """
-    done = 0
-    while done < num_bytes:  # the kernel stops at 2 GiB, and may stop earlier
-        rest = num_bytes - done
-        local, remote = _Span(into + done, rest), _Span(address + done, rest)
-        count = _READ(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if count <= 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        done += count
-
-
-def why(error: OSError) -> str:
-    """Why a process could not be read, and what can be done about it."""
-    if error.errno == ESRCH:
-        return f"its process has ended; look for the first error among all ranks; {UNEVEN}"
-    if error.errno == EFAULT:
-        return "no such memory; the process is ending, or has given the memory away"
-    return f"{error}; set {SWITCH}=0 on every rank, and values travel as messages"
-
-
-def read_into(tensor: Tensor, pid: int, address: int) -> None:
-    """Fill a contiguous CPU tensor from `address` of process `pid`. Raises as `read` does."""
-    read(pid, address, into=tensor.data_ptr(), num_bytes=tensor.nbytes)
-
-
-OFFER, DONE = 1, 2  # kinds of entries
-
-Entry = tuple[int, int, int]  # kind, tag, address
-
-_WORD: Final = 8
-_ENTRY_WORDS: Final = 3
-_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
-_CONSUMED: Final = 3  # then one count per rank, then the ring
-_CAPACITY: Final = 1024  # entries that peers may lag behind
-
-
-@frozen
-class JournalAddress:
-    """Where a rank's journal lies. Exchanged once, by other means."""
-
-    pid: int
-    address: int
-    token: int  # first word of the journal: proof that it is the right process
-
-
-@define(eq=False)
-class Journal:
-    """This rank's own. Its user sees to it that one thread writes at a time."""
-
-    world_size: int
-    token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
-    num_written: int = field(default=0, init=False)  # entries, those in the outbox included
-    _words: ctypes.Array[ctypes.c_int64] = field(init=False)
-    _outbox: deque[Entry] = field(factory=deque, init=False)  # what has no room yet
-    _read_by_all: int = field(default=0, init=False)  # entries; a lower bound
-    _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
-
-    def __attrs_post_init__(self) -> None:
-        num_words = _CONSUMED + self.world_size + _CAPACITY * _ENTRY_WORDS
-        self._words = (ctypes.c_int64 * num_words)()
-        self._words[_TOKEN] = self.token
-        finalize(self, _close, self._words).atexit = False  # type: ignore[attr-defined]
-
-    @property
-    def whereabouts(self) -> JournalAddress:
-        """What peers need to know to read it."""
-        return JournalAddress(os.getpid(), ctypes.addressof(self._words), self.token)
-
-    @property
-    def head(self) -> int:
-        """How many entries peers can see, or could until they were written over."""
-        return self._words[_HEAD]
-
-    def write(self, entry: Entry, *, read_by_all: Callable[[int], int]) -> None:
-        """Append; what does not fit yet follows as peers read on. `read_by_all`: see `publish`."""
-        self._outbox.append(entry)
-        self.num_written += 1
-        self.publish(read_by_all)
-
-    def publish(self, read_by_all: Callable[[int], int]) -> None:
-        """Let peers see what there is room for.
-
-        Args:
-            read_by_all: How many of so many entries every peer has read; asked when there is none.
-        """
-        head = self._words[_HEAD]
-        while self._outbox:
-            if head - self._read_by_all >= _CAPACITY:
-                self._read_by_all = read_by_all(head)
-                if head - self._read_by_all >= _CAPACITY:
-                    return
-            start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
-            self._words[start : start + _ENTRY_WORDS] = self._outbox.popleft()
-            head += 1
-            self.fence()  # neither the data nor the entry may be seen after the head
-            self._words[_HEAD] = head
-
-    def note_read(self, rank: int, num_entries: int) -> None:
-        """Say how many entries of a peer's journal this rank has read."""
-        self._words[_CONSUMED + rank] = num_entries
-
-    def leave(self) -> None:
-        """Say that this process is about to end."""
-        self._words[_LEAVING] = 1
-
-    def void(self) -> None:
-        """Let peers take this process for gone."""
-        self._words[_TOKEN] = 0
-
-    def fence(self) -> None:
-        """What was written before is seen before what is written after: release, then acquire."""
-        with self._fence:
-            pass
-        with self._fence:
-            pass
-
-
-def read_word(pid: int, address: int) -> int:
-    """A signed 64-bit integer from a process's memory. Raises OSError."""
-    word = ctypes.c_int64()
-    read(pid, address, into=ctypes.addressof(word), num_bytes=_WORD)
-    return word.value
-
-
-def read_header(where: JournalAddress) -> tuple[int, int, bool]:
-    """A peer's token, its head, and whether it is leaving. Raises OSError."""
-    header = _read(where, 0, _CONSUMED)
-    return header[_TOKEN], header[_HEAD], bool(header[_LEAVING])
-
-
-def read_num_read(by: int, where: JournalAddress) -> int:
-    """How many entries of rank `by`'s journal the owner of this one has read. Raises OSError."""
-    return _read(where, _CONSUMED + by, 1)[0]
-
-
-def read_entries(seen: int, head: int, world_size: int, where: JournalAddress) -> list[Entry]:
-    """A peer's entries from `seen` on, to `head` or to the end of the ring. Raises OSError."""
-    first = seen % _CAPACITY
-    count = min(head - seen, _CAPACITY - first)
-    start = _CONSUMED + world_size + first * _ENTRY_WORDS
-    words = _read(where, start, count * _ENTRY_WORDS)
-    ring = iter(words)
-    return list(zip(ring, ring, ring, strict=True))  # _ENTRY_WORDS each
-
-
-def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
-    words = (ctypes.c_int64 * num_words)()
-    read(
-        where.pid,
-        where.address + word * _WORD,
-        into=ctypes.addressof(words),
-        num_bytes=num_words * _WORD,
-    )
-    return words
-
-
-# A peer may look once more after its group is gone here: journals stay, a page each and few.
-_CLOSED: Final[list[ctypes.Array[ctypes.c_int64]]] = []
-
-
-def _close(words: ctypes.Array[ctypes.c_int64]) -> None:
-    words[_TOKEN] = 0
-    _CLOSED.append(words)
+from .journal import (
+    DONE,
+    OFFER,
+    Journal,
+    JournalAddress,
+    read_entries,
+    read_header,
+    read_num_read,
+)
+from .process_memory import read_into, read_word, why
 
 
 @frozen

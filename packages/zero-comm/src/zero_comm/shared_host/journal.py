@@ -1,0 +1,147 @@
+"""Journal of a rank: the buffers that it offers and is done with, in memory that peers read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+from weakref import finalize
+
+from attrs import Factory, define, field, frozen
+
+from .process_memory import read
+
+OFFER, DONE = 1, 2  # kinds of entries
+
+Entry = tuple[int, int, int]  # kind, tag, address
+
+_WORD: Final = 8
+_ENTRY_WORDS: Final = 3
+_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
+_CONSUMED: Final = 3  # then one count per rank, then the ring
+_CAPACITY: Final = 1024  # entries that peers may lag behind
+
+
+@frozen
+class JournalAddress:
+    """Where a rank's journal lies. Exchanged once, by other means."""
+
+    pid: int
+    address: int
+    token: int  # first word of the journal: proof that it is the right process
+
+
+@define(eq=False)
+class Journal:
+    """This rank's own. Its user sees to it that one thread writes at a time."""
+
+    world_size: int
+    token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
+    num_written: int = field(default=0, init=False)  # entries, those in the outbox included
+    _words: ctypes.Array[ctypes.c_int64] = field(init=False)
+    _outbox: deque[Entry] = field(factory=deque, init=False)  # what has no room yet
+    _read_by_all: int = field(default=0, init=False)  # entries; a lower bound
+    _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
+
+    def __attrs_post_init__(self) -> None:
+        num_words = _CONSUMED + self.world_size + _CAPACITY * _ENTRY_WORDS
+        self._words = (ctypes.c_int64 * num_words)()
+        self._words[_TOKEN] = self.token
+        finalize(self, _close, self._words).atexit = False  # type: ignore[attr-defined]
+
+    @property
+    def whereabouts(self) -> JournalAddress:
+        """What peers need to know to read it."""
+        return JournalAddress(os.getpid(), ctypes.addressof(self._words), self.token)
+
+    @property
+    def head(self) -> int:
+        """How many entries peers can see, or could until they were written over."""
+        return self._words[_HEAD]
+
+    def write(self, entry: Entry, *, read_by_all: Callable[[int], int]) -> None:
+        """Append; what does not fit yet follows as peers read on. `read_by_all`: see `publish`."""
+        self._outbox.append(entry)
+        self.num_written += 1
+        self.publish(read_by_all)
+
+    def publish(self, read_by_all: Callable[[int], int]) -> None:
+        """Let peers see what there is room for.
+
+        Args:
+            read_by_all: How many of so many entries every peer has read; asked when there is none.
+        """
+        head = self._words[_HEAD]
+        while self._outbox:
+            if head - self._read_by_all >= _CAPACITY:
+                self._read_by_all = read_by_all(head)
+                if head - self._read_by_all >= _CAPACITY:
+                    return
+            start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
+            self._words[start : start + _ENTRY_WORDS] = self._outbox.popleft()
+            head += 1
+            self.fence()  # neither the data nor the entry may be seen after the head
+            self._words[_HEAD] = head
+
+    def note_read(self, rank: int, num_entries: int) -> None:
+        """Say how many entries of a peer's journal this rank has read."""
+        self._words[_CONSUMED + rank] = num_entries
+
+    def leave(self) -> None:
+        """Say that this process is about to end."""
+        self._words[_LEAVING] = 1
+
+    def void(self) -> None:
+        """Let peers take this process for gone."""
+        self._words[_TOKEN] = 0
+
+    def fence(self) -> None:
+        """What was written before is seen before what is written after: release, then acquire."""
+        with self._fence:
+            pass
+        with self._fence:
+            pass
+
+
+def read_header(where: JournalAddress) -> tuple[int, int, bool]:
+    """A peer's token, its head, and whether it is leaving. Raises OSError."""
+    header = _read(where, 0, _CONSUMED)
+    return header[_TOKEN], header[_HEAD], bool(header[_LEAVING])
+
+
+def read_num_read(by: int, where: JournalAddress) -> int:
+    """How many entries of rank `by`'s journal the owner of this one has read. Raises OSError."""
+    return _read(where, _CONSUMED + by, 1)[0]
+
+
+def read_entries(seen: int, head: int, world_size: int, where: JournalAddress) -> list[Entry]:
+    """A peer's entries from `seen` on, to `head` or to the end of the ring. Raises OSError."""
+    first = seen % _CAPACITY
+    count = min(head - seen, _CAPACITY - first)
+    start = _CONSUMED + world_size + first * _ENTRY_WORDS
+    words = _read(where, start, count * _ENTRY_WORDS)
+    ring = iter(words)
+    return list(zip(ring, ring, ring, strict=True))  # _ENTRY_WORDS each
+
+
+def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
+    words = (ctypes.c_int64 * num_words)()
+    read(
+        where.pid,
+        where.address + word * _WORD,
+        into=ctypes.addressof(words),
+        num_bytes=num_words * _WORD,
+    )
+    return words
+
+
+# A peer may look once more after its group is gone here: journals stay, a page each and few.
+_CLOSED: Final[list[ctypes.Array[ctypes.c_int64]]] = []
+
+
+def _close(words: ctypes.Array[ctypes.c_int64]) -> None:
+    words[_TOKEN] = 0
+    _CLOSED.append(words)

@@ -1,0 +1,100 @@
+"""Exchanges in which ranks read their parts out of each other's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final, TypeVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zero_comm.handle import Handle
+from zero_comm.messages import Messages, offset_of
+from zero_comm.reduction import Reduction, finish_mean
+from zero_comm.watch import Launch
+
+from .peer_memory import PeerMemory, RemoteBuffer
+
+_READ_BYTES: Final = 2**18  # a piece of every rank stays in cache until it is added
+
+T = TypeVar("T")
+
+
+@frozen(eq=False)
+class Reads(Messages):
+    """Exchanges of ranks that read each other's memory."""
+
+    memory: PeerMemory
+    reads_peers: ClassVar[bool] = True
+
+    def exchange(
+        self,
+        buffer: Tensor,
+        result: T,
+        *,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        offsets: Sequence[int],
+        launch: Launch,
+    ) -> Handle[T]:
+        """See `Messages`."""
+        # Control traffic goes by messages: one reaches its peer even if this rank ends before.
+        if launch.operation == "agree":
+            return super().exchange(
+                buffer, result, sends=sends, receives=receives, offsets=offsets, launch=launch
+            )
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+        def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+            for peer in others if receives else ():
+                buffers[peer].read_into(receives[peer], offset=offsets[peer])
+
+        return self._transfer(buffer, result, carry_out, launch)
+
+    def reduce_scatter(
+        self,
+        buffer: Tensor,
+        chunks: Sequence[Tensor],
+        *,
+        op: Reduction,
+        out: Tensor,
+        launch: Launch,
+    ) -> Handle[Tensor]:
+        """See `Messages`."""
+        own, world_size, item_bytes = chunks[self.rank], self.world_size, buffer.element_size()
+        offset, size = offset_of(own, buffer), min(own.numel(), _READ_BYTES // item_bytes)
+
+        def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+            scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
+            for first in range(0, own.numel(), max(1, size)):
+                piece = slice(first, min(first + size, own.numel()))
+                total = own
+                for other in range(world_size):
+                    row = target = scratch[other % 2, : piece.stop - first]
+                    if other == self.rank:
+                        row = own[piece]
+                    else:
+                        buffers[other].read_into(row, offset=offset + first * item_bytes)
+                    if other == world_size - 1:  # only now: `out` may be `own`
+                        target = out[piece]
+                    total = row if other == 0 else torch.add(total, row, out=target)
+                finish_mean(total, op=op, world_size=world_size)
+
+        return self._transfer(buffer, out, carry_out, launch)
+
+    def _transfer(
+        self,
+        buffer: Tensor,
+        result: T,
+        carry_out: Callable[[dict[int, RemoteBuffer]], None],
+        launch: Launch,
+    ) -> Handle[T]:
+        transfer = self.memory.launch(launch.key, buffer, carry_out, launch=launch)
+        launch.watch.sent()
+
+        def finish(timeout_s: float | None) -> T:
+            self.memory.wait(transfer, launch.operation, timeout_s=timeout_s)
+            return result
+
+        return Handle(finish)

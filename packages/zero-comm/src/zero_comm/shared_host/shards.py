@@ -1,0 +1,258 @@
+"""Versions of shards that peers read, between the writes of their owner."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from multiprocessing.util import Finalize
+from typing import Any, Final
+from weakref import finalize
+
+from attrs import Factory, define, field
+from torch import Tensor
+
+from zero_comm.calls import causes
+from zero_comm.errors import CommError
+from zero_comm.watch import Launch, Wait, Watch
+
+from .peer_memory import PeerMemory
+from .process_memory import why
+
+HAS_LEFT: Final = 2**62  # in place of the newest version that a rank reads no more: it reads none
+
+_LOOK_S: Final = 0.02
+_LINGER_S: Final = 60.0
+
+
+@define(eq=False)
+class Remains:
+    """What has to stay until every peer has left too."""
+
+    shards: tuple[Tensor, ...]
+    words: ctypes.Array[ctypes.c_int64]
+    peers: PeerMemory
+    addresses: dict[int, int]  # of each peer's words
+    pid: int = Factory(os.getpid)
+    has_lingered: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        with _LOCK:
+            _ALIVE.append(self)
+        # It serves where atexit does, and in processes of multiprocessing, which know none. Those
+        # that were forked have forgotten what was registered before: hence once per exposure.
+        Finalize(None, _linger, exitpriority=10)
+
+    def are_needed(self) -> bool:
+        """Whether a peer may still read them. Asked by the end of the process and a thread."""
+        with _LOCK:
+            for rank in tuple(self.addresses):
+                try:
+                    word = self.peers.read_word(rank, self.addresses[rank] + 8 * _CLOSED)
+                except OSError:
+                    word = HAS_LEFT
+                if word == HAS_LEFT:
+                    del self.addresses[rank]
+            return bool(self.addresses)
+
+
+_ALIVE: Final[list[Remains]] = []
+_LEFT: Final[list[Remains]] = []  # their exposure is gone
+# A peer may look at the words after the shards were given back: two words per exposure stay.
+_WORDS: Final[list[Any]] = []
+_LOCK: Final = threading.RLock()  # a garbage collection may run leave() anywhere
+
+
+def leave(remains: Remains) -> None:
+    """This rank reads no more; its shards go when no peer does. Returns at once."""
+    with _LOCK:
+        remains.words[_CLOSED] = HAS_LEFT
+        _WORDS.append(remains.words)
+        _ALIVE.remove(remains)
+        if not remains.are_needed():
+            return
+        _LEFT.append(remains)
+        if len(_LEFT) == 1:
+            threading.Thread(target=_wait_for_peers, name="zero_comm remains", daemon=True).start()
+
+
+def _wait_for_peers() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        with _LOCK:
+            for remains in tuple(_LEFT):  # leave() may add some meanwhile
+                if not remains.are_needed():
+                    _LEFT.remove(remains)
+            if not _LEFT:
+                return
+
+
+def _linger() -> None:
+    """A process that ends must not take away what its peers still read: it waits, but not long.
+
+    Not after an error: peers that wait for this rank should hear of it at once.
+    """
+    mine = [
+        remains
+        for remains in (*_ALIVE, *_LEFT)
+        if remains.pid == os.getpid() and not remains.has_lingered
+    ]
+    if _ends_by_error():
+        return
+    for remains in mine:
+        remains.has_lingered = True
+        remains.words[_CLOSED] = HAS_LEFT
+        remains.peers.leave()
+    deadline = time.monotonic() + _LINGER_S
+    while time.monotonic() < deadline and any(r.are_needed() for r in mine):
+        time.sleep(_LOOK_S)
+
+
+def _ends_by_error() -> bool:
+    error = sys.exception()  # a process of multiprocessing comes here while it is being handled
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None or getattr(sys, "last_value", None) is not None
+
+
+_EXPOSE: Final = -2  # turns are counted beside collectives, whose keys are greater
+_OPENED, _CLOSED = 0, 1  # words: the newest version peers may read, the newest we read no more
+
+
+Words = ctypes.Array[ctypes.c_int64]
+
+
+def new_words() -> Words:
+    """Return words of a rank whose first version peers may read."""
+    return (ctypes.c_int64 * 2)(1, 0)
+
+
+@define(eq=False)
+class SharedShards:
+    """This rank's shards and where its peers' lie: ranks read them without their owner.
+
+    Everyone reads one version of everyone's shards, until all ranks have begun to write; nobody
+    reads the next one of a rank before that rank has ended its write. A rank that drops this object
+    leaves its shards readable until all peers have done so; one that ends without an error stays
+    for that, a minute at most.
+    """
+
+    shards: tuple[Tensor, ...]
+    _memory: PeerMemory
+    _words: Words
+    _addresses: dict[int, list[int]]  # of each peer: its words, then its shards
+    _version: int = field(default=1, init=False)
+    _is_writing: bool = field(default=False, init=False)
+    _turns: dict[int, Launch] = field(factory=dict, init=False)  # the last one of each word
+    _keys: tuple[int, int] = field(init=False)  # of the words' turns, for the group's watch
+    _is_current: set[int] = field(factory=set, init=False)  # peers known to have our version open
+
+    def __attrs_post_init__(self) -> None:
+        number = self._watch.launch("expose", _EXPOSE).number  # all ranks expose in one order
+        self._keys = (_EXPOSE - 2 * number, _EXPOSE - 2 * number - 1)
+        words = {peer: where[0] for peer, where in self._addresses.items()}
+        remains = Remains(self.shards, self._words, self._memory, words)
+        finalize(self, leave, remains).atexit = False  # type: ignore[attr-defined]
+
+    @property
+    def _watch(self) -> Watch:
+        assert self._memory.watch is not None, "ranks that read each other's memory have one"
+        return self._memory.watch
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is between `begin_write` and `end_write`."""
+        return self._is_writing
+
+    def begin_write(self, *, timeout_s: float | None = None) -> None:
+        """Wait until no peer reads this version any more. Collective.
+
+        Called again before `end_write`, it does nothing.
+
+        Raises:
+            CommError: A peer ended, or does not begin its write in time.
+        """
+        if self._is_writing:
+            return
+        self._memory.fence()
+        self._words[_CLOSED] = self._version
+        self._take_turn(_CLOSED, "waiting to write to the weights (a step, or loading)")
+        for rank in self._addresses:
+            self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)
+        self._is_writing = True
+
+    def end_write(self) -> None:
+        """Let peers read what was written. Local."""
+        if self._is_writing:
+            self._is_writing = False
+            self._version += 1
+            self._is_current.clear()
+            self._memory.fence()
+            self._words[_OPENED] = self._version
+            self._take_turn(_OPENED, "reading weights that are being written")
+
+    def _take_turn(self, word: int, doing: str) -> None:
+        """This rank has written a version into a word: what those wait for who have done so too."""
+        self._turns[word] = self._watch.launch(doing, self._keys[word])
+
+    def _wait_for(self, rank: int, word: int, what: str, timeout_s: float | None) -> None:
+        def is_there() -> bool:
+            if self._word(rank, word, what) >= self._version:
+                return True
+            has_left = self._word(rank, _CLOSED, what) == HAS_LEFT
+            # Once more: it may have opened this version, and left, since it was asked.
+            if has_left and self._word(rank, word, what) < self._version:
+                raise CommError(
+                    f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
+                    f"(rank {self._memory.rank}); take as many steps on every rank, and keep the "
+                    f"model on each until all have taken the last. {causes()}"
+                )
+            return False
+
+        def lacks() -> Wait | None:
+            turn = self._turns.get(word)
+            return None if turn is None else Wait(turn, rank)
+
+        if not self._memory.look_until(is_there, lacks, timeout_s=timeout_s):
+            limit_s = self._memory.timeout_s if timeout_s is None else timeout_s
+            raise CommError(
+                f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "
+                f"{self._memory.rank}). Every rank must write to its shards as often: "
+                f"optimizer.step() and load_state_dict() belong on all ranks. {causes()}"
+            )
+
+    def _word(self, rank: int, word: int, what: str) -> int:
+        try:
+            return self._memory.read_word(rank, self._addresses[rank][0] + 8 * word)
+        except OSError as error:
+            raise self._unreadable(rank, what, error) from error
+
+    def _unreadable(self, rank: int, what: str, error: OSError) -> CommError:
+        return self._watch.error() or CommError(
+            f"{what}: rank {self._memory.rank} cannot read the memory of rank {rank}: {why(error)}"
+        )
+
+    def read(
+        self, rank: int, index: int, offset: int, out: Tensor, *, timeout_s: float | None = None
+    ) -> None:
+        """Fill `out` with values of a peer's shard, of this rank's version. Local.
+
+        Args:
+            rank: The peer.
+            index: Position of the shard.
+            offset: Where they start in it, in bytes.
+            out: 1-D, contiguous, on the CPU.
+            timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
+
+        Raises:
+            CommError: The peer has ended, has deleted its shards, or did not end its write in time.
+        """
+        if rank not in self._is_current:
+            self._wait_for(rank, _OPENED, "reading a shard", timeout_s)
+            self._is_current.add(rank)
+        try:
+            self._memory.read(rank, self._addresses[rank][1 + index] + offset, into=out)
+        except OSError as error:
+            raise self._unreadable(rank, "reading a shard", error) from error
