@@ -6,19 +6,23 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 import re
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from transports import MESSAGES, each_world, over, transports, worlds
 from zero_comm import (
+    CommError,
     DivergenceError,
     Group,
     Purpose,
@@ -27,9 +31,11 @@ from zero_comm import (
     broadcast_flat,
     reduce_scatter_flat,
 )
+from zero_comm.shared_host.process_memory import SWITCH
 from zero_comm.testing import equal, rely_on
 
 PATIENCE_S = 0.2
+TIMEOUT_S = 4.0  # of a group that is to end by it
 SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
 
 UNTOUCHED = -1.0
@@ -341,3 +347,21 @@ def _until(holds: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.02)
+
+
+@each_world(2)
+def test_a_rank_in_another_group_is_named_and_nothing_is_used(group: Group, transport: str) -> None:
+    """Nothing meets there, so it ends with the group's timeout, and no values were taken."""
+    switch = {SWITCH: "0"} if transport == MESSAGES else {}
+    with mock.patch.dict(os.environ, switch):
+        groups = [
+            Group.from_process_group(
+                dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), patience_s=PATIENCE_S
+            )
+            for _ in range(group.world_size)
+        ]
+    began = time.monotonic()
+    with pytest.raises(CommError, match="gather") as error:
+        _gather(groups[group.rank], tag=1)
+    assert f"rank {1 - group.rank}" in str(error.value)
+    assert time.monotonic() - began < TIMEOUT_S + SOON_S
