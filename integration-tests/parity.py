@@ -27,7 +27,7 @@ import zero_partition.seams
 from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from zero_comm import Group
+from zero_comm import AnyRanks, Group
 from zero_comm.testing import equal, on_cpu
 from zero_partition import Cut
 from zero_partition.plan import BufferPlan
@@ -231,14 +231,15 @@ class Curve:
 
 
 def train_sharded(
-    group: Group,
+    group: AnyRanks,
     recipe: Recipe,
     config: ZeroConfig,
     *,
     keeps_grads: bool = False,
+    rank: int | None = None,
 ) -> Curve:
-    """Ours, through the front door."""
-    model = build(recipe.make)
+    """Ours, through the front door; `rank` is that of the job, where the group is none of ours."""
+    model, rank = build(recipe.make), group.rank if isinstance(group, Group) else rank
     optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler == "before" else None
     zero_engine.shard(model, optimizer, config, group=group)
@@ -249,7 +250,7 @@ def train_sharded(
         for micro in range(recipe.num_micro_batches):
             waits = recipe.reduces_once and micro + 1 < recipe.num_micro_batches
             with zero_engine.no_sync(model) if waits else nullcontext():
-                loss = recipe.loss_of(model, recipe.batch(step, micro, group.rank))
+                loss = recipe.loss_of(model, recipe.batch(step, micro, rank))
                 loss.backward()
             curve.losses.append(loss.item())
         if not step and keeps_grads:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         gather_flat,
         reduce_scatter_flat,
     )
-    from zero_comm.group import BACKENDS, Backend, Group, init, record_traffic
+    from zero_comm.group import BACKENDS, AnyRanks, Backend, Group, init, record_traffic
     from zero_comm.handle import Handle
     from zero_comm.hierarchical import (
         Levels,
@@ -58,6 +58,7 @@ __all__ = [
     "BACKENDS",
     "AbstractCodec",
     "AgreementError",
+    "AnyRanks",
     "Backend",
     "Blockwise",
     "Cast",
@@ -118,7 +119,7 @@ _NAMES: Final = {
     "zero_comm.flat": (
         "all_gather_flat all_reduce_flat broadcast_flat gather_flat reduce_scatter_flat"
     ),
-    "zero_comm.group": "BACKENDS Backend Group init record_traffic",
+    "zero_comm.group": "BACKENDS AnyRanks Backend Group init record_traffic",
     "zero_comm.handle": "Handle",
     "zero_comm.hierarchical": (
         "Levels all_to_all_loco_quant_reduce all_to_all_quant_reduce reduce_scatter_by_levels"

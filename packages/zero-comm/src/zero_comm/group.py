@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,10 +25,6 @@ from .shared_host import meet
 from .torch_private import accelerator, backend_of, let_gloo_finish_at_exit, timeout_of
 from .traffic import Traffic
 from .watch import Purpose, Watch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 follow_environment()
 _LOG: Final = logging.getLogger("zero_comm")
@@ -188,12 +184,55 @@ class Group:
         return evolve(group, purposes=purposes, nodes=nodes, recorders=recorders)
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
-        """The group along one axis of a DeviceMesh; `axis` may be left out of a 1-D mesh.
+    def from_mesh(cls, mesh: dist.DeviceMesh, axis: str | int | None = None) -> Group:
+        """Return the group along one dimension of a DeviceMesh, for tensors on its kind of device.
 
         Collective as `from_process_group` is.
+
+        Args:
+            mesh: That this rank is in.
+            axis: Name or number of the dimension; may be left out of a mesh of one.
+
+        Raises:
+            CommError: This rank is not in the mesh, or it has several dimensions and `axis` is
+                None.
         """
-        return cls.from_process_group(mesh.get_group(axis))
+        if mesh.get_coordinate() is None:
+            raise CommError(
+                f"expected a mesh that this rank is in, got {mesh} on rank {dist.get_rank()} of "
+                "the job; only its own ranks may use it"
+            )
+        if axis is None and mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            remedy = f"mesh[{names[-1]!r}]" if names else "mesh_dim_names, and one of these"
+            raise CommError(
+                f"expected a mesh of one dimension, got {mesh} (rank {dist.get_rank()}); choose "
+                f"the dimension by {remedy}"
+            )
+        return cls.from_process_group(mesh.get_group(axis), device=mesh.device_type)
+
+    @classmethod
+    def of(cls, ranks: AnyRanks) -> Group:
+        """Return the group of these ranks. Collective as `from_process_group` is.
+
+        Args:
+            ranks: A Group, which is returned as it is; a ProcessGroup of torch, such as
+                `dist.group.WORLD`; or a DeviceMesh of one dimension.
+
+        Raises:
+            CommError: It is none of these; or as `from_process_group` and `from_mesh` do.
+        """
+        if isinstance(ranks, Group):
+            return ranks
+        if isinstance(ranks, dist.DeviceMesh):
+            return cls.from_mesh(ranks)
+        if isinstance(ranks, dist.ProcessGroup):
+            return cls.from_process_group(ranks)
+        raise CommError(
+            "expected the ranks to be a zero_comm.Group, a ProcessGroup of torch.distributed or a "
+            f"DeviceMesh, got {ranks!r} of type {type(ranks).__name__}; zero_comm.init() is the "
+            "group of the whole job"
+        )
 
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of position `rank` in this group."""
@@ -253,6 +292,8 @@ class Group:
         for traffic in (*self.recorders, *self.log[-1:]):
             traffic.counted[call] += 1
 
+
+AnyRanks: TypeAlias = Group | dist.ProcessGroup | dist.DeviceMesh
 
 _ORDER: Final[WeakKeyDictionary[Any, OrderWatch]] = WeakKeyDictionary()  # by process group
 # Of each default group: how many groups of a name there were, as torch gives a name again.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,10 +41,11 @@ from .transport import (
     own_chunk,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 _MADE: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Group, Group]]]] = (
+    WeakKeyDictionary()
+)
+# By the group inside a node, of meshes: the group of all ranks.
+_WHOLES: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]]] = (
     WeakKeyDictionary()
 )
 _SEVERAL_NODES: Final = "its ranks are of several nodes"
@@ -108,27 +109,29 @@ class Levels:
         return cls.of(group, *made[ranks_per_node])
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, *, whole: Group | None = None) -> Levels:
+    def from_mesh(cls, mesh: dist.DeviceMesh, *, whole: Group | None = None) -> Levels:
         """Levels of a 2-D DeviceMesh: the first axis goes across nodes, the second inside one.
 
-        Collective as `Group.from_process_group` is.
+        Collective over the ranks of the mesh the first time, as process groups are made.
 
         Args:
             mesh: In the order of the ranks, as `init_device_mesh` makes it.
-            whole: The group of all its ranks; that of the whole job when None.
+            whole: The group of all its ranks, where there is one already.
 
         Raises:
             GroupMismatchError: The mesh has other than two axes, or does not fit `whole`.
+            CommError: This rank is not in the mesh.
         """
         if mesh.ndim != 2:
             raise GroupMismatchError(
                 f"expected a mesh of two axes, (nodes, ranks of a node), got shape "
                 f"{tuple(mesh.shape)}; choose two of them by mesh['name', 'name']"
             )
+        across, inside = (Group.from_mesh(mesh, axis) for axis in (0, 1))
         if whole is None:
-            whole = Group.from_process_group()
+            whole = _whole_of(mesh, inside)
         across, inside = (
-            Group.from_mesh(mesh, axis) if mesh.size(axis) > 1 else _alone(whole) for axis in (0, 1)
+            _alone(each) if each.world_size == 1 else each for each in (across, inside)
         )
         return cls.of(whole, inside, across)
 
@@ -200,6 +203,22 @@ def _found_per_node(group: Group, *, timeout_s: float) -> int:
             "ranks of a group node by node"
         )
     return size
+
+
+def _whole_of(mesh: dist.DeviceMesh, inside: Group) -> Group:
+    """Return the group of all ranks of a mesh. Collective among these the first time."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return Group.from_process_group(device=mesh.device_type)
+    made = _WHOLES.setdefault(inside.process_group, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = dist.new_group(
+            ranks,
+            timeout=timeout_of(inside.process_group, inside.device),
+            backend=inside.backend.name,
+            use_local_synchronization=True,
+        )
+    return Group.from_process_group(made[tuple(ranks)], device=mesh.device_type)
 
 
 def _part_of(group: Group, ranks: Sequence[int]) -> Group:

@@ -10,11 +10,12 @@ from typing import Any, final
 import torch
 from attrs import evolve, frozen
 from torch import nn
-from zero_comm import Group
+from zero_comm import AnyRanks
 from zero_engine.checkpoint.folder import together
 from zero_engine.checkpoint.load import open_together, stop_unless_it_fits
 from zero_engine.checkpoint.save import sharded_of
 from zero_engine.checks import default_group
+from zero_partition.plan import whole_of
 from zero_partition.seams import (
     ShardedModel,
     StateSource,
@@ -57,7 +58,7 @@ def load_checkpoint(
     *,
     tag: str | None,
     is_strict: bool,
-    group: Group | None,
+    group: AnyRanks | None,
     is_universal: bool,
 ) -> DeepSpeedLoadReport:
     """See `zero_engine.load_deepspeed`. Collective."""
@@ -66,7 +67,7 @@ def load_checkpoint(
     sharded = None if is_plain else sharded_of(model, optimizer, what)
     if sharded is not None:
         group = sharded.whole
-    group = default_group(model) if group is None else group
+    group = default_group(model) if group is None else whole_of(group)
     found = open_together(
         lambda: DeepSpeedFolder.open(folder, tag, is_universal=is_universal),
         _describe,

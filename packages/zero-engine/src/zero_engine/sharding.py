@@ -12,10 +12,10 @@ import torch
 import zero_partition
 from attrs import evolve
 from torch import nn
-from zero_comm import Group, collective, failure
+from zero_comm import AnyRanks, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
-from zero_partition.plan import Placement
+from zero_partition.plan import Placement, ranks_of
 from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded
 
 from .checks import default_group
@@ -37,7 +37,7 @@ def shard(
     optimizer: AnyOptimizer = None,  # type: ignore[assignment]
     config: ZeroConfig | None = None,
     *,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
 ) -> tuple[Model, AnyOptimizer]:
     """Distribute a model and its optimizer over all ranks; the training loop stays as it is.
 
@@ -56,7 +56,9 @@ def shard(
             `ZeroConfig.cut`. A list of several is stepped, zeroed and clipped one by one, in any
             order, as those of a GAN; what steps together is one `ChainedOptimizer`.
         config: `ZeroConfig()`, stage 3, when None.
-        group: The ranks to distribute over; all of them when None, or just this process if
+        group: The ranks to distribute over: a Group, a ProcessGroup, or a DeviceMesh of one
+            dimension, or of two, of which the first has replicas and the second shards (what
+            `Wire.replicas` says, too). All of them when None, or just this process if
             torch.distributed was not initialised.
 
     Returns:
@@ -80,7 +82,7 @@ def shard(
         ("model", model, nn.Module),
         ("optimizer", chosen, torch.optim.Optimizer | None),
         ("config", config, ZeroConfig),
-        ("group", group, Group | None),
+        ("group", group, AnyRanks | None),
     ):
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", str(kind))
@@ -88,7 +90,10 @@ def shard(
                 f"shard(): expected {name} to be a {expected}, got {value!r} of type "
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
-    group = default_group(model, timeout_s=config.timeout_s) if group is None else group
+    if group is None:
+        group = default_group(model, timeout_s=config.timeout_s)
+    group, wire = ranks_of(group, config.wire, config.placements)
+    config = evolve(config, wire=wire)
     if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
@@ -195,7 +200,7 @@ def unshard(
 def Init(
     module: nn.Module | None = None,
     *,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
 ) -> AbstractContextManager[Any]:
     """Build a model of which each rank keeps its part only. Collective.
@@ -230,7 +235,7 @@ def materialise(
     model: nn.Module,
     init: Callable[[nn.Module], object] | None = None,
     *,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
 ) -> None:
     """Give a model on the meta device memory and values; each rank holds its part. Collective.

@@ -9,11 +9,13 @@ from itertools import count
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms import Join, Joinable, JoinHook
 from zero_comm import (
     AgreementError,
+    AnyRanks,
     Group,
     Purpose,
     all_gather_flat,
@@ -364,7 +366,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self,
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
-        group: Group | Any = None,
+        group: AnyRanks | None = None,
         parameters_as_bucket_view: bool = False,
         *,
         process_group: Any = None,
@@ -377,7 +379,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 optimizer takes them; generators too. Dicts given are not changed. Names are used in
                 messages.
             optimizer_class: What to make, of any optimizer that treats parameters one by one.
-            group: A zero_comm.Group or torch's ProcessGroup; the default process group when None.
+            group: A zero_comm.Group, torch's ProcessGroup, or a DeviceMesh, of which the last
+                dimension counts; the default process group when None.
             parameters_as_bucket_view: Whether trainable parameters become views of one buffer, from
                 which they are sent and into which they are received without a copy. `param.data`
                 then changes its address; if it is given another later, its values are copied back.
@@ -401,7 +404,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if group is not None and process_group is not None:
             raise TypeError("expected group or process_group, which are one, got both")
         group = process_group if group is None else group
-        self.group = group if isinstance(group, Group) else Group.from_process_group(group)
+        if isinstance(group, dist.DeviceMesh):
+            group = Group.from_mesh(group, group.ndim - 1)
+        self.group = Group.from_process_group() if group is None else Group.of(group)
         self._kind = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._in_place = parameters_as_bucket_view
         self._owners: dict[Tensor, int] = {}

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, final
 import torch
 from attrs import evolve, frozen
 from torch import nn
-from zero_comm import AgreementError, CommError, Group, check_agreement, collective
+from zero_comm import AgreementError, AnyRanks, CommError, Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage, StateError
 from zero_partition.seams import (
     ShardedModel,
@@ -333,7 +333,7 @@ def load_deepspeed(
     *,
     tag: str | None = None,
     is_strict: bool = True,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
 ) -> Any:
     """Go on from a checkpoint that DeepSpeed's ZeRO saved at stage 1, 2 or 3. Collective.
 

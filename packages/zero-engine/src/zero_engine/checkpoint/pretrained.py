@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from torch import nn
-from zero_comm import Group, collective
+from zero_comm import AnyRanks, collective
 from zero_partition.seams import AbstractRangeReader, LoadReport, load_ranges
 
 from zero_engine.checks import default_group
@@ -32,7 +32,7 @@ def load_pretrained(
     *,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
 ) -> LoadReport:
     """Read weights from files, each rank only the bytes it keeps. Collective.

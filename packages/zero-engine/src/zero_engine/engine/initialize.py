@@ -11,12 +11,14 @@ import torch
 import zero_ckpt
 import zero_comm
 import zero_partition
+from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-from zero_comm import Group, collective
+from zero_comm import AnyRanks, Group, collective
 from zero_offload import CPUAdam, FusedAdam
+from zero_partition.plan import ranks_of, whole_of
 
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
@@ -45,7 +47,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: AnyConfig | None = None,
     *,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Any]:
     """Shard a model, and wrap it with its optimizer, batches and scheduler. Collective.
@@ -73,7 +75,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
             less memory. Nor are inputs of the model converted then, as `Precision.cast_inputs`
             would: DeepSpeed leaves that to the script.
-        group: The ranks to shard over, instead of `mpu`.
+        group: The ranks to shard over, as for `shard`, instead of `mpu`.
         auto: Values by path for what the file leaves "auto", as in `{"gradient_clipping": 1.0}`.
             What follows from arguments needs none: options of an `optimizer` that is an instance,
             16-bit sections from the dtype of the model, batch sizes and clipping that `args` has as
@@ -94,7 +96,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     check_mpu(mpu, what="initialize()")
     assert model is not None, "its kind was checked"
     chosen = _choose_config(args, config)
-    group = _join(mpu, dist_init_required) if group is None else group
+    ranks = _join(mpu, dist_init_required) if group is None else group
+    group = whole_of(ranks)
     across = model_group_of(mpu, what="initialize()")
     settings = _as_engine_config(
         chosen,
@@ -125,6 +128,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if settings.zero.offload is not None and settings.zero.offload.path is not None:
         with suppress(OSError):  # shard() says on all ranks what is wrong with it
             settings.zero.offload.path.mkdir(parents=True, exist_ok=True)
+    _, wire = ranks_of(ranks, settings.zero.wire, settings.zero.placements)
+    settings = evolve(settings, zero=evolve(settings.zero, wire=wire))
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler
@@ -134,7 +139,7 @@ def _check_kinds(model: Any, collate_fn: Any, group: Any) -> None:
     for name, value, fits, expected in (
         ("model", model, isinstance(model, nn.Module), "be a torch.nn.Module"),
         ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "be a function"),
-        ("group", group, isinstance(group, Group | None), "be a zero_comm.Group"),
+        ("group", group, isinstance(group, AnyRanks | None), "be a zero_comm.Group or a mesh"),
     ):
         if not fits:
             raise ConfigError(f"initialize(): expected {name} to {expected}, got {value!r}")

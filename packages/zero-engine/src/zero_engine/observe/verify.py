@@ -14,8 +14,9 @@ import torch
 from attrs import define, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from zero_comm import Group, all_gather_json, collective, ddp_hook
+from zero_comm import AnyRanks, Group, all_gather_json, collective, ddp_hook
 from zero_partition import full_grad, full_param
+from zero_partition.plan import ranks_of
 from zero_partition.seams import require_sharded
 
 from zero_engine.checkpoint.save import capture_rngs, restore_rngs
@@ -236,7 +237,7 @@ def verify(
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     num_steps: int = 3,
-    group: Group | None = None,
+    group: AnyRanks | None = None,
 ) -> Verification:
     """Train a model under DistributedDataParallel and under `config`, and compare. Collective.
 
@@ -262,7 +263,10 @@ def verify(
     """
     if not isinstance(config, ZeroConfig):
         config = ZeroConfig() if config is None else ZeroConfig.from_deepspeed(config)
-    group = default_group(timeout_s=config.timeout_s) if group is None else group
+    if group is None:
+        group = default_group(timeout_s=config.timeout_s)
+    group, wire = ranks_of(group, config.wire, config.placements)
+    config = attrs.evolve(config, wire=wire)
     rngs = capture_rngs(group.device)
     try:
         given = list(islice(batches, num_steps))

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import attrs
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from zero_comm import Levels
 from zero_offload import Footprint, OffloadedState
@@ -19,6 +20,7 @@ from zero_offload.residence import (
     with_delay,
 )
 from zero_partition import MemoryReport
+from zero_partition.plan import wire_of
 from zero_partition.planning import (
     ModelPlan,
     PlannedMemory,
@@ -170,7 +172,7 @@ def plan(
     model: Any,
     config: ZeroConfig | None = None,
     *,
-    world_size: int,
+    world_size: int | dist.DeviceMesh,
     stage: int | None = None,
     optimizer: str | OptimizerMaker | torch.optim.Optimizer | None = "adamw",
     device: str | torch.device = "cuda",
@@ -188,7 +190,8 @@ def plan(
         model: A module, best on meta (`with torch.device("meta")`), a `GPTSize`, or a
             configuration of transformers: object, dict, config.json or a folder with one.
         config: As for `shard`; `ZeroConfig()` when None.
-        world_size: Number of ranks.
+        world_size: Number of ranks; or a DeviceMesh of one dimension or of two, as for `shard`,
+            which may be one of a process group that only plays them (torch's "fake").
         stage: In place of a configuration that sets nothing else.
         optimizer: A name as in DeepSpeed's files, a torch optimizer of the model, what makes one of
             its parameters, or None for inference.
@@ -208,6 +211,9 @@ def plan(
         raise ConfigError(f"plan(): expected config or stage={stage}, got both; set config.stage")
     if config is None:
         config = ZeroConfig() if stage is None else ZeroConfig(stage)
+    if isinstance(world_size, dist.DeviceMesh):
+        wire = wire_of(world_size, config.wire, config.placements)
+        world_size, config = world_size.size(), attrs.evolve(config, wire=wire)
     for name, value, lowest in (
         ("world_size", world_size, 1),
         ("rank", rank, 0),

@@ -17,6 +17,7 @@ import torch
 from attrs import asdict, evolve
 from torch import Tensor, nn
 from zero_comm import (
+    AnyRanks,
     Exposure,
     Group,
     Purpose,
@@ -37,7 +38,7 @@ from zero_partition.optimizer.shards import describe_optimizer, join_states, sha
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, Span, UnitPlan, in_batches
 from zero_partition.plan.stages import Placement
-from zero_partition.plan.wire import Routes, Wire
+from zero_partition.plan.wire import Routes, Wire, ranks_of
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
     count_calls,
@@ -306,7 +307,7 @@ def partition(
     optimizer: torch.optim.Optimizer | None = None,
     config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
-    group: Group,
+    group: AnyRanks,
     homes: Homes | Callable[[], Homes] = _NO_HOMES,
     **options: Any,
 ) -> ShardedModel:
@@ -323,7 +324,8 @@ def partition(
             more than single elements says so by `needs_cut`, is one of torch's, or is tried on
             small tensors.
         config: What is chosen; see `PartitionConfig`.
-        group: The ranks that train it.
+        group: The ranks that train it: a Group, a ProcessGroup, or a DeviceMesh of one dimension,
+            or of two, replicas outside and shards inside.
         homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
             are then stepped there, and gradients outside the device. They are the model's from now
             on; where this raises, the caller closes them. A function that makes them is called
@@ -342,6 +344,8 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     config = evolve(config, **options)  # which may raise: before anything is undone
+    group, wire = ranks_of(group, config.wire, config.placements)
+    config = evolve(config, wire=wire)
     optimizer, averages = retire_partition(model, optimizer)
     is_made = isinstance(homes, Homes)
     again = None

@@ -24,6 +24,7 @@ from zero_comm import CommError, Group, check_agreement
 
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.layout import in_batches
+from zero_partition.plan.wire import whole_of
 from zero_partition.stand_in import VALUES, NameOnly, end_export, export, names_of, tensors_among
 from zero_partition.torch_private import (
     forward_pre_hooks,
@@ -194,7 +195,7 @@ class Init:
 
     Args:
         module: A module that exists already: its parameters are sharded at once.
-        group: The ranks to distribute over.
+        group: The ranks to distribute over, as for `partition`.
         batch_bytes: Small parameters stay whole until there are so many bytes of them, and travel
             as one.
         timeout_s: How long to wait for ranks that do not build the same, in seconds.
@@ -206,7 +207,7 @@ class Init:
     """
 
     module: nn.Module | None = None
-    group: Group = field(kw_only=True)
+    group: Group = field(kw_only=True, converter=whole_of)
     batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
     _outer: Init | None = field(default=None, init=False)

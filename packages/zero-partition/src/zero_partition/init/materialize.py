@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_flat, broadcast_flat, check_agreement, collective
+from zero_comm import AnyRanks, Group, all_gather_flat, broadcast_flat, check_agreement, collective
 
 from zero_partition.errors import PartitionError
+from zero_partition.plan.wire import whole_of
 from zero_partition.torch_private import plainly, swap_memory
 
 from .context import Init, guard_module
@@ -20,7 +21,7 @@ def materialise(
     model: nn.Module,
     init: Callable[[nn.Module], object] | None = None,
     *,
-    group: Group,
+    group: AnyRanks,
     timeout_s: float = 60.0,
 ) -> None:
     """Give a model on the meta device memory and values; each rank holds its part. Collective.
@@ -36,7 +37,7 @@ def materialise(
         init: Called with every module, children before parents, as `module.apply` does. It writes
             what is there, or puts other parameters and buffers in their place. When None,
             `reset_parameters()` of each module that owns something on the meta device.
-        group: The ranks to distribute over.
+        group: The ranks to distribute over, as for `partition`.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Raises:
@@ -46,7 +47,7 @@ def materialise(
         zero_comm.AgreementError: Ranks hold different models.
         zero_comm.CommError: A rank did not take part in time.
     """
-    empty = _on_meta(model)
+    group, empty = whole_of(group), _on_meta(model)
     if init is None:
         _check_resettable(model)
     facts = {f"{name!r} on the meta device": _describe(tensor) for name, tensor in empty}

@@ -25,7 +25,7 @@ from zero_partition.plan.stages import (
     names_fields,
     nearest,
 )
-from zero_partition.plan.wire import Routes
+from zero_partition.plan.wire import Routes, ranks_of, whole_of, wire_of
 
 __all__ = [
     "STAGES",
@@ -53,4 +53,7 @@ __all__ = [
     "names_fields",
     "nearest",
     "plan_gathers",
+    "ranks_of",
+    "whole_of",
+    "wire_of",
 ]

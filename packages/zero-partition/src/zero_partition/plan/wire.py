@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from attrs import Attribute, evolve, field, frozen
-from zero_comm import AbstractCodec, Cast, CodecError, Group, Levels, Loco, Traffic, parse_codec
+from zero_comm import (
+    AbstractCodec,
+    AnyRanks,
+    Cast,
+    CodecError,
+    Group,
+    Levels,
+    Loco,
+    Traffic,
+    parse_codec,
+)
 
 from zero_partition.errors import PartitionError
 
@@ -259,6 +270,59 @@ class Routes:
 
 
 AS_ONE: Final = Wire()
+
+
+def whole_of(ranks: AnyRanks) -> Group:
+    """Return the group of all ranks that train a model. Collective as `ranks_of`."""
+    return ranks_of(ranks)[0]
+
+
+def ranks_of(
+    ranks: AnyRanks, wire: Wire = AS_ONE, placements: Placements | None = None
+) -> tuple[Group, Wire]:
+    """Return the group of all ranks that train a model, and how values travel among them.
+
+    Collective among these the first time, and local afterwards.
+
+    Args:
+        ranks: A Group, a ProcessGroup, or a DeviceMesh: of one dimension, over which is sharded; or
+            of two, of which the first has replicas and the second shards, as `fully_shard` reads
+            it. Of the latter `Wire.replicas` follows, except at stage 0.
+        wire: As it was asked for.
+        placements: Of the stage; None where only the group is asked for.
+
+    Raises:
+        PartitionError: A mesh has more dimensions, or `wire` has levels of its own.
+        zero_comm.CommError: It is none of these, or this rank is not among them.
+        zero_comm.GroupMismatchError: The ranks of a mesh are not in the order of the job.
+    """
+    if not isinstance(ranks, dist.DeviceMesh) or ranks.ndim == 1:
+        return Group.of(ranks), wire
+    planned = wire_of(ranks, wire, placements)
+    levels = Levels.from_mesh(ranks)
+    return levels.whole, planned if planned is wire else evolve(planned, levels=levels)
+
+
+def wire_of(mesh: dist.DeviceMesh, wire: Wire, placements: Placements | None = None) -> Wire:
+    """Return how values travel among the ranks of a mesh, of which no group is made. Local.
+
+    Raises:
+        PartitionError: As `ranks_of` does.
+    """
+    if mesh.ndim > 2:
+        raise PartitionError(
+            "expected a DeviceMesh of one dimension, over which to shard, or of two, replicas "
+            f"outside and shards inside, got {mesh}; choose them by name, as in mesh['shard'] or "
+            "mesh['replicate', 'shard']"
+        )
+    if mesh.ndim == 1 or placements is None or placements.optim is Placement.REPLICATED:
+        return wire
+    if wire.levels is not None:
+        raise PartitionError(
+            f"expected a DeviceMesh of two dimensions or Wire(levels=...), got both, {mesh} and "
+            f"{wire.levels}; leave one of them out"
+        )
+    return evolve(wire, levels=mesh.size(1), replicas=True)
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
-from zero_comm import Group, check_agreement, collective
+from zero_comm import AnyRanks, Group, check_agreement, collective
 
 from zero_partition.chained import load_extra_entries, members_of, options_of
 from zero_partition.errors import LoadError, PartitionError, StateError
@@ -29,6 +29,7 @@ from zero_partition.optimizer.shards import (
     part_of_entry,
 )
 from zero_partition.plan.layout import Span
+from zero_partition.plan.wire import whole_of
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
@@ -423,7 +424,7 @@ def load_ranges(
     model: nn.Module,
     readers: Mapping[str, AbstractRangeReader] | Iterable[tuple[str, AbstractRangeReader]],
     *,
-    group: Group,
+    group: AnyRanks,
     strict: bool = True,
     timeout_s: float = 60.0,
 ) -> LoadReport:
@@ -440,7 +441,7 @@ def load_ranges(
     Args:
         model: What to fill.
         readers: Names and where to read them.
-        group: The ranks that the model is, or will be, distributed over.
+        group: The ranks that the model is, or will be, distributed over, as for `partition`.
         strict: Whether missing and unexpected names are errors.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
@@ -454,7 +455,7 @@ def load_ranges(
         zero_comm.AgreementError: Ranks have different models or sources.
         zero_comm.CommError: A rank did not take part in time.
     """
-    readers = dict(readers)
+    group, readers = whole_of(group), dict(readers)
     sharded = find_sharded(model)
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
