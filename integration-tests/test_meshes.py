@@ -10,6 +10,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
+import zero_deepspeed
 import zero_engine
 import zero_partition
 from attrs import evolve
@@ -289,3 +290,85 @@ def test_a_mesh_of_one_rank_is_a_job_of_one(shape: tuple[int, ...]) -> None:
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh)
     losses = parity.run_steps(model, optimizer, range(2), rank=0)
     assert losses == parity.run_steps(*parity.build_with_optimizer(), range(2), rank=0)
+
+
+# ---- Ranks that share a sequence ----
+
+
+class Megatron:
+    """An mpu of Megatron-DeepSpeed's kind: two ranks share a sequence, and two have other ones."""
+
+    def __init__(self, group: Group) -> None:
+        self.mesh = _mesh(group, 2, 2, names=("data", "sequence"))
+
+    def get_data_parallel_group(self) -> Any:  # noqa: D102
+        return self.mesh.get_group("data")
+
+    def get_sequence_parallel_world_size(self) -> int:  # noqa: D102
+        return self.mesh.size(1)
+
+    def get_sequence_data_parallel_group(self) -> Any:  # noqa: D102
+        return dist.group.WORLD
+
+
+def _as_zero_engine(model: nn.Module, mpu: Any, settings: dict[str, Any]) -> Any:
+    return zero_engine.initialize(model=model, config=settings, mpu=mpu)
+
+
+SHARED: dict[str, Callable[[Group, nn.Module, dict[str, Any]], Any]] = {
+    "mesh_param": lambda _, model, settings: zero_deepspeed.initialize(
+        model=model, config=settings, mesh_param=(2, 2)
+    ),
+    "a mesh": lambda group, model, settings: _as_zero_engine(
+        model, _mesh(group, 2, 2, names=("dp", "sp")), settings
+    ),
+    "an mpu": lambda group, model, settings: _as_zero_engine(model, Megatron(group), settings),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("way", SHARED)
+def test_gradients_of_ranks_that_share_a_sequence_are_added_up(
+    group: Group, way: str, stage: int
+) -> None:
+    """The model is sharded over all ranks; a batch counts once for those that share it.
+
+    Each rank has the loss of its part of a sequence, so that their sum is the whole one's.
+    """
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "gradient_clipping": 0.0,
+    }
+    plain = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(plain.weight)
+    model = nn.Linear(2, 1, bias=False)
+    model.load_state_dict(plain.state_dict())
+    engine, *_ = SHARED[way](group, model, settings)
+    sharded = find_sharded(engine.module)
+    assert sharded is not None
+    assert sharded.group.world_size == 4
+    assert engine.train_batch_size() == 3 * 2
+
+    parts = torch.arange(8.0).view(4, 1, 2)  # of each rank, its part of a sequence
+    engine.backward(engine(parts[group.rank]).sum())
+    engine.step()
+    (sum(plain(part).sum() for part in parts) / 2).backward()  # the mean over two samples
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    found = zero_engine.full_param(engine.module.weight)
+    assert equal(found, plain.weight), f"{found} and not {plain.weight}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "mpu"), [((2, 2), None), (2, None), ((0, 2), None), ((2, 1), "an mpu")], ids=str
+)
+def test_sizes_that_are_no_mesh_of_this_job_are_refused(group: Group, sizes: Any, mpu: Any) -> None:
+    """With what was expected."""
+    assert group.world_size == 2
+    with pytest.raises(ConfigError, match="whose product is the world size 2, and no mpu"):
+        zero_deepspeed.initialize(
+            model=nn.Linear(1, 1), config={"train_batch_size": 2}, mesh_param=sizes, mpu=mpu
+        )

@@ -45,6 +45,11 @@ CASES = {
     "fp16-predivided": _Case(Precision(params=FP16, predivide_factor=2.0), scale=2.0**8),
     "fp16-prescaled": _Case(Precision(params=FP16, predivide_factor=None), scale=2.0**8),
     "predivided-by-three": _Case(Precision(predivide_factor=3.0)),
+    "mean-over-three": _Case(Precision(mean_over=3.0)),
+    "fp16-mean-over-three": _Case(
+        Precision(params=FP16, mean_over=3.0, predivide_factor=None), scale=2.0**8
+    ),
+    "mean-over-three-predivided": _Case(Precision(mean_over=3.0, predivide_factor=2.0)),
     "summed-and-predivided": _Case(Precision(reduces_mean=False, predivide_factor=3.0)),
     "summed": _Case(Precision(reduces_mean=False)),
     "fp64-masters": _Case(Precision(masters=torch.float64)),
@@ -79,7 +84,8 @@ def _reference(case: _Case, *, world_size: int, num_steps: int) -> tuple[_Curve,
         for param in given.parameters()
         if param.requires_grad
     ]
-    factor = case.precision.predivide_factor or world_size
+    count = case.precision.mean_over or world_size
+    factor = case.precision.predivide_factor or count
     optimizer, losses = _adamw(masters), [[] for _ in range(world_size)]
     for step in range(num_steps):
         total: list[Tensor | None] = [None] * len(trained)
@@ -95,7 +101,7 @@ def _reference(case: _Case, *, world_size: int, num_steps: int) -> tuple[_Curve,
             if case.reduces_once and micro + 1 < case.num_micro_batches:
                 continue
             sent = [[_to(grad, wire) for grad in grads] for grads in local]
-            over_ranks = _combine(sent, factor, is_mean=case.precision.reduces_mean)
+            over_ranks = _combine(sent, factor, count, is_mean=case.precision.reduces_mean)
             reduced = [_to(grad, masters_dtype) for grad in over_ranks]
             total = parity.add(total, reduced)
             local = [[None] * len(trained) for _ in range(world_size)]
@@ -113,13 +119,13 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _combine(
-    sent: list[list[Tensor | None]], factor: float, *, is_mean: bool
+    sent: list[list[Tensor | None]], factor: float, count: float, *, is_mean: bool
 ) -> list[Tensor | None]:
     """What the ranks' gradients become, as `Precision.predivide_factor` says."""
-    if factor == 1.0 and is_mean:
+    if factor == 1.0 and is_mean and count == len(sent):
         return parity.mean(sent)
     divided = [[None if grad is None else grad / factor for grad in grads] for grads in sent]
-    after = factor / len(sent) if is_mean else factor
+    after = factor / count if is_mean else factor
     total = reduce(parity.add, divided)
     return total if after == 1.0 else [None if grad is None else grad * after for grad in total]
 

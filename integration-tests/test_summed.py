@@ -18,16 +18,22 @@ from zero_partition import StateError
 
 NUM_MICRO_BATCHES = 3
 SUM = Precision(masters=None, reduces_mean=False)
+each_sum = pytest.mark.parametrize(
+    "precision", [SUM, Precision(masters=None, mean_over=1.0)], ids=["sum", "mean over one"]
+)
 
 
+@each_sum
 @pytest.mark.parametrize(
     ("stage", "reduces_once"),
     [(0, True), *((stage, once) for stage in (1, 2, 3) for once in (True, False))],
 )
-def test_every_micro_batch_counts_once(group: Group, stage: int, reduces_once: bool) -> None:
+def test_every_micro_batch_counts_once(
+    group: Group, stage: int, reduces_once: bool, precision: Precision
+) -> None:
     """Who sums has chosen the learning rate for the sum; a factor more is another training."""
     model, optimizer = _build()
-    zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=SUM), group=group)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
     for step in range(2):
         for micro in range(NUM_MICRO_BATCHES):
             waits = reduces_once and micro + 1 < NUM_MICRO_BATCHES
@@ -55,13 +61,14 @@ def _in_no_sync(model: nn.Module, rank: int) -> None:
         _backward(model, 0, 1, rank)
 
 
+@each_sum
 @pytest.mark.parametrize("again", [_once_more, _without_batch, _in_no_sync])
 def test_what_stage_0_has_summed_is_not_summed_again(
-    group: Group, again: Callable[[nn.Module, int], None]
+    group: Group, again: Callable[[nn.Module, int], None], precision: Precision
 ) -> None:
     """The sum lies where autograd adds the next gradient, and would count once for each rank."""
     model, optimizer = _build()
-    zero_engine.shard(model, optimizer, ZeroConfig(0, precision=SUM), group=group)
+    zero_engine.shard(model, optimizer, ZeroConfig(0, precision=precision), group=group)
     _backward(model, 0, 0, group.rank)
     with pytest.raises(StateError, match=r"parameter '.+': its gradient was summed .* no_sync"):
         again(model, group.rank)

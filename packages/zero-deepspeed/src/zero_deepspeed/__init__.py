@@ -14,13 +14,16 @@ that says so: nothing is accepted and then ignored.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+import zero_comm
 import zero_engine
 from attrs import frozen
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import Dataset
 from zero_engine import ConfigError, Engine
 from zero_engine.engine import DynamicLossScale
@@ -86,17 +89,19 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     What the arguments are, and what is raised, is said there. The model's parameters may be sharded
     already, by `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none;
     `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
-    scripts alone; `mesh_param`, for sequence parallelism, is not built: None.
+    scripts alone. `mesh_param` is how many ranks data and sequences are split over, (data,
+    sequence): the product is the world size. The model is sharded over all ranks, samples are
+    divided among the first, and gradients of the ranks that share one are added up.
 
     The optimizer has `cur_scale`, `loss_scale`, `loss_scaler`, `dynamic_loss_scale`, `overflow` and
     `optimizer`, which is itself, besides, for reading.
     """
-    if mesh_param is not None:
-        raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
     if config is not None and config_params is not None:
         raise ConfigError("initialize(): expected config or config_params, got both")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
+    if mesh_param is not None:
+        mpu = _mesh_of(mesh_param, mpu)
     _hide_loss_scale(optimizer)
     made = zero_engine.initialize(
         args,
@@ -116,6 +121,20 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if chosen.stage == 3:
         zero.name_parameters(made[0].module, chosen.small_param_numel)
     return made
+
+
+def _mesh_of(sizes: Any, mpu: Any) -> DeviceMesh:
+    """Return the mesh of all ranks that sequence parallelism asks for. Collective."""
+    group = zero_comm.init()
+    is_pair = isinstance(sizes, tuple | list) and len(sizes) == 2
+    if not is_pair or math.prod(sizes) != group.world_size or min(sizes) < 1 or mpu is not None:
+        besides = "" if mpu is None else ", and mpu besides"
+        raise ConfigError(
+            "initialize(): expected mesh_param to be (data ranks, sequence ranks), whose product "
+            f"is the world size {group.world_size}, and no mpu, got {sizes!r}{besides}"
+        )
+    names = ("data_parallel", "sequence_parallel")
+    return init_device_mesh(group.device.type, tuple(sizes), mesh_dim_names=names)
 
 
 _PLAIN: Final = "_zero_plain_class"

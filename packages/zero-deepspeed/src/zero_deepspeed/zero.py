@@ -16,7 +16,7 @@ import zero_partition
 from torch import nn
 from zero_comm import Group, Levels
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
-from zero_engine.engine.initialize import check_mpu, data_group_of
+from zero_engine.engine.initialize import check_mpu, shard_group_of
 from zero_partition import StateError, Wire, unregister_external_parameter
 from zero_partition.stand_in import AtRest, find_owner
 
@@ -176,7 +176,8 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         zero_quantized_weights: Taken where the configuration says so, which is what `initialize`
             trains by.
         zero_quantized_nontrainable_weights: Likewise.
-        sequence_data_parallel_group: Not built yet: None.
+        sequence_data_parallel_group: The ranks, in place of `data_parallel_group`, where several
+            share a sequence.
         param_swapper: See `remote_device`.
 
     Raises:
@@ -189,7 +190,6 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     for name, value in (
         ("remote_device", remote_device not in (None, "none", "cuda") and remote_device),
         ("pin_memory", pin_memory),
-        ("sequence_data_parallel_group", sequence_data_parallel_group),
         ("param_swapper", param_swapper),
     ):
         if value not in (None, False):
@@ -200,10 +200,10 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
             f"{dtype!r}"
         )
     check_mpu(mpu, what="deepspeed.zero.Init()")
-    if data_parallel_group is not None:
-        group = Group.from_process_group(data_parallel_group)
+    if data_parallel_group is not None or sequence_data_parallel_group is not None:
+        group = Group.from_process_group(sequence_data_parallel_group or data_parallel_group)
     elif mpu is not None:
-        group = data_group_of(mpu, what="deepspeed.zero.Init()")
+        group = shard_group_of(mpu, what="deepspeed.zero.Init()")
     else:
         group = zero_comm.init()
     settings = config_dict_or_path if config is None else config

@@ -460,7 +460,12 @@ _OTHERS: Final = (
             "progressive_layer_drop",
         )
     ),
-    not_built("sequence_parallel_size", 1, "sequence parallelism", POSITIVE),
+    not_built(
+        "sequence_parallel_size",
+        1,
+        "leave it out, and say initialize(mesh_param=(data ranks, sequence ranks))",
+        POSITIVE,
+    ),
     *ignored(
         "seq_parallel_communication_data_type use_data_before_expert_parallelism pipeline "
         "seed_layers vocabulary_size disable_allgather"

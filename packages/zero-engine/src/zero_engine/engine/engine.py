@@ -83,6 +83,7 @@ class Engine(nn.Module):
         config: EngineConfig,
         *,
         group: Group,
+        data: Group,
         lr_scheduler: Any = None,
         across: Group | None = None,
     ) -> None:
@@ -92,6 +93,7 @@ class Engine(nn.Module):
         self._lr_scheduler = lr_scheduler
         self.config = config
         self.group = group
+        self._data = data  # among which samples are divided
         self._across = across
         self._is_late = self.device.type != "cpu"  # see NOTE(verdict)
         scale = config.loss_scale
@@ -435,7 +437,7 @@ class Engine(nn.Module):
             ConfigError: Not a whole multiple of the samples that all ranks have in a micro-batch.
             zero_partition.StateError: Gradients of some micro-batches are there.
         """
-        each = self.train_micro_batch_size_per_gpu() * self.group.world_size
+        each = self.train_micro_batch_size_per_gpu() * self._data.world_size
         where = "Engine.set_train_batch_size()"
         train_batch_size = check_number(where, train_batch_size, 1, int)
         if train_batch_size % each:
@@ -476,7 +478,7 @@ class Engine(nn.Module):
         """Of all ranks in the step at hand: of as many backwards as there were, or are to be."""
         if self.config.manages_accumulation:
             return self.train_batch_size()
-        return self._num_backwards * self._micro_batch_size * self.group.world_size
+        return self._num_backwards * self._micro_batch_size * self._data.world_size
 
     def _begin_anew(self) -> None:
         """Forget micro-batches since the last boundary, and their gradients."""
@@ -825,7 +827,7 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one global step, over all ranks."""
-        return self._micro_batch_size * self.group.world_size * self._num_micro_batches
+        return self._micro_batch_size * self._data.world_size * self._num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one rank in one micro-batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 import zero_ckpt
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from zero_comm import AnyRanks, Group, collective
 from zero_offload import CPUAdam, FusedAdam
+from zero_partition import AS_IT_IS
 from zero_partition.plan import ranks_of, whole_of
 
 from zero_engine.checks import default_group
@@ -67,6 +68,10 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
             are those of its `get_model_parallel_group()` as well, where that has several ranks. Or
             a DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
+            The other splits the model or, named "sp", "cp", "sequence" or the like, sequences:
+            then the model is sharded over all of its ranks, which share samples, and gradients
+            are added up over those that share one, and averaged over samples, as DeepSpeed's
+            are. So is it with an mpu that has `get_sequence_data_parallel_group()`.
         dist_init_required: False: raise where torch.distributed is needed and not initialised.
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
@@ -96,14 +101,16 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     check_mpu(mpu, what="initialize()")
     assert model is not None, "its kind was checked"
     chosen = _choose_config(args, config)
+    unit = mpu if group is None else None  # what says which ranks share a sample
     ranks = _join(mpu, dist_init_required) if group is None else group
     group = whole_of(ranks)
     across = model_group_of(mpu, what="initialize()")
+    data = group if unit is None else data_group_of(unit, what="initialize()")
     settings = _as_engine_config(
         chosen,
         auto,
         model=model,
-        world_size=group.world_size,
+        world_size=data.world_size,
         args=args,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
@@ -119,19 +126,23 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
     if training_data is not None:
-        loader = _make_loader(training_data, collate_fn, settings, group)
+        loader = _make_loader(training_data, collate_fn, settings, data)
     if settings.activation_checkpointing and not zero_ckpt.is_configured():
         section = {"activation_checkpointing": settings.activation_checkpointing}
-        zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
+        zero_ckpt.configure(model_part_of(mpu), section)
     if settings.prepare is not None:
         settings.prepare(model)
     if settings.zero.offload is not None and settings.zero.offload.path is not None:
         with suppress(OSError):  # shard() says on all ranks what is wrong with it
             settings.zero.offload.path.mkdir(parents=True, exist_ok=True)
     _, wire = ranks_of(ranks, settings.zero.wire, settings.zero.placements)
-    settings = evolve(settings, zero=evolve(settings.zero, wire=wire))
+    precision = settings.zero.precision
+    if data.world_size != group.world_size:  # ranks that share a sequence add up their parts
+        precision = evolve(precision or AS_IT_IS, mean_over=data.world_size)
+    settings = evolve(settings, zero=evolve(settings.zero, wire=wire, precision=precision))
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
-    engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
+    groups: dict[str, Any] = {"group": group, "data": data, "across": across}
+    engine = Engine(model, made, settings, lr_scheduler=scheduler, **groups)
     return engine, made, loader, scheduler
 
 
@@ -176,7 +187,7 @@ def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     if dist_init_required is False:
         default_group()  # which raises where there should be a job
     group = zero_comm.init()
-    return group if mpu is None else data_group_of(mpu, what="initialize()")
+    return group if mpu is None else shard_group_of(mpu, what="initialize()")
 
 
 def _as_engine_config(
@@ -325,21 +336,18 @@ def _make_loader(
 # ---- mpu: Megatron's model-parallel unit, which knows this rank's groups; or a device mesh ----
 
 _DATA_AXES: Final = ("dp", "data", "data_parallel")
+_SEQUENCE_AXES: Final = ("sp", "sequence", "sequence_parallel", "cp", "context", "context_parallel")
 
 
-def _axes_of(mesh: DeviceMesh, *, what: str) -> tuple[int, int | None]:
-    """Along which the data is split, and along which the model is, if any."""
-    if mesh.ndim == 1:
-        return 0, None
-    names = mesh.mesh_dim_names or ()
-    data = [axis for axis, name in enumerate(names) if name in _DATA_AXES]
-    if len(data) != 1 or mesh.ndim != 2:
-        raise ConfigError(
-            f"{what}: expected mpu to be a device mesh of one axis, or of two with one named "
-            f"{' or '.join(map(repr, _DATA_AXES))}, got the axes {names or mesh.ndim}; flatten "
-            "those over which the model is split into one"
-        )
-    return data[0], 1 - data[0]
+def _axis_of(mesh: DeviceMesh, kind: Literal["data", "sequence", "model"]) -> int | None:
+    """Return the dimension over which data, sequences or the model are split; None if none is."""
+    names = mesh.mesh_dim_names or ("data",) * mesh.ndim
+    data = [axis for axis, name in enumerate(names) if mesh.ndim == 1 or name in _DATA_AXES]
+    others = [axis for axis in range(mesh.ndim) if axis not in data]
+    if kind == "data":
+        return data[0]
+    is_sequence = kind == "sequence"
+    return next((a for a in others if (names[a] in _SEQUENCE_AXES) is is_sequence), None)
 
 
 def check_mpu(mpu: Any, *, what: str) -> None:
@@ -347,11 +355,20 @@ def check_mpu(mpu: Any, *, what: str) -> None:
     if mpu is None:
         return
     if isinstance(mpu, DeviceMesh):
-        _axes_of(mpu, what=what)
+        names = mpu.mesh_dim_names or ()
+        is_known = mpu.ndim == 2 and len([name for name in names if name in _DATA_AXES]) == 1
+        if mpu.ndim != 1 and not is_known:
+            raise ConfigError(
+                f"{what}: expected mpu to be a device mesh of one axis, or of two with one named "
+                f"{' or '.join(map(repr, _DATA_AXES))}, got the axes {names or mpu.ndim}; flatten "
+                "those over which the model is split into one"
+            )
         return
     names = ["get_data_parallel_group"]
     if hasattr(mpu, "get_model_parallel_world_size"):  # else the model is not split
         names += ["get_model_parallel_world_size", "get_model_parallel_group"]
+    if hasattr(mpu, "get_sequence_parallel_world_size"):  # else sequences are not split
+        names += ["get_sequence_data_parallel_group"]
     missing = [f"{name}()" for name in names if not callable(getattr(mpu, name, None))]
     if missing:
         raise ConfigError(
@@ -363,26 +380,43 @@ def check_mpu(mpu: Any, *, what: str) -> None:
 
 
 def data_group_of(mpu: Any, *, what: str) -> Group:
-    """The ranks that hold the same part of the model. Collective among them."""
+    """Return the ranks among which samples are divided. Collective among them."""
     if isinstance(mpu, DeviceMesh):
-        return Group.from_mesh(mpu, _axes_of(mpu, what=what)[0])
+        return Group.from_mesh(mpu, _axis_of(mpu, "data"))
     return _wrap(mpu.get_data_parallel_group(), f"{what}: mpu.get_data_parallel_group()")
 
 
-def model_group_of(mpu: Any, *, what: str) -> Group | None:
-    """The ranks that hold the parts of one model; None where it has one. Collective among them."""
+def shard_group_of(mpu: Any, *, what: str) -> Group:
+    """Return the ranks that hold the same part of the model. Collective among them.
+
+    Those among which samples are divided and, where sequences are, those that share one.
+    """
     if isinstance(mpu, DeviceMesh):
-        _, axis = _axes_of(mpu, what=what)
+        axis = _axis_of(mpu, "sequence")
+        return data_group_of(mpu, what=what) if axis is None else whole_of(mpu)
+    if getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)() == 1:
+        return data_group_of(mpu, what=what)
+    where = f"{what}: mpu.get_sequence_data_parallel_group()"
+    return _wrap(mpu.get_sequence_data_parallel_group(), where)
+
+
+def model_group_of(mpu: Any, *, what: str) -> Group | None:
+    """Return the ranks that hold the parts of one model; None where it has one.
+
+    Collective among them.
+    """
+    if isinstance(mpu, DeviceMesh):
+        axis = _axis_of(mpu, "model")
         return None if axis is None or mpu.size(axis) == 1 else Group.from_mesh(mpu, axis)
     if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1:
         return None
     return _wrap(mpu.get_model_parallel_group(), f"{what}: mpu.get_model_parallel_group()")
 
 
-def model_part_of(mpu: Any, *, what: str) -> Any:
-    """What says so to `zero_ckpt.configure`; None where the model is not split. Local."""
+def model_part_of(mpu: Any) -> Any:
+    """Return what says so to `zero_ckpt.configure`; None where the model is not split. Local."""
     if isinstance(mpu, DeviceMesh):
-        _, axis = _axes_of(mpu, what=what)
+        axis = _axis_of(mpu, "model")
         return None if axis is None else mpu[(mpu.mesh_dim_names or ())[axis]]
     return None if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1 else mpu
 

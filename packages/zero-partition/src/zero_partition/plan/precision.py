@@ -137,6 +137,9 @@ class Precision:
         predivide_factor: Gradients are divided by it before ranks are added up: what keeps a sum
             over many ranks within fp16. The sum is multiplied by it over the number of ranks for a
             mean. The number of ranks itself when None: a mean is not rounded again afterwards.
+        mean_over: A mean is the sum over the ranks divided by it; by the number of ranks when None.
+            For losses that are a mean over fewer ranks, as where ranks share a sequence. (FSDP2
+            calls it the gradient divide factor.)
         reduces_mean: Gradients are averaged over the ranks; added up when False. Stage 0
             does that once per step: all micro-batches but the last must be inside `no_sync`.
 
@@ -160,6 +163,7 @@ class Precision:
     )
     predivide_factor: float | None = field(default=1.0, validator=_FACTOR)
     reduces_mean: bool = field(default=True, validator=_BOOL)
+    mean_over: float | None = field(default=None, validator=_FACTOR)
 
     def dtypes_of(self, model: nn.Module) -> dict[int, torch.dtype]:
         """Return the dtype that the model computes with, by id of the parameter.
@@ -249,12 +253,17 @@ class Precision:
         reduce = self.reduce if buffer.dtype.is_floating_point else None
         return buffer.travel or reduce or buffer.dtype
 
+    def keeps_equal(self, world_size: int) -> bool:
+        """Return whether what is equal on so many ranks is as it was after a reduction."""
+        return self.mean_over in (None, world_size) if self.reduces_mean else world_size == 1
+
     def scaling_of(self, world_size: int) -> Scaling:
         """What is done to gradients around their reduction over so many ranks. Arithmetic only."""
-        divisor = float(world_size) if self.predivide_factor is None else self.predivide_factor
-        if divisor == 1.0:
+        count = float(world_size) if self.mean_over is None else self.mean_over
+        divisor = count if self.predivide_factor is None else self.predivide_factor
+        if divisor == 1.0 and (count == world_size or not self.reduces_mean):
             return Scaling(1.0, Reduction.MEAN if self.reduces_mean else Reduction.SUM, 1.0)
-        after = divisor / world_size if self.reduces_mean else divisor
+        after = divisor / count if self.reduces_mean else divisor
         return Scaling(divisor, Reduction.SUM, after)
 
 

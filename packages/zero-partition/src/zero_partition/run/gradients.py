@@ -546,7 +546,7 @@ class BufferGradients:
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
-        if self.config.precision.reduces_mean or self.buffer.group.world_size == 1:
+        if self.config.precision.keeps_equal(self.routes.whole.world_size):
             return
         again = [
             position
@@ -558,9 +558,9 @@ class BufferGradients:
                 f"parameter {self.buffer.plan.params[min(again)].name!r}: its gradient was summed "
                 "over the ranks by a backward before this one, and at stage 0 would be so again "
                 "with what has been added to it since, as often as there are ranks "
-                f"(rank {self.buffer.group.rank}). With Precision(reduces_mean=False), run all "
-                "micro-batches but the last inside no_sync(model), or use stage 1; to begin anew, "
-                "call optimizer.zero_grad()"
+                f"(rank {self.buffer.group.rank}). Where Precision does not average over all "
+                "ranks, run all micro-batches but the last inside no_sync(model), or use stage 1; "
+                "to begin anew, call optimizer.zero_grad()"
             )
 
     def remove_guards(self) -> None:
