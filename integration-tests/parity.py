@@ -120,9 +120,9 @@ def seed_all(seed: int) -> None:
 
 
 def build(make: Callable[[], nn.Module] = Tiny, *, seed: int = 0) -> nn.Module:
-    """The same model at every call."""
+    """The same model at every call, on the default device, whatever its own code asks for."""
     seed_all(seed)
-    return make()
+    return make().to(torch.get_default_device())
 
 
 def batch(step: int, micro: int, rank: int) -> Batch:

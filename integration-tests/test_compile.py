@@ -58,9 +58,14 @@ def _compile_model_by_wrapping(model: nn.Module, **options: Any) -> nn.Module:
 BLOCKS: Final = (_compile_in_place, _compile_by_wrapping, _compile_forward)
 MODELS: Final = (_compile_model_in_place, _compile_model_by_wrapping)
 Compile = Callable[..., nn.Module]
+_OF_MODE: Final = pytest.mark.cpu_only("dynamo cannot trace the tests' mode of default devices")
 
 
-@pytest.mark.parametrize("how", BLOCKS + MODELS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "how",
+    [*BLOCKS, *(pytest.param(how, marks=_OF_MODE) for how in MODELS)],
+    ids=lambda f: f.__name__.strip("_"),
+)
 @pytest.mark.ranks(timeout_s=60.0)
 def test_what_is_compiled_before_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """Parameters change their memory at every use; compiled code must not take it for news."""

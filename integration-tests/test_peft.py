@@ -78,6 +78,7 @@ METHODS: Final[dict[str, dict[str, Any]]] = {
     "VeraConfig": {"r": 4, **ATTENTION},
     "WaveFTConfig": {"n_frequency": 20, **ATTENTION},
 }
+MARKS: Final = {"FrodConfig": pytest.mark.cpu_only("its own code adds the CPU's to a device's")}
 WITH_TASKS: Final = {"MultitaskPromptTuningConfig", "PolyConfig"}
 WRITES_IN_FORWARD: Final = {"CPTConfig"}  # its loss is projected onto a ball, in place
 WRITES_ON_LOADING: Final = {"CartridgeConfig"}
@@ -138,7 +139,9 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @pytest.mark.ranks(2, timeout_s=120)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=MARKS.get(name, ())) for name in METHODS]
+)
 def test_a_method_of_peft_is_trained_saved_loaded_and_merged(
     group: Group, tmp_path: Path, method: str
 ) -> None:

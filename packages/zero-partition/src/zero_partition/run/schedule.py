@@ -152,12 +152,12 @@ class Schedule:
         self._clock += 1
         unit.depth -= 1
         start = self._starts.pop()
-        self._running.pop()
         # The model's own unit has its slot to itself and comes back first: it stays, for a loss
         # that reads its parameters. In recomputation a unit's backward follows at once.
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
         if not self.is_in_use(unit) and not stays:
             unit.reshard()
+        self._running.pop()  # last: until then, what an exception has left half done is undone
         return Call(unit, start, self._clock, unit.version, self._generation, was_held=unit.is_held)
 
     def before_backward(self, call: Call) -> None:
