@@ -364,7 +364,7 @@ def test_what_is_not_there_says_so() -> None:
     with pytest.raises(AttributeError, match=said):
         deepspeed.init_inference(None)
     for given, message in (
-        ({"mesh_param": (1, 1)}, r"mesh_param \(sequence parallelism\)"),
+        ({"mesh_param": (2, 1)}, r"mesh_param to be \(data ranks, sequence ranks\)"),
         ({"config": {}, "config_params": {}}, "expected config or config_params, got both"),
     ):
         with pytest.raises(ConfigError, match=message):

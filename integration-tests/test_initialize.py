@@ -165,7 +165,7 @@ def _train_in_a_grid(group: Group, is_mesh: bool) -> None:
         ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
         ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is a device"),
         ({"mpu": _HALF}, r"expected mpu to have get_model_parallel_group\(\), got"),
-        ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
+        ({"group": 3}, r"expected group to be a zero_comm\.Group or a mesh, got 3"),
         ({"training_data": iter([])}, r"__getitem__"),
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),

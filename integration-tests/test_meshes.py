@@ -187,7 +187,7 @@ def test_a_run_over_a_mesh_is_saved_and_goes_on_over_another(group: Group, tmp_p
         step = len(expected)
         expected += parity.run_steps(*kept, [step], rank=group.rank)
         got = parity.run_steps(model, optimizer, [step], rank=group.rank)
-        assert got == pytest.approx(expected[-1:], rel=1e-4)  # other orders of sums
+        assert got == pytest.approx(expected[-1:], rel=1e-3)  # other orders of sums
         zero_engine.save(tmp_path, model, optimizer, step=step)
 
 

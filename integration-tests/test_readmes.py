@@ -304,7 +304,7 @@ GUIDES: Final = [
 GOES_ON: Final = ("accelerate", "ddp", "deepspeed", "fsdp2", "megatron", "trainer")  # started again
 CPU_ONLY: Final = {
     "accelerate": "Accelerate knows the kinds of devices by name",
-    "hangs": "gloo's waits tell ranks that part; other backends' do not yet",
+    "hangs": "a rank in torch's barrier waits for its device, until its timeout",
     "lightning": "Lightning knows the kinds of devices by name",
 }
 NEEDS: Final = {"fine-tuning": ("bitsandbytes", "trl")}  # else the page is not run

@@ -98,7 +98,7 @@ WRAPPED: dict[Callable[[Group], Made], str] = {
     _data_parallel: r"the model is wrapped by torch's DataParallel; pass .* its \.module",
     _fsdp: r"'layers\.1' .* by torch's FullyShardedDataParallel; pass the model as it is before",
     _fsdp2: r"the model is wrapped by torch's FSDPModule; .* as it is before .*fully_shard\(\)",
-    _tensor_parallel: r"parameter 'layers\.0\.weight' is a DTensor, .*parallelize_module",
+    _tensor_parallel: r"parameter 'layers\.0\.weight' is a DTensor on .*parallelize_module",
     _accelerate: r"wrapped by torch's DistributedDataParallel; .*ddp\.module",
     _accelerate_optimizer: r"by Accelerator\.prepare\(\) in an AcceleratedOptimizer.*\.optimizer,",
     _accelerate_forward: PREPARED,

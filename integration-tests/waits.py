@@ -160,7 +160,7 @@ NO_ORDER: Final[dict[str, list[str]]] = {
         "zero_comm/handle.py _outlive: wait",
     ],
     "an end of gloo's connections": [
-        "zero_comm/meet.py break_connections: wait",
+        "zero_comm/circles.py break_connections: wait",
     ],
     "a function of DeepSpeed's, as it is": [
         "zero_deepspeed/accelerator.py Accelerator.synchronize: synchronize",

@@ -123,8 +123,11 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     return made
 
 
-def _mesh_of(sizes: Any, mpu: Any) -> DeviceMesh:
-    """Return the mesh of all ranks that sequence parallelism asks for. Collective."""
+def _mesh_of(sizes: Any, mpu: Any) -> DeviceMesh | None:
+    """Return the mesh of all ranks that sequence parallelism asks for; None for one rank.
+
+    Collective.
+    """
     group = zero_comm.init()
     is_pair = isinstance(sizes, tuple | list) and len(sizes) == 2
     if not is_pair or math.prod(sizes) != group.world_size or min(sizes) < 1 or mpu is not None:
@@ -133,6 +136,8 @@ def _mesh_of(sizes: Any, mpu: Any) -> DeviceMesh:
             "initialize(): expected mesh_param to be (data ranks, sequence ranks), whose product "
             f"is the world size {group.world_size}, and no mpu, got {sizes!r}{besides}"
         )
+    if group.process_group is None:
+        return None
     names = ("data_parallel", "sequence_parallel")
     return init_device_mesh(group.device.type, tuple(sizes), mesh_dim_names=names)
 

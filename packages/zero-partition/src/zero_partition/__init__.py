@@ -1,7 +1,8 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
-# Layers, lowest first: errors, torch_private, nested, chained, plan, stand_in, memory, init, run,
-# sanitize, optimizer, values, enter, report, dry_run, redundancy, public, planning, seams.
+# Layers, lowest first: errors, torch_private, nested, chained, plan, dtensors, stand_in, memory,
+# init, run, sanitize, optimizer, values, enter, report, dry_run, redundancy, public, planning,
+# seams.
 
 from __future__ import annotations
 

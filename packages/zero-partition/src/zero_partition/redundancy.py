@@ -29,6 +29,7 @@ from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ALIGN_BYTES, FlatLayout, Span, give_whole, in_batches
 
 from .chained import attribute_with_params, options_of
+from .dtensors import is_dtensor
 from .errors import LoadError, PartitionError, StateError
 from .nested import describe, described_tensors, map_tensors, rebuild
 
@@ -756,6 +757,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         problem: Exception | None = None
         try:
             for name, _, param in named_params(self):
+                if is_dtensor(param):
+                    raise PartitionError(
+                        f"{name}: expected a plain tensor, got a DTensor; shard its model with "
+                        "zero_engine.shard(model, optimizer, ZeroConfig(stage=1)), which takes them"
+                    )
                 if param.layout is not torch.strided or param.is_meta:
                     got = "on the meta device" if param.is_meta else f"of layout {param.layout}"
                     raise PartitionError(

@@ -4,6 +4,7 @@ Building blocks for zero-engine and for packages like it. They may change betwee
 """
 
 from zero_partition.chained import SeparateOptimizers, members_of
+from zero_partition.dtensors import refuse_dtensors
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -76,6 +77,7 @@ __all__ = [
     "plan_load",
     "plan_parts",
     "plan_room",
+    "refuse_dtensors",
     "reload_states",
     "require_sharded",
     "restore_loco",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache, partial
 from typing import Any, Final, NoReturn, Protocol
@@ -311,15 +311,20 @@ class GradientShard(Tensor):
     raise, since a rank sees its own elements only.
     """
 
-    _group: Group
+    _groups: tuple[Group, ...]  # that have the rest of the model's gradients
     is_unscaled: bool = False  # GradScaler has taken the loss scale out
     is_touched: bool = False  # others had its elements; writes through `data` leave no other trace
 
     @classmethod
-    def over(cls, tensor: Tensor, group: Group) -> Tensor:
-        """`tensor`, the same memory, as this rank's part of a gradient."""
+    def over(cls, tensor: Tensor, groups: Sequence[Group]) -> Tensor:
+        """Return `tensor`, the same memory, as this rank's part of a gradient.
+
+        Args:
+            tensor: Plain.
+            groups: All ranks that have a part are reached by one after the other.
+        """
         shard = as_subclass_sharing_memory(cls, tensor)
-        shard._group = group  # type: ignore[attr-defined]
+        shard._groups = tuple(group for group in groups if group.world_size > 1)  # type: ignore[attr-defined]
         return shard
 
     @classmethod
@@ -327,11 +332,11 @@ class GradientShard(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Pass through, except for norms and the overflow check of GradScaler."""
-        if func in _NORMS and (group := _divided_over(args)) is not None:
+        if func in _NORMS and (groups := _divided_over(args)):
             raise StateError(
                 f"{func.__name__} was called on a gradient shard: it would be the norm of this "
-                f"rank's elements only (rank {group.rank} of {group.world_size}). To clip, call "
-                "zero_engine.clip_grad_norm_(model, max_norm); for the local value, use "
+                f"rank's elements only (rank {groups[0].rank} of {groups[0].world_size}). To "
+                "clip, call zero_engine.clip_grad_norm_(model, max_norm); for the local value, use "
                 "grad.as_subclass(torch.Tensor)."
             )
         with plain_access():
@@ -343,9 +348,10 @@ class GradientShard(Tensor):
             for shard in _shards_in(args[:1]):
                 shard.is_unscaled = True
             found_inf = args[1]
-            if (group := _divided_over(args)) is not None:
-                total = found_inf.detach().reshape(1).to(group.device)
-                all_reduce_flat(total, group=group, op=Reduction.SUM).wait()
+            if groups := _divided_over(args):
+                total = found_inf.detach().reshape(1).to(groups[0].device)
+                for group in groups:
+                    all_reduce_flat(total, group=group, op=Reduction.SUM).wait()
                 found_inf.fill_(float(total.item() > 0))
         return result
 
@@ -454,10 +460,9 @@ def _shards_in(args: tuple) -> list[GradientShard]:
     return found
 
 
-def _divided_over(args: tuple) -> Group | None:
-    """The ranks that hold the rest of these gradients; None where there are no others."""
-    group = next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
-    return None if group is None or group.world_size == 1 else group
+def _divided_over(args: tuple) -> tuple[Group, ...]:
+    """Return the groups that have the rest of these gradients; none where there is no rest."""
+    return next((getattr(shard, "_groups", ()) for shard in _shards_in(args)), ())
 
 
 # NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its

@@ -248,3 +248,42 @@ def checkpoint_call() -> dict[str, Any] | None:
         if frame.f_code in codes:
             return dict(frame.f_locals)
     return None
+
+
+# ---- DTensor: its wrapper, and what is in it ----
+
+local_tensor_of: Final = attrgetter("_local_tensor")  # of this rank, itself and not a view
+spec_of: Final = attrgetter("_spec")  # mesh, placements, and the whole's shape, strides and dtype
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Let a DTensor compute with other memory, of the same shape and dtype."""
+    tensor._local_tensor = local
+
+
+def change_dtype(tensor: Any, local: Tensor) -> None:
+    """Let a DTensor, the same object, be of the dtype of this local tensor, which it has then."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (it takes most of a second)
+
+    where = {"shape": tensor.shape, "stride": tensor.stride()}
+    other: Any = DTensor.from_local(local, tensor.device_mesh, tensor.placements, **where)
+    tensor.data = other
+    tensor._spec, tensor._local_tensor = other._spec, other._local_tensor
+
+
+def dtensor_over(local: Tensor, other: Any) -> Tensor:
+    """Return a DTensor with this local tensor, placed as another one; no graph, no copy."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (it takes most of a second)
+
+    return DTensor(local, other._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def local_part(whole: Tensor, other: Any) -> Tensor:
+    """Return what a rank has of a whole value that is placed as this DTensor."""
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 (as above)
+        compute_local_shape_and_global_offset,
+    )
+
+    spec = other._spec
+    shape, start = compute_local_shape_and_global_offset(whole.shape, spec.mesh, spec.placements)
+    return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]

@@ -32,6 +32,7 @@ from zero_partition.seams import (
     loco_state,
     param_groups_of,
     plan_parts,
+    refuse_dtensors,
 )
 
 from zero_engine.errors import ConfigError, FileError
@@ -132,6 +133,7 @@ def save_as(asked: SaveRequest) -> SaveReport:
 def begin(asked: SaveRequest) -> CheckpointWriter:
     """See what there is to write, and make the folder for it. Collective."""
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
+    refuse_dtensors(sharded.model, "save()")
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from zero_comm import Group
 
+from zero_partition.dtensors import check_part
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import find_early
@@ -82,12 +83,7 @@ def _check_not_wrapped(where: str, module: nn.Module) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
-    if type(param).__name__ == "DTensor":
-        raise PartitionError(
-            f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
-            "made: pass the model as it is before that; for tensor parallelism, shard() takes "
-            "the group of data-parallel ranks and plain tensors"
-        )
+    check_part(name, param, group)
     if not param.is_meta:  # else the plan of units says what to do
         _check_device(name, param, group)
     early = find_early(param)

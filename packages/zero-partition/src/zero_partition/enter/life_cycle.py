@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zero_comm import all_gather_json, collective
 
 from zero_partition.chained import members_of
+from zero_partition.dtensors import localized, outer_of
 from zero_partition.errors import StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import early_shard_of
@@ -56,7 +57,9 @@ def unpartition(model: nn.Module) -> None:
             out so that no whole of it is known; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
-    _end(require_sharded(model), "unpartition()", keeps_shards=False)
+    sharded = require_sharded(model)
+    with localized(model, [sharded.optimizer], lambda: find_sharded(model) is not None):
+        _end(sharded, "unpartition()", keeps_shards=False)
 
 
 def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
@@ -216,6 +219,7 @@ def _leave(sharded: ShardedModel) -> None:
     sharded.residence.homes.close()
     for place in sharded.places:
         forget_owner(place.param)
+        forget_owner(outer_of(place.param))
     sharded.end_write()  # backward of a graph that was made before says so
 
 

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from torch import nn
 from zero_comm import AbstractCodec
 
+from zero_partition.dtensors import localized
 from zero_partition.errors import PartitionError
 from zero_partition.init.units import choose_small, choose_units, enclosing, plan_units
 from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_state
@@ -21,6 +22,7 @@ from zero_partition.plan.precision import Precision
 from zero_partition.plan.slots import Extent, Limits, Use
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import PlannedRoutes, plan_routes
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.residence import RestPlan
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
@@ -105,7 +107,28 @@ def plan_model(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
-    config = evolve(config, **options)
+    with localized(model, [optimizer], lambda: find_sharded(model) is not None):
+        return _plan(
+            model,
+            optimizer,
+            evolve(config, **options),
+            world_size=world_size,
+            rests=rests,
+            ranks_per_node=ranks_per_node,
+            reads_peers=reads_peers,
+        )
+
+
+def _plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: PartitionConfig,
+    *,
+    world_size: int,
+    rests: RestPlan,
+    ranks_per_node: int | None,
+    reads_peers: bool,
+) -> ModelPlan:
     config.wire.check(config.placements, has_home=rests.params)
     routes = plan_routes(
         config.wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers

@@ -30,6 +30,7 @@ from zero_comm import (
 )
 
 from zero_partition.chained import prepare_wrappers
+from zero_partition.dtensors import localized, mesh_group_of, refuse_to_cut
 from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
@@ -42,6 +43,7 @@ from zero_partition.plan.wire import Routes, Wire, ranks_of
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
     count_calls,
+    find_sharded,
     install_dtype_hooks,
     install_format_hooks,
     install_module_hooks,
@@ -346,18 +348,21 @@ def partition(
     config = evolve(config, **options)  # which may raise: before anything is undone
     group, wire = ranks_of(group, config.wire, config.placements)
     config = evolve(config, wire=wire)
-    optimizer, averages = retire_partition(model, optimizer)
-    is_made = isinstance(homes, Homes)
-    again = None
-    if not is_made or homes is _NO_HOMES:
-        again = partial(_partition_again, config=config, group=group, homes=homes)
-    made = homes if isinstance(homes, Homes) else homes()
-    try:
-        sharded = _partition(model, optimizer, config, group=group, homes=made, again=again)
-    except BaseException:
-        if not is_made:
-            made.close()
-        raise
+    before = find_sharded(model)
+    known = [optimizer, None if before is None else before.optimizer]
+    with localized(model, known, lambda: find_sharded(model) is not None):
+        optimizer, averages = retire_partition(model, optimizer)
+        is_made = isinstance(homes, Homes)
+        again = None
+        if not is_made or homes is _NO_HOMES:
+            again = partial(_partition_again, config=config, group=group, homes=homes)
+        made = homes if isinstance(homes, Homes) else homes()
+        try:
+            sharded = _partition(model, optimizer, config, group=group, homes=made, again=again)
+        except BaseException:
+            if not is_made:
+                made.close()
+            raise
     for average, values in averages.items():
         average.follow(sharded, values)
     return sharded
@@ -388,6 +393,7 @@ def _partition(
     has_home = homes.params is not None
     config.wire.check(config.placements, has_home=has_home)
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
+    routes = evolve(routes, parts=mesh_group_of(model.parameters()))
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
@@ -395,6 +401,7 @@ def _partition(
     plans = plan_model_units(
         model, optimizer, config, world_size=group.world_size, rests=residence.rests
     )
+    refuse_to_cut(model, plans)
     facts = _describe(model, plans, config, residence) | describe_optimizer(optimizer)
     if config.sanitize:
         facts["sanitize"] = "True"

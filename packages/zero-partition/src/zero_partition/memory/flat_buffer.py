@@ -12,6 +12,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 
+from zero_partition.dtensors import outer_of
 from zero_partition.errors import StateError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import placeholder, rest_type_of
@@ -52,8 +53,10 @@ class FlatBuffer:
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
     _rest_versions: tuple[int, ...] = field(init=False)  # the same, when they came to rest
-    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own
-    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
+    # The parameters, and then the DTensors of which they are the local parts.
+    _shown: tuple[nn.Parameter, ...] = field(init=False)
+    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own, of these
+    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of these at rest
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
     _looks_left: float = field(default=NUM_LOOKS, init=False)  # see `follow_writes`
@@ -68,8 +71,10 @@ class FlatBuffer:
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
         )
-        self.whole_types = tuple(type(param) for param in self.params)
-        self.rest_types = tuple(rest_type_of(param) for param in self.params)
+        dtensors = (outer for p in self.params if (outer := outer_of(p)) is not p)
+        self._shown = (*self.params, *dtensors)
+        self.whole_types = tuple(type(param) for param in self._shown)
+        self.rest_types = tuple(rest_type_of(param) for param in self._shown)
         self.versions = self._rest_versions = tuple(map(version_of, self.params))
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.training.memory, torch.Size([self.shard_numel])
@@ -280,7 +285,7 @@ class FlatBuffer:
         if views is not self._views:
             self._views, self._addresses = views, None
         if self.is_at_rest:  # else setting `data` would be noticed as a use
-            for param, whole_type in zip(self.params, self.whole_types, strict=True):
+            for param, whole_type in zip(self._shown, self.whole_types, strict=True):
                 param.__class__ = whole_type
         if self.held:
             views = [self.held.get(position, view) for position, view in enumerate(views)]
@@ -289,7 +294,7 @@ class FlatBuffer:
         self.is_at_rest = self._views is self.stand_ins
         if self.is_at_rest:  # see NOTE(class) in stand_in
             self._rest_versions = tuple(map(version_of, self.params))
-            for param, rest_type in zip(self.params, self.rest_types, strict=True):
+            for param, rest_type in zip(self._shown, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
     def return_params(self, values: Sequence[Tensor]) -> None:

@@ -253,6 +253,7 @@ class Routes:
     replicas: Group | None = None  # those with the same shards as this rank
     node: Group | None = None  # those that keep a copy of gathered values together
     hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
+    parts: Group | None = None  # those that have other parts of DTensors, if the model has any
     # What this rank sends in all of them: in the last complete step, if there is one, and since.
     log: list[Traffic] = field(factory=lambda: [Traffic()])
 
@@ -260,8 +261,13 @@ class Routes:
     def groups(self) -> tuple[Group, ...]:
         """All of them, each once."""
         hops = () if self.hops is None else (self.hops.inside, self.hops.across)
-        every = (self.whole, self.shards, self.replicas, self.node, *hops)
+        every = (self.whole, self.shards, self.replicas, self.node, self.parts, *hops)
         return tuple({id(group): group for group in every if group is not None}.values())
+
+    @property
+    def holders(self) -> tuple[Group, ...]:
+        """Groups that have all shards of all parts, reached by one after the other."""
+        return (self.shards,) if self.parts is None else (self.shards, self.parts)
 
     @property
     def is_first_replica(self) -> bool:

@@ -215,7 +215,10 @@ class BufferGradients:
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
         if not self.views or memory.data_ptr() != self._views_at:  # usually the same slot again
-            self.views, self._views_at = self.buffer.views_of(memory), memory.data_ptr()
+            views, self._views_at = self.buffer.views_of(memory), memory.data_ptr()
+            if not self.shards_state and (parts := self.routes.parts) is not None:
+                views = tuple(GradientShard.over(view, [parts]) for view in views)
+            self.views = views
         self.accumulator, self.slot = memory, slot
 
     def leave_accumulator(self) -> None:
@@ -409,7 +412,8 @@ class BufferGradients:
             else:
                 self.shard = torch.zeros(numel, dtype=dtype, device=buffer.group.device)
             parts = buffer.parts_of(self.shard)
-            self.parts = tuple(GradientShard.over(part, buffer.group) for part in parts)
+            groups = self.routes.holders
+            self.parts = tuple(GradientShard.over(part, groups) for part in parts)
         return self.shard
 
     def _add(self, received: Tensor) -> None:

@@ -18,6 +18,7 @@ from attrs import define
 from torch import Tensor, nn
 
 from zero_partition.chained import SeparateOptimizers, members_of
+from zero_partition.dtensors import local_of, localized
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.precision import ModulePrecision
@@ -443,7 +444,7 @@ class AroundConversion:
         """
         if isinstance(fn, _Keeping):  # the module that it began at has done all this
             return self.inside(fn, *args, **kwargs)
-        params = [p for p in self.module.parameters() if find_place(p) is not None]
+        params = [local_of(p) for p in self.module.parameters() if find_place(p) is not None]
         for param in {(p.dim(), p.dtype, p.device): p for p in params}.values():
             _refuse_conversion(param, fn)
         kept = {id(t): t for p in params for t in (p, p.grad) if t is not None}
@@ -451,7 +452,8 @@ class AroundConversion:
         for param, _ in guarded:
             param.grad = None
         try:
-            return self.inside(_Keeping(fn, kept), *args, **kwargs)
+            with localized(self.module, (), lambda: True):
+                return self.inside(_Keeping(fn, kept), *args, **kwargs)
         finally:
             for param, guard in guarded:
                 param.grad = guard

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import Group, collective
 
+from zero_partition.dtensors import local_of
 from zero_partition.errors import StateError
 from zero_partition.stand_in import ParamShard, StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
@@ -71,8 +72,9 @@ def clip_grad_norm_(
             and before any gradient is changed; else gradients are scaled by it, as torch does.
         foreach: Accepted as torch has it, and without effect: there is one way here.
         across: The model-parallel group over which the model is split besides, whose ranks' norms
-            are combined too. A parameter that is marked as Megatron's are (`tensor_model_parallel`
-            or `model_parallel` is true) counts on each of its ranks, any other on the first.
+            are combined too; the mesh of its DTensors when None. A parameter that is marked as
+            Megatron's are (`tensor_model_parallel` or `model_parallel` is true), and a DTensor that
+            is sharded, counts on each of its ranks, any other on the first.
 
     Returns:
         The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
@@ -87,6 +89,7 @@ def clip_grad_norm_(
         raise StateError(
             f"expected norm_type to be the order of a norm, such as 2, 1 or inf, got {norm_type}"
         )
+    across = sharded.routes.parts if across is None else across
     grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
     sharded.compare_launches("reading the norm", at_once=True)
     norm = _total_norm(sharded, grads, norm_type, across)
@@ -151,6 +154,7 @@ def unscale_and_clip_(
     sharded, chosen = _chosen(model_or_optimizer, "unscale_and_clip_()")
     if not 0 < scale < float("inf"):
         raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
+    across = sharded.routes.parts if across is None else across
     grads = _gradients(sharded, "unscale_and_clip_()", across, chosen)
     sharded.compare_launches("reading the norm", at_once=True)
     norm = _total_norm(sharded, grads, 2.0, across) / scale
@@ -200,7 +204,7 @@ def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
             f"{what}: expected parameters of one sharded model, got {len(params)} of "
             f"{len(set(map(id, owners)))}; call it for each model, on every rank"
         )
-    return owners[0], set(map(id, params))
+    return owners[0], {id(local_of(param)) for param in params}
 
 
 def _gradients(

@@ -18,6 +18,7 @@ from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_fl
 from zero_comm.ranges import is_profiled, ranged
 
 from zero_partition.chained import members_of
+from zero_partition.dtensors import like, outer_of
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.config import StateDictKind
@@ -320,6 +321,7 @@ class OutsideUses:
             needs_grad: The call is recorded by autograd.
         """
         whole = self._whole(place, what, needs_grad=needs_grad)
+        whole = like(tensor, whole)
         if isinstance(tensor, AtRestData) or not (needs_grad and tensor.requires_grad):
             return whole
         return _Enter.apply(tensor, whole, place, place.unit.version)  # type: ignore[no-any-return]
@@ -499,6 +501,7 @@ class ShardedModel:
         )
         for place in self.places:
             record_owner(place.param, place)
+            record_owner(outer_of(place.param), place)
         own, shards = ref(self), [p for buffer in self.buffers for p in buffer.shard_params]
         self._shards = shards if self.shards_state and self.optimizer is not None else []
         for shard in self._shards:
@@ -663,7 +666,9 @@ class ShardedModel:
         with plain_access():
             self.reducer.begin_backward()
             self._accumulates = any(
-                will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
+                will_accumulate(outer_of(p))
+                for g in self.reducer.gradients
+                for p in g.buffer.params
             )
         if self.residence.offload is not None and self._accumulates:
             self.residence.offload.read_ahead()

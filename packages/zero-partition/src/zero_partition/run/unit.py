@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zero_comm import AbstractCodec, CommError, DivergenceError, Exposure, Group, Handle
 from zero_comm.ranges import ranged
 
+from zero_partition.dtensors import outer_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import NUM_LOOKS, FlatBuffer, SecondaryShards
 from zero_partition.memory.seams import Pending, TensorHome
@@ -105,7 +106,7 @@ class Unit:
     def __attrs_post_init__(self) -> None:
         is_sharded = self.placement is Placement.SHARDED
         self.state = ShardState.SHARDED if is_sharded else ShardState.UNSHARDED
-        self._params = [self.buffers[index].params[at] for _, _, index, at in self.owners]
+        self._params = [outer_of(self.buffers[i].params[at]) for _, _, i, at in self.owners]
         for buffer in self.buffers:
             if is_sharded:
                 buffer.install(buffer.stand_ins)
@@ -280,7 +281,7 @@ class Unit:
                 "got a tensor that torch.func.functional_call() put in its place, which works on a "
                 "plain copy of the model only"
             )
-        elif param is not buffer.params[position]:
+        elif param is not outer_of(buffer.params[position]):
             got = "got another Parameter object in its place"
         elif param.requires_grad and not plan.trainable:
             expected = "expected the frozen parameter that was sharded without gradient memory"

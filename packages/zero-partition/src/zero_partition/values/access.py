@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import all_gather_json, broadcast_flat, collective
 
+from zero_partition.dtensors import outer_of, part_of_whole, plain_of, whole_over_mesh
 from zero_partition.errors import StateError
 from zero_partition.nested import flat_entries, keys_of_entry, set_entry
 from zero_partition.optimizer.shards import Entry, PerRankEntry, PlainEntry
@@ -38,6 +39,8 @@ from .runs import entry_on_each, gather_state_info, launch_entry, owner_of, plan
 
 def _for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
     """The value on the rank that wants it, on all when None; None elsewhere."""
+    if isinstance(value, Tensor) and value.shape == place.plan.shape:
+        value = whole_over_mesh(place.param, value)
     return value if to_rank in (None, place.whole.rank) else None
 
 
@@ -63,7 +66,9 @@ def _given(
     what: str,
 ) -> Tensor:
     """The whole value that every rank is to write, checked on all. Collective with `from_rank`."""
-    (shape, dtype), group = expected, place.whole
+    (shape, dtype), group, value = expected, place.whole, plain_of(value)
+    if is_of_param := shape == place.plan.shape:
+        shape = outer_of(place.param).shape
     own = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     got = _said_by(place, from_rank, own, what)
     if got != f"shape {tuple(shape)}":
@@ -73,13 +78,14 @@ def _given(
             f"{got} on rank {whose} (seen on rank {group.rank})"
         )
     if from_rank is None:
-        return value.detach().as_subclass(Tensor).to(group.device, dtype)
-    whole = torch.empty(shape, dtype=dtype, device=group.device)
-    if group.rank == from_rank:
-        whole.copy_(value.detach())
-    if whole.numel():
-        broadcast_flat(whole.view(-1).view(torch.uint8), src=from_rank, group=group).wait()
-    return whole
+        whole = value.detach().as_subclass(Tensor).to(group.device, dtype)
+    else:
+        whole = torch.empty(shape, dtype=dtype, device=group.device)
+        if group.rank == from_rank:
+            whole.copy_(value.detach())
+        if whole.numel():
+            broadcast_flat(whole.view(-1).view(torch.uint8), src=from_rank, group=group).wait()
+    return part_of_whole(place.param, whole) if is_of_param else whole
 
 
 def _copy_given(place: ParamRef, part: Tensor, value: Any, what: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zero_comm import AnyRanks, Group, check_agreement, collective
 
 from zero_partition.chained import load_extra_entries, members_of, options_of
+from zero_partition.dtensors import refuse_dtensors
 from zero_partition.errors import LoadError, PartitionError, StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early
@@ -457,6 +458,7 @@ def load_ranges(
     """
     group, readers = whole_of(group), dict(readers)
     sharded = find_sharded(model)
+    refuse_dtensors(model, "load_ranges()")
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
@@ -504,6 +506,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
+    refuse_dtensors(sharded.model, "load()")
     sharded.require("load()", no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
     source, custom = _through_modules(sharded.model, source)
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]

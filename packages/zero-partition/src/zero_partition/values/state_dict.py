@@ -20,6 +20,7 @@ from zero_partition.chained import (
     shared_state,
     with_state_dict_hooks,
 )
+from zero_partition.dtensors import outer_of, plain_of, refuse_dtensors, whole_over_mesh
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
@@ -98,7 +99,8 @@ def gather_state_dict(
             continue  # rank 0 reads what it needs
         for param, value in _exact_values(unit, sharded, shards or {}):
             if is_first:
-                values[id(param)] = value.detach().to("cpu", copy=True)
+                whole = whole_over_mesh(param, value.detach())
+                values[id(outer_of(param))] = whole.to("cpu", copy=True)
         unit.reshard()
     if sharded.exposure is not None:  # nobody leaves before rank 0 has read
         sharded.exposure.begin_write()
@@ -134,7 +136,7 @@ def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
         return value
     key = _memory_of(value)
     if key not in copies:
-        copies[key] = value.detach().to("cpu", copy=True)
+        copies[key] = plain_of(value.detach()).to("cpu", copy=True)
     return copies[key]
 
 
@@ -256,7 +258,7 @@ class _ModuleHooks(Bound):
 
     def _value(self, attribute: str, prefix: str) -> Tensor:
         place = self.places[attribute]
-        param = place.buffer.params[place.position]
+        param = outer_of(place.buffer.params[place.position])
         value = (self.sharded.exported or {}).get(id(param))
         return NameOnly.of(param, self._remedy(prefix + attribute)) if value is None else value
 
@@ -331,6 +333,7 @@ class _ModuleHooks(Bound):
         is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.gathers
         if is_for_writing and all(place in gathered for place in given):
             return
+        refuse_dtensors(self.sharded.model, "load_state_dict()")
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
@@ -444,6 +447,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
+    refuse_dtensors(sharded.model, what)
     sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelPhase.FORWARD,))
     return sharded.optimizer
 

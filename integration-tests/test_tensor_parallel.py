@@ -1,0 +1,619 @@
+"""Models that torch has split by DTensor, sharded over the ranks that have the same part."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import zero_ckpt
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from zero_comm import Group
+from zero_comm.testing import assert_close, equal
+from zero_engine import Offload, Precision, Wire
+from zero_partition import PartitionError, StateError, ZeroRedundancyOptimizer
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 16, 4, 6, 24
+
+
+class Block(nn.Module):
+    """A layer of a transformer, as tensor parallelism cuts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        h = self.norm(x)
+        query, value = self.query(h), self.value(h)
+        x = x + self.out(torch.sigmoid(query) * value)
+        return x + self.down(self.up(self.mlp_norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _tensor_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        plan = {
+            "query": ColwiseParallel(),
+            "value": ColwiseParallel(),
+            "out": RowwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def _sequence_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "query": ColwiseParallel(input_layouts=Shard(1)),
+            "value": ColwiseParallel(input_layouts=Shard(1)),
+            "out": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp_norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+PLANS = {"tensor": _tensor_plan, "sequence": _sequence_plan}
+
+
+def _mesh(group: Group) -> DeviceMesh:
+    return init_device_mesh(group.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+def _build(plan: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = PLANS[plan](Model(), mesh["tensor"])
+    return model, _adamw(model)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _batch(step: int, mesh: DeviceMesh) -> Tensor:
+    torch.manual_seed(100 * step + mesh.get_local_rank("data"))
+    return torch.randint(VOCABULARY, (2, LENGTH))
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _train(
+    model: nn.Module, optimizer: Any, mesh: DeviceMesh, *, max_norm: float | None = None
+) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = _loss(model, _batch(step, mesh))
+        loss.backward()
+        if max_norm is not None:
+            zero_engine.clip_grad_norm_(model, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _whole(local: Tensor, param: Tensor) -> Tensor:
+    """What DistributedDataParallel has left of a DTensor, whole."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(local.detach(), param.device_mesh, param.placements).full_tensor()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_trains_as_under_ddp(group: Group, plan: str, stage: int) -> None:
+    """Two ranks have each part: the bits of torch's own two dimensions."""
+    mesh = _mesh(group)
+    plain, _ = _build(plan, mesh)
+    ddp = DistributedDataParallel(plain, device_mesh=mesh["data"])  # which has other parameters
+    trained = dict(plain.named_parameters())
+    expected = _train(ddp, _adamw(ddp), mesh)
+
+    model, optimizer = _build(plan, mesh)
+    params = dict(model.named_parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    assert all(param is params[name] for name, param in model.named_parameters())
+    found = _train(model, optimizer, mesh)
+    assert found == expected, f"{found} and not {expected}"
+    for name, param in model.named_parameters():
+        assert equal(zero_engine.full_param(param), _whole(trained[name], param)), name
+
+
+# ---- All gradients together ----
+
+
+def _plain(step: int = 0) -> tuple[nn.Module, list[Tensor]]:
+    """The unsplit model, and its gradients of both ranks' batches."""
+    torch.manual_seed(0)
+    model = Model()
+    for data in range(2):
+        torch.manual_seed(100 * step + data)
+        tokens = torch.randint(VOCABULARY, (2, LENGTH))
+        (_loss(model, tokens) / 2).backward()
+    return model, [param.grad for param in model.parameters()]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("stage", range(4))
+def test_the_norm_is_that_of_the_unsplit_model(group: Group, plan: str, stage: int) -> None:
+    """Parts are added up over the mesh, and what each of its ranks has counts once."""
+    mesh = _mesh(group)
+    model, optimizer = _build(plan, mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _loss(model, _batch(0, mesh)).backward()
+    plain, grads = _plain()
+    for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
+        assert_close(zero_engine.full_grad(param), grad, msg=name)
+    for order in (2.0, 1.0, float("inf")):
+        expected = nn.utils.get_total_norm(grads, order)
+        assert_close(zero_engine.clip_grad_norm_(model, 1e9, order), expected)
+    one = model.blocks[0].up.weight
+    alone = zero_engine.full_grad(one).norm()
+    assert_close(zero_engine.clip_grad_norm_([one], 1e9), alone)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    zero_engine.clip_grad_norm_(model, 0.1)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(zero_engine.full_grad(param), other.grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(group: Group, stage: int) -> None:
+    """Else ranks of the mesh go on with other replicated parameters."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    scaler = torch.amp.GradScaler(group.device.type, init_scale=4.0)
+    before = zero_engine.full_param(model.blocks[0].up.weight).clone()
+    scaler.scale(_loss(model, _batch(0, mesh))).backward()
+    part = zero_engine.local_grad(model.blocks[0].up.weight)
+    # At stage 0 each data-parallel rank has the gradient that was reduced.
+    if group.rank in ((1,) if stage else (1, 3)):
+        part.view(-1)[0] = float("inf")
+    zero_engine.set_local_grad(model.blocks[0].up.weight, part)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert equal(zero_engine.full_param(model.blocks[0].up.weight), before)
+
+
+# ---- Values ----
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_dict_is_whole_over_both_dimensions(group: Group, plan: str, stage: int) -> None:
+    """On the first rank of each data-parallel group, as of any model."""
+    mesh = _mesh(group)
+    model, optimizer = _build(plan, mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    names = model.state_dict()  # at stage 3 no more than that, of the DTensors' shapes
+    assert all(names[name].shape == param.shape for name, param in model.named_parameters())
+    found = zero_engine.full_state_dict(model)
+    torch.manual_seed(0)
+    expected = Model().state_dict()
+    if mesh.get_local_rank("data"):
+        assert found == {}
+        return
+    assert list(found) == list(expected)
+    assert all(type(value) is Tensor for value in found.values())
+    assert all(equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_is_a_dtensor_whatever_its_memory(group: Group, stage: int) -> None:
+    """Its mesh, placements and shape are those that torch gave it, at rest and in its module."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    weight, seen = model.blocks[0].up.weight, []
+    facts = weight.placements, weight.device_mesh, weight.shape, weight.dtype, weight.device
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    model.blocks[0].up.register_forward_hook(lambda up, *_: seen.append(up.weight))
+    _train(model, optimizer, mesh)
+    for each in (weight, seen[-1], model.blocks[0].up.weight):
+        assert each is weight
+        assert isinstance(each, DTensor)
+        assert isinstance(each, nn.Parameter)
+        assert (each.placements, each.device_mesh, each.shape, each.dtype, each.device) == facts
+    part = zero_engine.local_param(weight)
+    held = torch.tensor(part.numel())
+    torch.distributed.all_reduce(held, group=mesh.get_group("data"))
+    assert held == weight.numel() // 2 * (1 if stage else 2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_is_used_outside_its_module(group: Group, stage: int) -> None:
+    """As losses do; values and gradients are those of the module's own use."""
+    mesh = _mesh(group)
+
+    def penalty(model: nn.Module) -> Tensor:
+        square = model.blocks[0].up.weight.square().sum() + model.blocks[1].out.weight.sum()
+        return square.full_tensor() if isinstance(square, DTensor) else square
+
+    losses, grads = [], []
+    for is_sharded in (False, True):
+        model, optimizer = _build("tensor", mesh)
+        if is_sharded:
+            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+        loss = _loss(model, _batch(0, mesh)) + penalty(model)
+        loss.backward()
+        losses.append(loss.item())
+        weight = model.blocks[0].up.weight
+        if is_sharded:
+            grads.append(zero_engine.full_grad(weight))
+        else:
+            local = weight.grad.to_local()
+            torch.distributed.all_reduce(local, group=mesh.get_group("data"))
+            mean = DTensor.from_local(local / 2, mesh["tensor"], weight.placements)
+            grads.append(mean.full_tensor())
+    assert losses[0] == losses[1]
+    assert_close(grads[1], grads[0])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_is_plain_again_after_unshard(group: Group, stage: int) -> None:
+    """DTensors and an optimizer over them, as torch's own two dimensions would have them."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    params = [*model.parameters()]
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _train(model, optimizer, mesh)
+    expected = [zero_engine.full_param(param) for param in model.parameters()]
+    zero_engine.unshard(model, optimizer)
+
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    assert optimizer.param_groups[0]["params"] == params
+    for param, value in zip(params, expected, strict=True):
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        assert equal(whole, value)
+        moment = optimizer.state[param]["exp_avg"]
+        assert type(moment) is type(param.detach())
+        assert moment.shape == param.shape
+    _loss(model, _batch(0, mesh)).backward()
+    optimizer.param_groups[0]["foreach"] = False  # torch's takes no DTensors beside other tensors
+    optimizer.step()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_may_be_moved_to_where_it_is(group: Group, stage: int) -> None:
+    """As trainers do before each phase; what would convert it is refused."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    twin = _build("tensor", mesh)
+    zero_engine.shard(*twin, ZeroConfig(stage), group=mesh["data"])
+    _loss(model, _batch(0, mesh)).backward()
+    _loss(twin[0], _batch(0, mesh)).backward()
+    params = [*model.parameters()]
+    model.to(group.device).eval()
+    with torch.no_grad():
+        model(_batch(1, mesh))
+    model.train()
+    with pytest.raises(StateError, match="before shard"):
+        model.half()
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    assert _train(model, optimizer, mesh) == _train(*twin, mesh)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_deleted_is_gone(group: Group, stage: int) -> None:
+    """A part and its DTensor refer to each other."""
+    mesh = _mesh(group)
+    model, optimizer = _build("sequence", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _train(model, optimizer, mesh)
+    left = [weakref.ref(param) for param in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(each() is not None for each in left)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("first", range(4))
+def test_a_model_is_sharded_again_at_another_stage(group: Group, first: int) -> None:
+    """With its optimizer, whose state goes on: the curve of one stage."""
+    mesh = _mesh(group)
+    kept = _build("tensor", mesh)
+    zero_engine.shard(*kept, ZeroConfig(1), group=mesh["data"])
+    model, optimizer = _build("tensor", mesh)
+    for stage in (first, 3 - first):
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+        assert _train(model, optimizer, mesh) == pytest.approx(_train(*kept, mesh), rel=1e-5)
+
+
+# ---- With everything else ----
+
+
+def _checkpointed(model: nn.Module) -> None:
+    """Recompute each block in backward."""
+    for block in model.blocks:
+        block.forward = partial(zero_ckpt.checkpoint, block.forward)
+
+
+# Fields of ZeroConfig, and the difference allowed. The first four are for stage 1, too.
+BESIDES: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32 masters": ({"precision": Precision()}, 0.0),
+    "bf16": ({"precision": Precision(params=torch.bfloat16)}, 3e-2),
+    "state on the host": ({"offload": Offload(optimizer="host")}, 1e-5),
+    "coded gradients": ({"wire": Wire(gradients="int8", levels=2)}, 3e-2),
+    "all on the host": ({"offload": Offload(optimizer="host", params="host")}, 1e-5),
+    "sanitized": ({"sanitize": True}, 0.0),
+    "one unit at a time": ({"window": 1, "prefetch_numel": 0}, 0.0),
+    "units of one layer": ({"units": ["blocks.0.up", "blocks.1.up", "head"]}, 0.0),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [*((3, name) for name in BESIDES), *((1, name) for name in [*BESIDES][:4])],
+)
+def test_options_do_what_they_do_without(group: Group, name: str, stage: int) -> None:
+    """No option knows that its parameters are parts."""
+    options, difference = BESIDES[name]
+    mesh, losses = _mesh(group), []
+    for more in ({}, options):
+        model, optimizer = _build("sequence", mesh)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, **more), group=mesh["data"])
+        losses.append(_train(model, optimizer, mesh, max_norm=1.0))
+    assert losses[1] == pytest.approx(losses[0], rel=difference, abs=0)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_batches_are_accumulated_and_activations_recomputed(group: Group, stage: int) -> None:
+    """Bit for bit what DistributedDataParallel does."""
+    mesh, found = _mesh(group), []
+    for is_sharded in (False, True):
+        model, optimizer = _build("tensor", mesh)
+        _checkpointed(model)
+        called: nn.Module = model
+        if is_sharded:
+            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+        else:
+            called = DistributedDataParallel(model, device_mesh=mesh["data"])
+            optimizer = _adamw(called)
+        losses = []
+        for step in range(4):
+            waits = zero_engine.no_sync if is_sharded else DistributedDataParallel.no_sync
+            with nullcontext() if step % 2 else waits(called):
+                loss = _loss(called, _batch(step, mesh))
+                loss.backward()
+            losses.append(loss.item())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks(4)
+def test_an_average_is_whole_over_both_dimensions(group: Group) -> None:
+    """ShardedAverage follows what rests, whatever it is part of."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
+    average = zero_engine.ShardedAverage(model, decay=0.5)
+    average.update()
+    first = zero_engine.full_param(model.blocks[0].up.weight).clone()
+    _train(model, optimizer, mesh)
+    last = zero_engine.full_param(model.blocks[0].up.weight)
+    average.update()
+    found = average.full_state_dict()
+    if mesh.get_local_rank("data") == 0:
+        assert_close(found["blocks.0.up.weight"], (first + last) / 2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_values_are_read_and_written(group: Group, stage: int) -> None:
+    """Each call's shape is that of the DTensor."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _train(model, optimizer, mesh)
+    for param in (model.blocks[0].up.weight, model.blocks[0].down.weight, model.embed.weight):
+        value = torch.arange(float(param.numel())).view(param.shape)
+        zero_engine.set_full_param(param, value)
+        assert equal(zero_engine.full_param(param), value)
+        zero_engine.set_full_optimizer_state(param, "exp_avg", value + 1)
+        assert equal(zero_engine.full_optimizer_state(param, "exp_avg"), value + 1)
+        with zero_engine.GatheredParameters(param):
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            assert equal(whole, value)
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.ranks(4)
+def test_what_does_not_know_of_parts_says_so(group: Group, tmp_path: Path) -> None:
+    """Before anything is written."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: zero_engine.save(tmp_path / "saved", model, optimizer, step=0),
+        lambda: model.load_state_dict(Model().state_dict()),
+        lambda: zero_engine.load_pretrained(model, {}),
+    )
+    for call in calls[:2]:
+        with pytest.raises(
+            StateError, match=r"is a DTensor on .*full_state_dict\(model\) is whole"
+        ):
+            call()
+    assert not (tmp_path / "saved").exists()
+    _train(model, optimizer, mesh)
+
+
+def _sharded_by_torch(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def _over_those_ranks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(model, mesh["data"], {"head": ColwiseParallel()})
+
+
+def _of_two_meshes(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel()})
+    other = init_device_mesh(mesh.device_type, (2, 2, 1), mesh_dim_names=("a", "b", "one"))
+    return parallelize_module(model, other["one"], {"embed": ColwiseParallel()})
+
+
+def _of_partial_sums(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    weight = DTensor.from_local(model.head.weight.detach(), mesh["tensor"], [Partial()])
+    model.head.weight = nn.Parameter(weight)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], str]] = {
+    "fully_shard": (_sharded_by_torch, r"as it is before .*fully_shard\(\)"),
+    "the ranks to shard over": (_over_those_ranks, r"ranks of that mesh, .*mesh\['data'\]"),
+    "two meshes": (_of_two_meshes, "on one mesh of one dimension"),
+    "partial sums": (_of_partial_sums, "redistribute it first"),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dtensor_that_cannot_be_sharded_is_refused(group: Group, name: str) -> None:
+    """With its name and what would do; the model is as it was."""
+    split, says = REFUSED[name]
+    mesh = _mesh(group)
+    model = split(Model(), mesh)
+    optimizer = _adamw(model)
+    params = [*model.parameters()]
+    with pytest.raises(PartitionError, match=says):
+        zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    assert optimizer.param_groups[0]["params"] == params
+    assert all(type(p._local_tensor) is Tensor for p in params if isinstance(p, DTensor))
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_of_whole_tensors_is_refused(group: Group) -> None:
+    """It would take a part for the whole, which is another step."""
+    mesh = _mesh(group)
+    model, _ = _build("tensor", mesh)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = torch.optim.Muon(matrices, lr=1e-2)
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+    with pytest.raises(PartitionError, match="other parts of it"):
+        zero_engine.shard(model, optimizer, ZeroConfig(1), group=mesh["data"])
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_alone_that_shards_is_refused(group: Group) -> None:
+    """It deals whole parameters, and sends them as plain memory."""
+    mesh = _mesh(group)
+    model, _ = _build("tensor", mesh)
+    with pytest.raises(PartitionError, match=r"got a DTensor; shard its model .*stage=1"):
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group=mesh["data"], lr=1e-2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_own_clipping_says_what_to_call(group: Group, stage: int) -> None:
+    """It would find no gradient of a part, and clip nothing."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _loss(model, _batch(0, mesh)).backward()
+    with pytest.raises(StateError, match="clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    optimizer.step()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_plan_counts_this_ranks_parts(group: Group, stage: int) -> None:
+    """The bytes that a report of the sharded model says."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    planned = zero_engine.plan(
+        model,
+        ZeroConfig(stage),
+        world_size=mesh["data"],
+        optimizer=optimizer,
+        device="cpu",
+        rank=mesh.get_local_rank("data"),
+    )
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _train(model, optimizer, mesh)
+    found = attrs.asdict(zero_engine.memory_report(model))
+    assert found == attrs.asdict(planned.memory.at_rest)
+
+    with suppress(PartitionError):  # of what is sharded already; it must change nothing
+        zero_engine.plan(model, ZeroConfig(stage), world_size=8, device="cpu")
+    twin = _build("tensor", mesh)
+    zero_engine.shard(*twin, ZeroConfig(stage), group=mesh["data"])
+    _train(*twin, mesh)
+    assert _train(model, optimizer, mesh) == _train(*twin, mesh)

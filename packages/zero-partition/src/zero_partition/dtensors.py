@@ -1,0 +1,282 @@
+"""Parameters that are DTensors: what of them is partitioned, and what is whole over their mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from zero_comm import Group
+
+from .chained import members_of
+from .errors import PartitionError, StateError
+from .nested import map_tensors
+from .plan.cuts import Cut
+from .plan.layout import UnitPlan
+from .torch_private import (
+    change_dtype,
+    dtensor_over,
+    local_part,
+    local_tensor_of,
+    own_parameters,
+    set_local_tensor,
+    spec_of,
+    version_of,
+)
+
+# NOTE(local): a DTensor is a wrapper around this rank's local tensor, and operations on it are
+# operations on that, below autograd. So the local tensor becomes a parameter of its own, which is
+# what is planned, laid out, sharded and gathered: whatever memory it views, the DTensor computes
+# with. Modules and autograd know the DTensor only; its gradient is a DTensor around the local one.
+
+
+class LocalPart(nn.Parameter):
+    """This rank's part of a parameter that is a DTensor, whose local tensor it is.
+
+    `grad`, `requires_grad`, the count of writes and the hooks of gradients are those of the
+    DTensor, so that there is one of each.
+    """
+
+    dtensor: nn.Parameter
+
+    @classmethod
+    def of(cls, dtensor: nn.Parameter) -> LocalPart:
+        """Make the local tensor of a DTensor such a part."""
+        part = cls(local_tensor_of(dtensor).detach(), requires_grad=False)
+        part.dtensor = dtensor
+        set_local_tensor(dtensor, part)
+        return part
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The local tensor of the DTensor's gradient."""
+        grad = self.dtensor.grad
+        return None if grad is None else local_tensor_of(grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.dtensor.grad = None if value is None else dtensor_over(value, self.dtensor)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """Return the part, out of any graph; setting it gives the DTensor its dtype, too."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        if value.dtype != self.dtensor.dtype:
+            change_dtype(self.dtensor, value)
+            set_local_tensor(self.dtensor, self)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Return that of the DTensor: this one is in no graph."""
+        return self.dtensor.requires_grad
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return version_of(self.dtensor)
+
+    @property
+    def tensor_model_parallel(self) -> bool:
+        """Whether ranks of the mesh have other parts, as Megatron marks such parameters."""
+        return any(placement.is_shard() for placement in spec_of(self.dtensor).placements)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Do as torch's; the gradient is placed as the parameter is when the hook is called.
+
+        One that autograd has left as partial sums is reduced over the mesh, as torch does it where
+        an optimizer reads it.
+        """
+        own = ref(self)  # Python's garbage collector does not see through such hooks
+
+        def arrived(dtensor: Tensor) -> None:
+            grad: Any = dtensor.grad
+            placements = spec_of(dtensor).placements
+            if grad is not None and grad.placements != placements:
+                dtensor.grad = grad.redistribute(placements=placements)
+            if (part := own()) is not None:
+                hook(part)
+
+        return self.dtensor.register_post_accumulate_grad_hook(arrived)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return whether it is a DTensor; imports nothing, as that takes most of a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(param: Any) -> Any:
+    """Return what is partitioned of a parameter that a module holds: itself if it is plain."""
+    return local_tensor_of(param) if is_dtensor(param) else param
+
+
+def outer_of(param: Any) -> Any:
+    """Return the parameter that modules hold, of one that is partitioned."""
+    return param.dtensor if isinstance(param, LocalPart) else param
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a local value as what `tensor` is: a DTensor of the same mesh, or itself."""
+    return dtensor_over(local, tensor) if is_dtensor(tensor) else local
+
+
+def whole_over_mesh(param: Tensor, local: Tensor) -> Tensor:
+    """Return the value of which this rank's mesh has these parts. Collective over the mesh."""
+    if not isinstance(param, LocalPart):
+        return local
+    whole: Any = dtensor_over(local, param.dtensor)
+    return whole.full_tensor()  # type: ignore[no-any-return]
+
+
+def part_of_whole(param: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of a value of the DTensor that a parameter is part of. Local."""
+    return local_part(whole, param.dtensor) if isinstance(param, LocalPart) else whole
+
+
+def plain_of(value: Any) -> Tensor:
+    """Return the whole of a DTensor, and what is none as it is. Collective over the mesh then."""
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
+
+
+def refuse_dtensors(model: nn.Module, what: str) -> None:
+    """Raise StateError where a model has some, of which `what` would know one part. Local."""
+    for name, param in model.named_parameters():
+        if is_dtensor(param):
+            raise StateError(
+                f"{what}: parameter {name!r} is a DTensor on {spec_of(param).mesh}, and this does "
+                "not know of its other parts. To save the weights, full_state_dict(model) is whole "
+                "over both dimensions; to load them, load the model before parallelize_module(), "
+                "or call set_full_param(param, value) with the whole of each"
+            )
+
+
+def refuse_to_cut(model: nn.Module, plans: Iterable[UnitPlan]) -> None:
+    """Raise PartitionError where an optimizer needs more than a rank's part of one. Local."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for plan in (param for unit in plans for buffer in unit.buffers for param in buffer.params):
+        param = params[plan.name]
+        if plan.cut != Cut.FLAT and isinstance(param, LocalPart) and param.tensor_model_parallel:
+            raise PartitionError(
+                f"parameter {plan.name!r}: the optimizer looks at more than single elements of it "
+                f"({plan.cut}), and ranks of {spec_of(param.dtensor).mesh} have other parts of it. "
+                "Take an optimizer that treats each element alone, such as AdamW, or leave the "
+                "module as it is in parallelize_module()"
+            )
+
+
+def mesh_group_of(params: Any) -> Group | None:
+    """Return the ranks over which parameters are split besides; None where none is.
+
+    Raises:
+        PartitionError: They are of several meshes, or of one with several dimensions.
+    """
+    meshes = {
+        id(m): m for p in params if isinstance(p, LocalPart) for m in [spec_of(p.dtensor).mesh]
+    }
+    if not meshes:
+        return None
+    mesh, *others = meshes.values()
+    if mesh.ndim > 1 or any(other != mesh for other in others):
+        raise PartitionError(
+            "expected all parameters that are DTensors on one mesh of one dimension, got "
+            f"{', '.join(map(str, meshes.values()))}; parallelize the model over mesh['tensor'], "
+            "say, and pass mesh['data'] as group"
+        )
+    return Group.from_mesh(mesh)
+
+
+@contextmanager
+def localized(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer | None],
+    is_sharded: Callable[[], bool],
+) -> Iterator[None]:
+    """Inside, a model and its optimizers hold the local parts of their DTensors. Local.
+
+    Afterwards modules hold their DTensors again; so do optimizers, unless the model is sharded
+    then, as the optimizer has shards.
+
+    Args:
+        model: Any.
+        optimizers: Of this model.
+        is_sharded: Asked at the end.
+    """
+    found = [
+        (own, name, param)
+        for module in model.modules()
+        for own in [own_parameters(module)]
+        if isinstance(own, dict)  # not of what is scripted
+        for name, param in own.items()
+        if is_dtensor(param)
+    ]
+    parts: dict[Any, Any] = {}
+    for own, name, param in found:
+        part = local_of(param)
+        parts[param] = own[name] = part if isinstance(part, LocalPart) else LocalPart.of(param)
+    for optimizer in optimizers:
+        _replace(optimizer, parts, lambda _, value: local_of(value))
+    try:
+        yield
+    finally:
+        for own, name, param in found:
+            own[name] = param
+        if not is_sharded():
+            for param, part in parts.items():
+                set_local_tensor(param, part.detach())
+            back = {part: param for param, part in parts.items()}
+            for optimizer in optimizers:
+                _replace(optimizer, back, _as_outer)
+
+
+def _as_outer(param: Tensor, value: Tensor) -> Tensor:
+    is_like = value.shape == local_tensor_of(param).shape and value.dim() > 0
+    return dtensor_over(value, param) if is_like else value
+
+
+def _replace(
+    optimizer: torch.optim.Optimizer | None,
+    new: Mapping[Any, Any],
+    convert: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Put other parameters into an optimizer's groups, and their state with them."""
+    for member in members_of(optimizer) if new else ():
+        for group in member.param_groups:
+            group["params"][:] = [new.get(param, param) for param in group["params"]]
+        for param in [param for param in member.state if param in new]:
+            state = member.state.pop(param)
+            member.state[new[param]] = {
+                key: map_tensors(value, lambda t, to=new[param]: convert(to, t))
+                for key, value in state.items()
+            }
+
+
+def check_part(name: str, param: Tensor, ranks: Group) -> None:
+    """Raise PartitionError for a DTensor whose parts cannot be sharded over these ranks. Local."""
+    if not isinstance(param, LocalPart):
+        return
+    spec = spec_of(param.dtensor)
+    mesh, placements = spec.mesh, spec.placements
+    if any(placement.is_partial() for placement in placements):
+        raise PartitionError(
+            f"parameter {name!r}: expected a DTensor that is sharded or replicated, got one of "
+            f"partial sums, {placements}; redistribute it first"
+        )
+    own, every = {dist.get_rank()}, range(ranks.world_size)
+    data = own if ranks.process_group is None else {*map(ranks.global_rank, every)}
+    shared = data & {*mesh.mesh.flatten().tolist()}
+    if shared != own:
+        raise PartitionError(
+            f"parameter {name!r} is a DTensor on {mesh}, which fully_shard() or "
+            f"parallelize_module() has made, and shard() was given ranks of that mesh, "
+            f"{sorted(shared)}: each has another part already. Pass the ranks that have the same "
+            "part, as in shard(model, optimizer, group=mesh['data']), or the model as it is before "
+            "fully_shard()"
+        )
