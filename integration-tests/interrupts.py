@@ -59,8 +59,9 @@ class Interrupting:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        name = frame.f_code.co_filename
-        return self._line if name.startswith(_OURS) and not name.startswith(_OF_TESTS) else None
+        files = [each.f_code.co_filename for each in (frame, frame.f_back) if each is not None]
+        is_of_tests = any(file.startswith(_OF_TESTS) for file in files)  # or called by those
+        return self._line if files[0].startswith(_OURS) and not is_of_tests else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _exits(frame.f_code):

@@ -494,12 +494,15 @@ def step_chain(model: nn.Module, optimizer: torch.optim.Optimizer, num_micro: in
 
 def count_from_here() -> None:
     """Let `live_bytes` overlook what is alive already, for good, which also makes it fast."""
+    global _counted  # noqa: PLW0603 (of this process)
+    # Hooks in backward, and modes, would be told that the CPU is the default device, and so would
+    # an import of this file for what a worker is sent before it has one.
+    _counted = torch.get_default_device().type
     gc.collect()
     gc.freeze()
 
 
-# Each worker's; hooks in backward, and modes, would be told that the CPU is the default.
-_COUNTED: Final = torch.get_default_device().type
+_counted = torch.get_default_device().type  # kind of device whose memory is counted
 
 
 def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
@@ -525,7 +528,7 @@ def _live_bytes(at_least: int) -> int:
     storages = {}
     for value in gc.get_objects():
         is_counted = issubclass(type(value), Tensor) and (
-            value.device.type == _COUNTED or (value.device.type == "cpu" and not value.dim())
+            value.device.type == _counted or (value.device.type == "cpu" and not value.dim())
         )
         if is_counted:
             with contextlib.suppress(zero_partition.StateError):  # guards share their stand-in's

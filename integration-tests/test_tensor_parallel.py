@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
-from zero_engine import Offload, Precision, Wire
+from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, StateError, ZeroRedundancyOptimizer
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 4, 6, 24
@@ -489,6 +490,55 @@ def test_whole_values_are_read_and_written(group: Group, stage: int) -> None:
             assert equal(whole, value)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_two_batches_may_have_one_backward(group: Group, stage: int) -> None:
+    """Nodes of both calls save DTensors; what was forwarded only is dropped."""
+    mesh, found = _mesh(group), []
+    for at in (1, stage):
+        model, optimizer = _build("sequence", mesh)
+        zero_engine.shard(model, optimizer, ZeroConfig(at), group=mesh["data"])
+        _loss(model, _batch(0, mesh))
+        (_loss(model, _batch(1, mesh)) + _loss(model, _batch(2, mesh))).backward()
+        found.append([zero_engine.full_grad(param) for param in model.parameters()])
+    assert all(equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_gradients_of_many_are_updated(group: Group, stage: int) -> None:
+    """By a function of the DTensor and the whole gradient."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    _loss(model, _batch(0, mesh)).backward()
+    before = [zero_engine.full_grad(param).clone() for param in model.parameters()]
+    zero_engine.update_full_grads(
+        model.parameters(), lambda param, grad: grad.view(param.shape).mul(2)
+    )
+    after = [zero_engine.full_grad(param) for param in model.parameters()]
+    assert all(equal(new, 2 * old) for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(3))
+def test_a_state_dict_is_saved_by_torch(group: Group, stage: int) -> None:
+    """As that of the split model: of DTensors, in a file no larger."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    files = [BytesIO(), BytesIO()]
+    torch.save(model.state_dict(), files[0])
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    torch.save(model.state_dict(), files[1])
+    assert len(files[0].getvalue()) == len(files[1].getvalue())
+    files[1].seek(0)
+    for name, value in torch.load(files[1], weights_only=False).items():
+        param = model.get_parameter(name)
+        assert type(value) is (DTensor if isinstance(param, DTensor) else Tensor)
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert equal(whole, zero_engine.full_param(param))
+
+
 # ---- What is refused ----
 
 
@@ -556,17 +606,44 @@ def test_a_dtensor_that_cannot_be_sharded_is_refused(group: Group, name: str) ->
     assert all(type(p._local_tensor) is Tensor for p in params if isinstance(p, DTensor))
 
 
+OF_WHOLE_TENSORS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "Muon": (lambda params: torch.optim.Muon(params, lr=1e-2), "other parts of it"),
+    "LBFGS": (torch.optim.LBFGS, "outside param_groups.* without DTensors"),
+}
+
+
 @pytest.mark.ranks(4)
-def test_an_optimizer_of_whole_tensors_is_refused(group: Group) -> None:
-    """It would take a part for the whole, which is another step."""
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", OF_WHOLE_TENSORS)
+def test_an_optimizer_of_whole_tensors_is_refused(group: Group, name: str, stage: int) -> None:
+    """It would take a part for the whole, which is another step: at stage 0, too."""
+    make, says = OF_WHOLE_TENSORS[name]
     mesh = _mesh(group)
     model, _ = _build("tensor", mesh)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    optimizer = torch.optim.Muon(matrices, lr=1e-2)
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
-    with pytest.raises(PartitionError, match="other parts of it"):
-        zero_engine.shard(model, optimizer, ZeroConfig(1), group=mesh["data"])
+    optimizer = make([param for param in model.parameters() if param.requires_grad])
+    with pytest.raises(PartitionError, match=says):
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+
+
+@pytest.mark.ranks(4)
+def test_what_cannot_follow_parts_is_refused_by_name(group: Group) -> None:
+    """The compiler, and the comparison with DistributedDataParallel."""
+    mesh = _mesh(group)
+    model, optimizer = _build("tensor", mesh)
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(PartitionError, match=r"module 'blocks\.1' was compiled"):
+        zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
+    with pytest.raises(ConfigError, match="as it is before that"):
+        zero_engine.verify(
+            lambda: _build("tensor", mesh)[0],
+            _adamw,
+            [_batch(0, mesh)],
+            ZeroConfig(3),
+            loss=_loss,
+            group=mesh["data"],
+        )
 
 
 @pytest.mark.ranks(4)

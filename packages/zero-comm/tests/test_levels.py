@@ -57,7 +57,9 @@ def _levels(group: Group, how: str, size: int) -> Levels:
         return Levels.of_nodes(group, size)
     if how == "from_mesh":
         shape = (group.world_size // size, size)
-        return Levels.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks")))
+        names = ("nodes", "ranks")
+        mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
+        return Levels.from_mesh(mesh)
     environment = {"RANK": str(group.rank), "LOCAL_WORLD_SIZE": str(size)}
     with mock.patch.dict(os.environ, environment):
         return Levels.of_nodes(group)
@@ -115,8 +117,8 @@ def _swap(group: Group) -> None:
     Levels.of(group, levels.across, levels.inside)
 
 
-def _take_three_axes(_: Group) -> None:
-    Levels.from_mesh(init_device_mesh("cpu", (2, 1, 2)))
+def _take_three_axes(group: Group) -> None:
+    Levels.from_mesh(init_device_mesh(group.device.type, (2, 1, 2)))
 
 
 @pytest.mark.ranks(4)

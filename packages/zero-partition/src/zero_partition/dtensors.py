@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -17,7 +17,6 @@ from .chained import members_of
 from .errors import PartitionError, StateError
 from .nested import map_tensors
 from .plan.cuts import Cut
-from .plan.layout import UnitPlan
 from .torch_private import (
     change_dtype,
     dtensor_over,
@@ -158,15 +157,24 @@ def refuse_dtensors(model: nn.Module, what: str) -> None:
             )
 
 
-def refuse_to_cut(model: nn.Module, plans: Iterable[UnitPlan]) -> None:
-    """Raise PartitionError where an optimizer needs more than a rank's part of one. Local."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for plan in (param for unit in plans for buffer in unit.buffers for param in buffer.params):
-        param = params[plan.name]
-        if plan.cut != Cut.FLAT and isinstance(param, LocalPart) and param.tensor_model_parallel:
+def has_parts(model: nn.Module) -> bool:
+    """Return whether a model holds parts of DTensors, as inside `localized`. Local."""
+    return any(isinstance(param, LocalPart) for param in model.parameters())
+
+
+def refuse_to_cut(model: nn.Module, cuts: Mapping[int, Cut]) -> None:
+    """Raise PartitionError where an optimizer needs more than a rank's part of one. Local.
+
+    Args:
+        model: As inside `localized`.
+        cuts: By id of the parameter: where its optimizer lets it be cut.
+    """
+    for name, param in model.named_parameters():
+        cut = cuts.get(id(param), Cut.FLAT)
+        if cut != Cut.FLAT and isinstance(param, LocalPart) and param.tensor_model_parallel:
             raise PartitionError(
-                f"parameter {plan.name!r}: the optimizer looks at more than single elements of it "
-                f"({plan.cut}), and ranks of {spec_of(param.dtensor).mesh} have other parts of it. "
+                f"parameter {name!r}: the optimizer looks at more than single elements of it "
+                f"({cut}), and ranks of {spec_of(param.dtensor).mesh} have other parts of it. "
                 "Take an optimizer that treats each element alone, such as AdamW, or leave the "
                 "module as it is in parallelize_module()"
             )

@@ -4,7 +4,7 @@ Building blocks for zero-engine and for packages like it. They may change betwee
 """
 
 from zero_partition.chained import SeparateOptimizers, members_of
-from zero_partition.dtensors import refuse_dtensors
+from zero_partition.dtensors import is_dtensor, refuse_dtensors
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -68,6 +68,7 @@ __all__ = [
     "WholeTensor",
     "describe_state_dict",
     "find_sharded",
+    "is_dtensor",
     "load_ranges",
     "loco_facts",
     "loco_state",

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_comm import AnyRanks, Group, all_gather_json, collective, ddp_hook
 from zero_partition import full_grad, full_param
 from zero_partition.plan import ranks_of
-from zero_partition.seams import require_sharded
+from zero_partition.seams import is_dtensor, require_sharded
 
 from zero_engine.checkpoint.save import capture_rngs, restore_rngs
 from zero_engine.checks import default_group
@@ -156,6 +156,11 @@ class _Trainer:
     def _run(self, config: ZeroConfig | None, like_us: Sequence[str]) -> _Run:
         restore_rngs(self.rngs, self.group.device)
         model = self.build_model()
+        if any(map(is_dtensor, model.parameters())):
+            raise ConfigError(
+                "verify(): expected a model of plain parameters, got one that parallelize_module() "
+                "has split, which it cannot compare; verify the model as it is before that"
+            )
         optimizer, called = self.build_optimizer(model), model
         if config is not None:
             shard(model, optimizer, config, group=self.group)

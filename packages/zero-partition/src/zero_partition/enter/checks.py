@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from zero_comm import Group
 
-from zero_partition.dtensors import check_part
+from zero_partition.dtensors import check_part, has_parts
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import find_early
 from zero_partition.nested import is_wrapper
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import find_place
+from zero_partition.torch_private import call_of
 
 _WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
 _WRAPPERS: Final = {
@@ -45,6 +46,12 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group
             "shard() was called inside `with Init(...):`, which still watches every parameter; "
             "call it after the block"
         )
+    for name, module in model.named_modules() if has_parts(model) else ():
+        if call_of(module) is not None or type(module).__name__ == "OptimizedModule":
+            raise PartitionError(
+                f"module {name!r} was compiled, in a model whose parameters are DTensors: the "
+                "compiler cannot follow the memory of these; leave out torch.compile()"
+            )
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
         _check_param(name, param, group)

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from torch import nn
 from zero_comm import AbstractCodec
 
-from zero_partition.dtensors import localized
+from zero_partition.dtensors import has_parts, localized, refuse_to_cut
 from zero_partition.errors import PartitionError
 from zero_partition.init.units import choose_small, choose_units, enclosing, plan_units
 from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_state
@@ -240,10 +240,14 @@ def plan_model_units(
     shards_state = placements.optim is Placement.SHARDED
     if not shards_state:
         _check_masters(model, precision)
+    # What it steps are parts of tensors: shards, or at stage 0 this rank's parts of DTensors.
+    steps_parts = shards_state or has_parts(model)
     if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=shards_state)
+        check_optimizer(optimizer, model, shards_state=steps_parts)
     rests.check(optimizer, placements, precision)
-    cuts = choose_cuts(model, optimizer, config.cut) if shards_state else {}
+    cuts = choose_cuts(model, optimizer, config.cut) if steps_parts else {}
+    refuse_to_cut(model, cuts)
+    cuts = cuts if shards_state else {}
     units = config.units
     if units is None:
         units = choose_units(

@@ -30,7 +30,7 @@ from zero_comm import (
 )
 
 from zero_partition.chained import prepare_wrappers
-from zero_partition.dtensors import localized, mesh_group_of, refuse_to_cut
+from zero_partition.dtensors import localized, mesh_group_of
 from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
@@ -401,7 +401,6 @@ def _partition(
     plans = plan_model_units(
         model, optimizer, config, world_size=group.world_size, rests=residence.rests
     )
-    refuse_to_cut(model, plans)
     facts = _describe(model, plans, config, residence) | describe_optimizer(optimizer)
     if config.sanitize:
         facts["sanitize"] = "True"

@@ -675,8 +675,8 @@ def _choose_for(
     if isinstance(found, str):
         raise PartitionError(
             f"a {kind} cannot work on shards: {found}. Stage 0 takes any optimizer that steps by "
-            "averaged gradients, or by a closure; if you know better, say so by its attribute: "
-            f"{kind}.needs_cut = 'flat', 'row', 'block(k)' or 'tensor'"
+            "averaged gradients, or by a closure, of a model without DTensors; if you know better, "
+            f"say so by its attribute: {kind}.needs_cut = 'flat', 'row', 'block(k)' or 'tensor'"
         )
     for key, sample in samples:
         cuts[key] = found[sample.kind]

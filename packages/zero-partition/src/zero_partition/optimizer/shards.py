@@ -397,7 +397,7 @@ def check_optimizer(
                 "outside param_groups, and would go on updating the unsharded ones; use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
                 "needs whole tensors and finds them in param_groups (Muon, Adafactor). Stage 0 "
-                "takes any optimizer"
+                "takes any optimizer, of a model without DTensors"
             )
 
 

@@ -307,8 +307,8 @@ class WatchedReads:
     def pack(self, tensor: Tensor) -> Any:
         """Mark a view of the unit's memory."""
         try:
-            is_read = tensor.untyped_storage().data_ptr() == self.address
-        except NotImplementedError:  # sparse and opaque ones have none
+            is_read = local_of(tensor).untyped_storage().data_ptr() == self.address
+        except RuntimeError:  # wrappers, sparse and opaque ones have none
             is_read = False
         return (tensor,) if is_read else tensor
 

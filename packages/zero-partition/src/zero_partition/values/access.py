@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import all_gather_json, broadcast_flat, collective
 
-from zero_partition.dtensors import outer_of, part_of_whole, plain_of, whole_over_mesh
+from zero_partition.dtensors import local_of, outer_of, part_of_whole, plain_of, whole_over_mesh
 from zero_partition.errors import StateError
 from zero_partition.nested import flat_entries, keys_of_entry, set_entry
 from zero_partition.optimizer.shards import Entry, PerRankEntry, PlainEntry
@@ -196,7 +196,7 @@ def update_full_grads(
     queue: list[tuple[nn.Parameter, Callable[..., Tensor]]] = []
 
     def finish(param: nn.Parameter, wait: Callable[..., Tensor]) -> None:
-        grad = wait()
+        grad = whole_over_mesh(local_of(param), wait())
         changed = update(param, grad)
         set_full_grad(param, grad if changed is None else changed)
 

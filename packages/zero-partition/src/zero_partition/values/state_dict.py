@@ -20,7 +20,14 @@ from zero_partition.chained import (
     shared_state,
     with_state_dict_hooks,
 )
-from zero_partition.dtensors import outer_of, plain_of, refuse_dtensors, whole_over_mesh
+from zero_partition.dtensors import (
+    like,
+    local_of,
+    outer_of,
+    plain_of,
+    refuse_dtensors,
+    whole_over_mesh,
+)
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
@@ -192,9 +199,12 @@ class _OwnStorages(Bound):
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         """Change the values of these parameters."""
         for attribute in self.attributes:
-            value = state.get(prefix + attribute)
+            given: Any = state.get(prefix + attribute)
+            value = local_of(given)
             if type(value) is Tensor and value.numel() and not value.is_meta:
                 self._narrow(value)  # else hooks of others have changed it
+                # torch saves a DTensor only if its wrapper was made at offset 0.
+                state[prefix + attribute] = like(given, value)
 
     def _narrow(self, value: Tensor) -> None:
         storage, num_bytes = value.untyped_storage(), value.numel() * value.itemsize
@@ -333,7 +343,8 @@ class _ModuleHooks(Bound):
         is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.gathers
         if is_for_writing and all(place in gathered for place in given):
             return
-        refuse_dtensors(self.sharded.model, "load_state_dict()")
+        if self.sharded.routes.parts is not None:  # asked for each module
+            refuse_dtensors(self.sharded.model, "load_state_dict()")
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
