@@ -35,7 +35,8 @@ class _Net(nn.Module):
 
 def _train(model: nn.Module, section: dict[str, Any] | None) -> list[float]:
     config = _FILE | ({} if section is None else {"activation_checkpointing": section})
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (1, 2), mesh_dim_names=("dp", "tp"))
     engine, *_ = zero_engine.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), 0.5), mpu=mesh, config=config
     )

@@ -150,8 +150,10 @@ def test_a_step_makes_the_calls_of_before_once_nothing_is_measured(group: Group)
         counted: list[str] = []
 
         def count(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and "/zero_" in frame.f_code.co_filename:
-                counted.append(frame.f_code.co_filename)
+            code = frame.f_code
+            # Of objects that go, autograd's thread of a device drops some.
+            if event == "call" and "/zero_" in code.co_filename and code.co_name != "__del__":
+                counted.append(code.co_filename)
 
         sys.setprofile(count)
         try:

@@ -62,7 +62,10 @@ def test_a_step_makes_the_calls_of_before_once_no_profiler_runs(group: Group) ->
 
         def count(frame: FrameType, event: str, _: object) -> None:
             nonlocal counted
-            counted += event == "call" and "/zero_" in frame.f_code.co_filename
+            code = frame.f_code
+            # Of objects that go, autograd's thread of a device drops some.
+            is_ours = "/zero_" in code.co_filename and code.co_name != "__del__"
+            counted += event == "call" and is_ours
 
         gc.collect()  # what a collection finishes would be counted where it happens to come
         gc.disable()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,14 +16,24 @@ import torch
 import zero_ckpt
 import zero_engine
 from parity import ZeroConfig
+from split_models import (
+    LENGTH,
+    PLANS,
+    VOCABULARY,
+    Model,
+    adamw,
+    batch_of,
+    build_split,
+    loss_of,
+    mesh_of,
+    train_split,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -32,123 +41,6 @@ from zero_comm import Group
 from zero_comm.testing import assert_close, equal
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, StateError, ZeroRedundancyOptimizer
-
-WIDTH, HEADS, LENGTH, VOCABULARY = 16, 4, 6, 24
-
-
-class Block(nn.Module):
-    """A layer of a transformer, as tensor parallelism cuts it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.value = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        h = self.norm(x)
-        query, value = self.query(h), self.value(h)
-        x = x + self.out(torch.sigmoid(query) * value)
-        return x + self.down(self.up(self.mlp_norm(x)).relu())
-
-
-class Model(nn.Module):
-    """Blocks between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def _tensor_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for block in model.blocks:
-        plan = {
-            "query": ColwiseParallel(),
-            "value": ColwiseParallel(),
-            "out": RowwiseParallel(),
-            "up": ColwiseParallel(),
-            "down": RowwiseParallel(),
-        }
-        parallelize_module(block, mesh, plan)
-    return model
-
-
-def _sequence_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    for block in model.blocks:
-        plan = {
-            "norm": SequenceParallel(),
-            "query": ColwiseParallel(input_layouts=Shard(1)),
-            "value": ColwiseParallel(input_layouts=Shard(1)),
-            "out": RowwiseParallel(output_layouts=Shard(1)),
-            "mlp_norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh, plan)
-    return model
-
-
-PLANS = {"tensor": _tensor_plan, "sequence": _sequence_plan}
-
-
-def _mesh(group: Group) -> DeviceMesh:
-    return init_device_mesh(group.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
-
-
-def _build(plan: str, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = PLANS[plan](Model(), mesh["tensor"])
-    return model, _adamw(model)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _batch(step: int, mesh: DeviceMesh) -> Tensor:
-    torch.manual_seed(100 * step + mesh.get_local_rank("data"))
-    return torch.randint(VOCABULARY, (2, LENGTH))
-
-
-def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def _train(
-    model: nn.Module, optimizer: Any, mesh: DeviceMesh, *, max_norm: float | None = None
-) -> list[float]:
-    losses = []
-    for step in range(3):
-        loss = _loss(model, _batch(step, mesh))
-        loss.backward()
-        if max_norm is not None:
-            zero_engine.clip_grad_norm_(model, max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def _whole(local: Tensor, param: Tensor) -> Tensor:
@@ -163,17 +55,17 @@ def _whole(local: Tensor, param: Tensor) -> Tensor:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_model_trains_as_under_ddp(group: Group, plan: str, stage: int) -> None:
     """Two ranks have each part: the bits of torch's own two dimensions."""
-    mesh = _mesh(group)
-    plain, _ = _build(plan, mesh)
+    mesh = mesh_of(group)
+    plain, _ = build_split(plan, mesh)
     ddp = DistributedDataParallel(plain, device_mesh=mesh["data"])  # which has other parameters
     trained = dict(plain.named_parameters())
-    expected = _train(ddp, _adamw(ddp), mesh)
+    expected = train_split(ddp, adamw(ddp), mesh)
 
-    model, optimizer = _build(plan, mesh)
+    model, optimizer = build_split(plan, mesh)
     params = dict(model.named_parameters())
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
     assert all(param is params[name] for name, param in model.named_parameters())
-    found = _train(model, optimizer, mesh)
+    found = train_split(model, optimizer, mesh)
     assert found == expected, f"{found} and not {expected}"
     for name, param in model.named_parameters():
         assert equal(zero_engine.full_param(param), _whole(trained[name], param)), name
@@ -189,7 +81,7 @@ def _plain(step: int = 0) -> tuple[nn.Module, list[Tensor]]:
     for data in range(2):
         torch.manual_seed(100 * step + data)
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
-        (_loss(model, tokens) / 2).backward()
+        (loss_of(model, tokens) / 2).backward()
     return model, [param.grad for param in model.parameters()]
 
 
@@ -198,10 +90,10 @@ def _plain(step: int = 0) -> tuple[nn.Module, list[Tensor]]:
 @pytest.mark.parametrize("stage", range(4))
 def test_the_norm_is_that_of_the_unsplit_model(group: Group, plan: str, stage: int) -> None:
     """Parts are added up over the mesh, and what each of its ranks has counts once."""
-    mesh = _mesh(group)
-    model, optimizer = _build(plan, mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split(plan, mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _loss(model, _batch(0, mesh)).backward()
+    loss_of(model, batch_of(0, mesh)).backward()
     plain, grads = _plain()
     for (name, param), grad in zip(model.named_parameters(), grads, strict=True):
         assert_close(zero_engine.full_grad(param), grad, msg=name)
@@ -221,12 +113,12 @@ def test_the_norm_is_that_of_the_unsplit_model(group: Group, plan: str, stage: i
 @pytest.mark.parametrize("stage", range(4))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(group: Group, stage: int) -> None:
     """Else ranks of the mesh go on with other replicated parameters."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
     scaler = torch.amp.GradScaler(group.device.type, init_scale=4.0)
     before = zero_engine.full_param(model.blocks[0].up.weight).clone()
-    scaler.scale(_loss(model, _batch(0, mesh))).backward()
+    scaler.scale(loss_of(model, batch_of(0, mesh))).backward()
     part = zero_engine.local_grad(model.blocks[0].up.weight)
     # At stage 0 each data-parallel rank has the gradient that was reduced.
     if group.rank in ((1,) if stage else (1, 3)):
@@ -246,8 +138,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group: Group, stage: int)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_state_dict_is_whole_over_both_dimensions(group: Group, plan: str, stage: int) -> None:
     """On the first rank of each data-parallel group, as of any model."""
-    mesh = _mesh(group)
-    model, optimizer = _build(plan, mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split(plan, mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
     names = model.state_dict()  # at stage 3 no more than that, of the DTensors' shapes
     assert all(names[name].shape == param.shape for name, param in model.named_parameters())
@@ -266,13 +158,13 @@ def test_a_state_dict_is_whole_over_both_dimensions(group: Group, plan: str, sta
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_is_a_dtensor_whatever_its_memory(group: Group, stage: int) -> None:
     """Its mesh, placements and shape are those that torch gave it, at rest and in its module."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     weight, seen = model.blocks[0].up.weight, []
     facts = weight.placements, weight.device_mesh, weight.shape, weight.dtype, weight.device
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
     model.blocks[0].up.register_forward_hook(lambda up, *_: seen.append(up.weight))
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     for each in (weight, seen[-1], model.blocks[0].up.weight):
         assert each is weight
         assert isinstance(each, DTensor)
@@ -288,7 +180,7 @@ def test_a_parameter_is_a_dtensor_whatever_its_memory(group: Group, stage: int) 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_is_used_outside_its_module(group: Group, stage: int) -> None:
     """As losses do; values and gradients are those of the module's own use."""
-    mesh = _mesh(group)
+    mesh = mesh_of(group)
 
     def penalty(model: nn.Module) -> Tensor:
         square = model.blocks[0].up.weight.square().sum() + model.blocks[1].out.weight.sum()
@@ -296,10 +188,10 @@ def test_a_parameter_is_used_outside_its_module(group: Group, stage: int) -> Non
 
     losses, grads = [], []
     for is_sharded in (False, True):
-        model, optimizer = _build("tensor", mesh)
+        model, optimizer = build_split("tensor", mesh)
         if is_sharded:
             zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-        loss = _loss(model, _batch(0, mesh)) + penalty(model)
+        loss = loss_of(model, batch_of(0, mesh)) + penalty(model)
         loss.backward()
         losses.append(loss.item())
         weight = model.blocks[0].up.weight
@@ -318,11 +210,11 @@ def test_a_parameter_is_used_outside_its_module(group: Group, stage: int) -> Non
 @pytest.mark.parametrize("stage", range(4))
 def test_a_model_is_plain_again_after_unshard(group: Group, stage: int) -> None:
     """DTensors and an optimizer over them, as torch's own two dimensions would have them."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     params = [*model.parameters()]
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     expected = [zero_engine.full_param(param) for param in model.parameters()]
     zero_engine.unshard(model, optimizer)
 
@@ -334,7 +226,7 @@ def test_a_model_is_plain_again_after_unshard(group: Group, stage: int) -> None:
         moment = optimizer.state[param]["exp_avg"]
         assert type(moment) is type(param.detach())
         assert moment.shape == param.shape
-    _loss(model, _batch(0, mesh)).backward()
+    loss_of(model, batch_of(0, mesh)).backward()
     optimizer.param_groups[0]["foreach"] = False  # torch's takes no DTensors beside other tensors
     optimizer.step()
 
@@ -343,32 +235,32 @@ def test_a_model_is_plain_again_after_unshard(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_model_may_be_moved_to_where_it_is(group: Group, stage: int) -> None:
     """As trainers do before each phase; what would convert it is refused."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    twin = _build("tensor", mesh)
+    twin = build_split("tensor", mesh)
     zero_engine.shard(*twin, ZeroConfig(stage), group=mesh["data"])
-    _loss(model, _batch(0, mesh)).backward()
-    _loss(twin[0], _batch(0, mesh)).backward()
+    loss_of(model, batch_of(0, mesh)).backward()
+    loss_of(twin[0], batch_of(0, mesh)).backward()
     params = [*model.parameters()]
     model.to(group.device).eval()
     with torch.no_grad():
-        model(_batch(1, mesh))
+        model(batch_of(1, mesh))
     model.train()
     with pytest.raises(StateError, match="before shard"):
         model.half()
     assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
-    assert _train(model, optimizer, mesh) == _train(*twin, mesh)
+    assert train_split(model, optimizer, mesh) == train_split(*twin, mesh)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_model_that_is_deleted_is_gone(group: Group, stage: int) -> None:
     """A part and its DTensor refer to each other."""
-    mesh = _mesh(group)
-    model, optimizer = _build("sequence", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("sequence", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     left = [weakref.ref(param) for param in model.parameters()]
     del model, optimizer
     gc.collect()
@@ -379,13 +271,15 @@ def test_a_model_that_is_deleted_is_gone(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("first", range(4))
 def test_a_model_is_sharded_again_at_another_stage(group: Group, first: int) -> None:
     """With its optimizer, whose state goes on: the curve of one stage."""
-    mesh = _mesh(group)
-    kept = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    kept = build_split("tensor", mesh)
     zero_engine.shard(*kept, ZeroConfig(1), group=mesh["data"])
-    model, optimizer = _build("tensor", mesh)
+    model, optimizer = build_split("tensor", mesh)
     for stage in (first, 3 - first):
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-        assert _train(model, optimizer, mesh) == pytest.approx(_train(*kept, mesh), rel=1e-5)
+        assert train_split(model, optimizer, mesh) == pytest.approx(
+            train_split(*kept, mesh), rel=1e-5
+        )
 
 
 # ---- With everything else ----
@@ -418,11 +312,11 @@ BESIDES: dict[str, tuple[dict[str, Any], float]] = {
 def test_options_do_what_they_do_without(group: Group, name: str, stage: int) -> None:
     """No option knows that its parameters are parts."""
     options, difference = BESIDES[name]
-    mesh, losses = _mesh(group), []
+    mesh, losses = mesh_of(group), []
     for more in ({}, options):
-        model, optimizer = _build("sequence", mesh)
+        model, optimizer = build_split("sequence", mesh)
         zero_engine.shard(model, optimizer, ZeroConfig(stage, **more), group=mesh["data"])
-        losses.append(_train(model, optimizer, mesh, max_norm=1.0))
+        losses.append(train_split(model, optimizer, mesh, max_norm=1.0))
     assert losses[1] == pytest.approx(losses[0], rel=difference, abs=0)
 
 
@@ -430,21 +324,21 @@ def test_options_do_what_they_do_without(group: Group, name: str, stage: int) ->
 @pytest.mark.parametrize("stage", range(4))
 def test_batches_are_accumulated_and_activations_recomputed(group: Group, stage: int) -> None:
     """Bit for bit what DistributedDataParallel does."""
-    mesh, found = _mesh(group), []
+    mesh, found = mesh_of(group), []
     for is_sharded in (False, True):
-        model, optimizer = _build("tensor", mesh)
+        model, optimizer = build_split("tensor", mesh)
         _checkpointed(model)
         called: nn.Module = model
         if is_sharded:
             zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
         else:
             called = DistributedDataParallel(model, device_mesh=mesh["data"])
-            optimizer = _adamw(called)
+            optimizer = adamw(called)
         losses = []
         for step in range(4):
             waits = zero_engine.no_sync if is_sharded else DistributedDataParallel.no_sync
             with nullcontext() if step % 2 else waits(called):
-                loss = _loss(called, _batch(step, mesh))
+                loss = loss_of(called, batch_of(step, mesh))
                 loss.backward()
             losses.append(loss.item())
             if step % 2:
@@ -455,15 +349,16 @@ def test_batches_are_accumulated_and_activations_recomputed(group: Group, stage:
 
 
 @pytest.mark.ranks(4)
-def test_an_average_is_whole_over_both_dimensions(group: Group) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_an_average_is_whole_over_both_dimensions(group: Group, stage: int) -> None:
     """ShardedAverage follows what rests, whatever it is part of."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
     average = zero_engine.ShardedAverage(model, decay=0.5)
     average.update()
     first = zero_engine.full_param(model.blocks[0].up.weight).clone()
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     last = zero_engine.full_param(model.blocks[0].up.weight)
     average.update()
     found = average.full_state_dict()
@@ -475,10 +370,10 @@ def test_an_average_is_whole_over_both_dimensions(group: Group) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_values_are_read_and_written(group: Group, stage: int) -> None:
     """Each call's shape is that of the DTensor."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     for param in (model.blocks[0].up.weight, model.blocks[0].down.weight, model.embed.weight):
         value = torch.arange(float(param.numel())).view(param.shape)
         zero_engine.set_full_param(param, value)
@@ -494,12 +389,12 @@ def test_whole_values_are_read_and_written(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_two_batches_may_have_one_backward(group: Group, stage: int) -> None:
     """Nodes of both calls save DTensors; what was forwarded only is dropped."""
-    mesh, found = _mesh(group), []
+    mesh, found = mesh_of(group), []
     for at in (1, stage):
-        model, optimizer = _build("sequence", mesh)
+        model, optimizer = build_split("sequence", mesh)
         zero_engine.shard(model, optimizer, ZeroConfig(at), group=mesh["data"])
-        _loss(model, _batch(0, mesh))
-        (_loss(model, _batch(1, mesh)) + _loss(model, _batch(2, mesh))).backward()
+        loss_of(model, batch_of(0, mesh))
+        (loss_of(model, batch_of(1, mesh)) + loss_of(model, batch_of(2, mesh))).backward()
         found.append([zero_engine.full_grad(param) for param in model.parameters()])
     assert all(equal(*pair) for pair in zip(*found, strict=True))
 
@@ -508,10 +403,10 @@ def test_two_batches_may_have_one_backward(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_whole_gradients_of_many_are_updated(group: Group, stage: int) -> None:
     """By a function of the DTensor and the whole gradient."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _loss(model, _batch(0, mesh)).backward()
+    loss_of(model, batch_of(0, mesh)).backward()
     before = [zero_engine.full_grad(param).clone() for param in model.parameters()]
     zero_engine.update_full_grads(
         model.parameters(), lambda param, grad: grad.view(param.shape).mul(2)
@@ -524,8 +419,8 @@ def test_whole_gradients_of_many_are_updated(group: Group, stage: int) -> None:
 @pytest.mark.parametrize("stage", range(3))
 def test_a_state_dict_is_saved_by_torch(group: Group, stage: int) -> None:
     """As that of the split model: of DTensors, in a file no larger."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     files = [BytesIO(), BytesIO()]
     torch.save(model.state_dict(), files[0])
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
@@ -540,26 +435,6 @@ def test_a_state_dict_is_saved_by_torch(group: Group, stage: int) -> None:
 
 
 # ---- What is refused ----
-
-
-@pytest.mark.ranks(4)
-def test_what_does_not_know_of_parts_says_so(group: Group, tmp_path: Path) -> None:
-    """Before anything is written."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: zero_engine.save(tmp_path / "saved", model, optimizer, step=0),
-        lambda: model.load_state_dict(Model().state_dict()),
-        lambda: zero_engine.load_pretrained(model, {}),
-    )
-    for call in calls[:2]:
-        with pytest.raises(
-            StateError, match=r"is a DTensor on .*full_state_dict\(model\) is whole"
-        ):
-            call()
-    assert not (tmp_path / "saved").exists()
-    _train(model, optimizer, mesh)
 
 
 def _sharded_by_torch(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -595,9 +470,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], str]] = {
 def test_a_dtensor_that_cannot_be_sharded_is_refused(group: Group, name: str) -> None:
     """With its name and what would do; the model is as it was."""
     split, says = REFUSED[name]
-    mesh = _mesh(group)
+    mesh = mesh_of(group)
     model = split(Model(), mesh)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     params = [*model.parameters()]
     with pytest.raises(PartitionError, match=says):
         zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
@@ -618,8 +493,8 @@ OF_WHOLE_TENSORS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] 
 def test_an_optimizer_of_whole_tensors_is_refused(group: Group, name: str, stage: int) -> None:
     """It would take a part for the whole, which is another step: at stage 0, too."""
     make, says = OF_WHOLE_TENSORS[name]
-    mesh = _mesh(group)
-    model, _ = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, _ = build_split("tensor", mesh)
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
     optimizer = make([param for param in model.parameters() if param.requires_grad])
@@ -630,18 +505,18 @@ def test_an_optimizer_of_whole_tensors_is_refused(group: Group, name: str, stage
 @pytest.mark.ranks(4)
 def test_what_cannot_follow_parts_is_refused_by_name(group: Group) -> None:
     """The compiler, and the comparison with DistributedDataParallel."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     model.blocks[1].compile(backend="eager")
     with pytest.raises(PartitionError, match=r"module 'blocks\.1' was compiled"):
         zero_engine.shard(model, optimizer, ZeroConfig(3), group=mesh["data"])
     with pytest.raises(ConfigError, match="as it is before that"):
         zero_engine.verify(
-            lambda: _build("tensor", mesh)[0],
-            _adamw,
-            [_batch(0, mesh)],
+            lambda: build_split("tensor", mesh)[0],
+            adamw,
+            [batch_of(0, mesh)],
             ZeroConfig(3),
-            loss=_loss,
+            loss=loss_of,
             group=mesh["data"],
         )
 
@@ -649,8 +524,8 @@ def test_what_cannot_follow_parts_is_refused_by_name(group: Group) -> None:
 @pytest.mark.ranks(4)
 def test_an_optimizer_alone_that_shards_is_refused(group: Group) -> None:
     """It deals whole parameters, and sends them as plain memory."""
-    mesh = _mesh(group)
-    model, _ = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, _ = build_split("tensor", mesh)
     with pytest.raises(PartitionError, match=r"got a DTensor; shard its model .*stage=1"):
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group=mesh["data"], lr=1e-2)
 
@@ -659,10 +534,10 @@ def test_an_optimizer_alone_that_shards_is_refused(group: Group) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_torchs_own_clipping_says_what_to_call(group: Group, stage: int) -> None:
     """It would find no gradient of a part, and clip nothing."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _loss(model, _batch(0, mesh)).backward()
+    loss_of(model, batch_of(0, mesh)).backward()
     with pytest.raises(StateError, match="clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()
@@ -673,8 +548,8 @@ def test_torchs_own_clipping_says_what_to_call(group: Group, stage: int) -> None
 @pytest.mark.parametrize("stage", range(4))
 def test_a_plan_counts_this_ranks_parts(group: Group, stage: int) -> None:
     """The bytes that a report of the sharded model says."""
-    mesh = _mesh(group)
-    model, optimizer = _build("tensor", mesh)
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
     planned = zero_engine.plan(
         model,
         ZeroConfig(stage),
@@ -684,13 +559,13 @@ def test_a_plan_counts_this_ranks_parts(group: Group, stage: int) -> None:
         rank=mesh.get_local_rank("data"),
     )
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
-    _train(model, optimizer, mesh)
+    train_split(model, optimizer, mesh)
     found = attrs.asdict(zero_engine.memory_report(model))
     assert found == attrs.asdict(planned.memory.at_rest)
 
     with suppress(PartitionError):  # of what is sharded already; it must change nothing
         zero_engine.plan(model, ZeroConfig(stage), world_size=8, device="cpu")
-    twin = _build("tensor", mesh)
+    twin = build_split("tensor", mesh)
     zero_engine.shard(*twin, ZeroConfig(stage), group=mesh["data"])
-    _train(*twin, mesh)
-    assert _train(model, optimizer, mesh) == _train(*twin, mesh)
+    train_split(*twin, mesh)
+    assert train_split(model, optimizer, mesh) == train_split(*twin, mesh)

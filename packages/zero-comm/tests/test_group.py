@@ -138,7 +138,8 @@ def test_a_sub_group_counts_from_zero(group: Group) -> None:
 @pytest.mark.ranks(4)
 def test_an_axis_of_a_mesh_is_a_group(group: Group) -> None:
     """Replicate and shard axes come from torch's own meshes."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    names = ("replica", "shard")
+    mesh = init_device_mesh(group.device.type, (2, 2), mesh_dim_names=names)
     row, column = divmod(group.rank, 2)
     for axis, rank, members in (
         ("shard", column, [2.0 * row, 2.0 * row + 1]),
@@ -152,7 +153,7 @@ def test_an_axis_of_a_mesh_is_a_group(group: Group) -> None:
 
 def test_a_mesh_of_one_axis_needs_no_name(group: Group) -> None:
     """There is only one group it can mean."""
-    of_mesh = Group.from_mesh(init_device_mesh("cpu", (2,)))
+    of_mesh = Group.from_mesh(init_device_mesh(group.device.type, (2,)))
     assert (of_mesh.rank, of_mesh.world_size) == (group.rank, 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -29,6 +29,8 @@ from .watch import Purpose, Watch
 follow_environment()
 _LOG: Final = logging.getLogger("zero_comm")
 _RECORDERS: Final[WeakKeyDictionary[Any, list[Traffic]]] = WeakKeyDictionary()  # by process group
+# By the process group they were asked of, and the ranks.
+_SPANNING: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], Any]]] = WeakKeyDictionary()
 
 
 @frozen
@@ -237,6 +239,24 @@ class Group:
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of position `rank` in this group."""
         return dist.get_global_rank(self.process_group, rank)
+
+    def spanning(self, ranks: Iterable[int]) -> Group:
+        """Return the group of these ranks of the job, this one among them, for the same device.
+
+        Collective among these the first time, when a process group is made; local afterwards.
+        """
+        chosen = tuple(sorted(ranks))
+        if len(chosen) == dist.get_world_size():
+            return Group.from_process_group(device=self.device)
+        made = _SPANNING.setdefault(self.process_group, {})
+        if chosen not in made:
+            made[chosen] = dist.new_group(
+                chosen,
+                timeout=timeout_of(self.process_group, self.device),
+                backend=self.backend.name,
+                use_local_synchronization=True,  # the other ranks of the job need not know
+            )
+        return Group.from_process_group(made[chosen], device=self.device)
 
     def by_messages(self, why: str) -> Group:
         """Return the same group, whose ranks do not read each other's memory. Local.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,10 +42,6 @@ from .transport import (
 )
 
 _MADE: Final[WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Group, Group]]]] = (
-    WeakKeyDictionary()
-)
-# By the group inside a node, of meshes: the group of all ranks.
-_WHOLES: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]]] = (
     WeakKeyDictionary()
 )
 _SEVERAL_NODES: Final = "its ranks are of several nodes"
@@ -129,7 +125,7 @@ class Levels:
             )
         across, inside = (Group.from_mesh(mesh, axis) for axis in (0, 1))
         if whole is None:
-            whole = _whole_of(mesh, inside)
+            whole = inside.spanning(mesh.mesh.flatten().tolist())
         across, inside = (
             _alone(each) if each.world_size == 1 else each for each in (across, inside)
         )
@@ -203,22 +199,6 @@ def _found_per_node(group: Group, *, timeout_s: float) -> int:
             "ranks of a group node by node"
         )
     return size
-
-
-def _whole_of(mesh: dist.DeviceMesh, inside: Group) -> Group:
-    """Return the group of all ranks of a mesh. Collective among these the first time."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size():
-        return Group.from_process_group(device=mesh.device_type)
-    made = _WHOLES.setdefault(inside.process_group, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = dist.new_group(
-            ranks,
-            timeout=timeout_of(inside.process_group, inside.device),
-            backend=inside.backend.name,
-            use_local_synchronization=True,
-        )
-    return Group.from_process_group(made[tuple(ranks)], device=mesh.device_type)
 
 
 def _part_of(group: Group, ranks: Sequence[int]) -> Group:

@@ -66,7 +66,7 @@ def load_checkpoint(
     is_plain = not has_state and find_sharded(model) is None
     sharded = None if is_plain else sharded_of(model, optimizer, what)
     if sharded is not None:
-        group = sharded.whole
+        group = sharded.routes.all_ranks
     group = default_group(model) if group is None else whole_of(group)
     found = open_together(
         lambda: DeepSpeedFolder.open(folder, tag, is_universal=is_universal),

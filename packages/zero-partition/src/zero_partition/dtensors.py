@@ -5,23 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, all_gather_json
 
 from .chained import members_of
 from .errors import PartitionError, StateError
 from .nested import map_tensors
 from .plan.cuts import Cut
+from .plan.split import Split
 from .torch_private import (
     change_dtype,
     dtensor_over,
     local_part,
     local_tensor_of,
+    own_buffers,
     own_parameters,
     set_local_tensor,
     spec_of,
@@ -145,16 +148,38 @@ def plain_of(value: Any) -> Tensor:
     return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
 
 
-def refuse_dtensors(model: nn.Module, what: str) -> None:
-    """Raise StateError where a model has some, of which `what` would know one part. Local."""
-    for name, param in model.named_parameters():
-        if is_dtensor(param):
-            raise StateError(
-                f"{what}: parameter {name!r} is a DTensor on {spec_of(param).mesh}, and this does "
-                "not know of its other parts. To save the weights, full_state_dict(model) is whole "
-                "over both dimensions; to load them, load the model before parallelize_module(), "
-                "or call set_full_param(param, value) with the whole of each"
-            )
+def split_of(param: Any) -> Split | None:
+    """Return how a DTensor, or what this is the part of, is split; None where it is not. Local.
+
+    Raises:
+        StateError: Over several dimensions of a mesh, or into other parts than torch makes.
+    """
+    dtensor = outer_of(param)
+    if not is_dtensor(dtensor) or not any(p.is_shard() for p in spec_of(dtensor).placements):
+        return None
+    mesh, (placement, *others) = spec_of(dtensor).mesh, spec_of(dtensor).placements
+    if others or type(placement).__name__ != "Shard":
+        raise StateError(
+            f"expected a DTensor that is split over a mesh of one dimension, got {mesh} and "
+            f"{spec_of(dtensor).placements}; parallelize the model over mesh['tensor'], say"
+        )
+    side = dtensor.shape[placement.dim]
+    most = -(-side // mesh.size())
+    sizes = [min(most, max(0, side - most * index)) for index in range(mesh.size())]
+    split = Split(dtensor.shape, placement.dim, tuple(sizes))
+    shape, expected = local_of(dtensor).shape, split.shape_of(part_index(dtensor))
+    if shape != expected:
+        raise StateError(
+            f"expected a DTensor of shape {tuple(dtensor.shape)} on {mesh} to have a part of shape "
+            f"{tuple(expected)} on this rank, as distribute_tensor() makes them, got "
+            f"{tuple(shape)}"
+        )
+    return split
+
+
+def part_index(param: Any) -> int:
+    """Return which part of a DTensor is this rank's. Local."""
+    return spec_of(outer_of(param)).mesh.get_local_rank()  # type: ignore[no-any-return]
 
 
 def has_parts(model: nn.Module) -> bool:
@@ -201,6 +226,23 @@ def mesh_group_of(params: Any) -> Group | None:
     return Group.from_mesh(mesh)
 
 
+def grid_of(whole: Group, parts: Group | None) -> Group | None:
+    """Return the group of all ranks that have some of a model; None where `whole` is that.
+
+    Collective over both, and over the ranks of the result the first time.
+
+    Args:
+        whole: Those that train the same part.
+        parts: Those that have other parts; None where there are none.
+    """
+    if parts is None or parts.world_size == 1:
+        return None
+    if whole.process_group is None:
+        return parts
+    mine = [parts.global_rank(rank) for rank in range(parts.world_size)]
+    return whole.spanning(chain.from_iterable(all_gather_json(mine, group=whole)))
+
+
 @contextmanager
 def localized(
     model: nn.Module,
@@ -209,8 +251,9 @@ def localized(
 ) -> Iterator[None]:
     """Inside, a model and its optimizers hold the local parts of their DTensors. Local.
 
-    Afterwards modules hold their DTensors again; so do optimizers, unless the model is sharded
-    then, as the optimizer has shards.
+    Buffers too, which `parallelize_module` replicates; these are plain tensors. Afterwards modules
+    hold their DTensors again; so do optimizers, unless the model is sharded then, as the optimizer
+    has shards.
 
     Args:
         model: Any.
@@ -218,24 +261,27 @@ def localized(
         is_sharded: Asked at the end.
     """
     found = [
-        (own, name, param)
+        (own, name, tensor)
         for module in model.modules()
-        for own in [own_parameters(module)]
+        for own in (own_parameters(module), own_buffers(module))
         if isinstance(own, dict)  # not of what is scripted
-        for name, param in own.items()
-        if is_dtensor(param)
+        for name, tensor in own.items()
+        if is_dtensor(tensor)
     ]
     parts: dict[Any, Any] = {}
-    for own, name, param in found:
-        part = local_of(param)
-        parts[param] = own[name] = part if isinstance(part, LocalPart) else LocalPart.of(param)
+    for own, name, tensor in found:
+        part = local_of(tensor)
+        if isinstance(tensor, nn.Parameter):
+            part = part if isinstance(part, LocalPart) else LocalPart.of(tensor)
+            parts[tensor] = part
+        own[name] = part
     for optimizer in optimizers:
         _replace(optimizer, parts, lambda _, value: local_of(value))
     try:
         yield
     finally:
-        for own, name, param in found:
-            own[name] = param
+        for own, name, tensor in found:
+            own[name] = tensor
         if not is_sharded():
             for param, part in parts.items():
                 set_local_tensor(param, part.detach())

@@ -4,7 +4,7 @@ Building blocks for zero-engine and for packages like it. They may change betwee
 """
 
 from zero_partition.chained import SeparateOptimizers, members_of
-from zero_partition.dtensors import is_dtensor, refuse_dtensors
+from zero_partition.dtensors import is_dtensor, local_of
 from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
@@ -36,6 +36,7 @@ from zero_partition.values.load import (
 )
 from zero_partition.values.offload_states import offload_states, reload_states
 from zero_partition.values.runs import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from zero_partition.values.split_readers import SplitReader
 
 __all__ = [
     "AbstractRangeReader",
@@ -60,6 +61,7 @@ __all__ = [
     "SanitizerError",
     "SeparateOptimizers",
     "ShardedModel",
+    "SplitReader",
     "StateDictLayout",
     "StateLoad",
     "StateParts",
@@ -70,6 +72,7 @@ __all__ = [
     "find_sharded",
     "is_dtensor",
     "load_ranges",
+    "local_of",
     "loco_facts",
     "loco_state",
     "members_of",
@@ -78,7 +81,6 @@ __all__ = [
     "plan_load",
     "plan_parts",
     "plan_room",
-    "refuse_dtensors",
     "reload_states",
     "require_sharded",
     "restore_loco",

@@ -445,7 +445,7 @@ class StopSignals:
     """
 
     def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = _USUAL) -> None:
-        self._group = sharded_of(model, None, "StopSignals()").whole
+        self._group = sharded_of(model, None, "StopSignals()").routes.all_ranks
         self._signals = tuple(signals)
         if not self._signals or not all(isinstance(s, signal.Signals) for s in self._signals):
             raise ConfigError(

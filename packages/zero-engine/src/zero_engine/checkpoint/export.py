@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from attrs import frozen
 from torch import Tensor
+from zero_partition.seams import AbstractRangeReader, SplitReader
 
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.readers import find_reader
@@ -30,7 +31,7 @@ class _Tensor:
     """As it is going to be written."""
 
     name: str
-    reader: Range
+    reader: AbstractRangeReader
     dtype: torch.dtype
 
     @property
@@ -112,7 +113,7 @@ def export(
 
 def open_weights_of(
     path: Path, tag: str | None, *, has_frozen: bool = True
-) -> tuple[Any, dict[str, Range]]:
+) -> tuple[Any, dict[str, AbstractRangeReader]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
     Files that have anything of these are verified first.
@@ -127,7 +128,8 @@ def open_weights_of(
     weights: dict[str, Any] = {**found.source.params, **found.source.buffers}
     readers = {name: reader for name, reader in weights.items() if name not in left_out}
     if isinstance(found, Checkpoint):
-        runs = [run for reader in readers.values() for run in reader.runs]
+        stored = (r.parts if isinstance(r, SplitReader) else r for r in readers.values())
+        runs = [run for reader in stored if isinstance(reader, Range) for run in reader.runs]
         found.verify({run.file.path.name: None for run in runs if isinstance(run, FileRun)})
     return found, readers
 
@@ -166,7 +168,7 @@ def _check_absent(out: Path) -> None:
         raise FileError(f"{out}: expected no folder or an empty one; it is a file")
 
 
-def _chosen(name: str, reader: Range, dtype: torch.dtype | None) -> _Tensor:
+def _chosen(name: str, reader: AbstractRangeReader, dtype: torch.dtype | None) -> _Tensor:
     chosen = reader.dtype
     if dtype is not None and reader.dtype.is_floating_point:
         chosen = dtype

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from attrs import frozen
 from torch import Tensor
 from zero_comm import Group, all_gather_json
-from zero_partition.seams import StateSource
+from zero_partition.seams import AbstractRangeReader, SplitReader, StateSource
 
 from zero_engine.errors import ConfigError, FileError
 
@@ -115,7 +115,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     source: StateSource  # values in the dtype in which they are trained: that of masters
-    average: Mapping[str, Range]  # of parameters that train
+    average: Mapping[str, AbstractRangeReader]  # of parameters that train
     folder: OpenFolder  # of its own
     _of_ranks: Mapping[str, Mapping[int, Mapping[str, Range]]]  # by section, rank and name
 
@@ -225,7 +225,9 @@ def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
             f"expected all files of {name!r} to be named among the files, got {min(foreign)!r}"
         )
     runs = (FileRun(files[p.file], p.key, said.dtype, p.stop - p.start) for p in said.pieces)
-    return Range(said.shape, said.dtype, tuple(runs))
+    if said.split is None:
+        return Range(said.shape, said.dtype, tuple(runs))
+    return SplitReader(Range(said.shape, said.dtype, tuple(runs)), said.split)
 
 
 def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder) -> str | None:

@@ -14,8 +14,10 @@ from torch import nn
 from zero_comm import AgreementError, AnyRanks, CommError, Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage, StateError
 from zero_partition.seams import (
+    AbstractRangeReader,
     ShardedModel,
     StateLoad,
+    local_of,
     loco_facts,
     plan_load,
     restore_loco,
@@ -26,7 +28,6 @@ from zero_engine.readers import find_reader, reader_for
 
 from .folder import Checkpoint, check_folder, find_complete, holds_parts, together
 from .pretrained import holds_weights
-from .ranges import Range
 from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
@@ -172,7 +173,7 @@ def load(
     """
     check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
-    group, has_state = sharded.whole, optimizer is not None
+    group, has_state = sharded.routes.all_ranks, optimizer is not None
     checkpoint = open_together(
         lambda: _open(Path(folder), tag, missing_ok=missing_ok),
         lambda found: f"{found.manifest.tag} ({found.manifest.serial})" if found else "none",
@@ -209,7 +210,8 @@ def load(
             if each is not None:
                 each.zero_grad()
         loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
-        does_rngs = restores_rngs and manifest.world_size == group.world_size
+        does_rngs = restores_rngs and _has_our_ranks(checkpoint, sharded)
+        position = sharded.routes.position
 
         def apply() -> None:
             try:
@@ -220,11 +222,9 @@ def load(
                 if average is not None and manifest.num_updates is not None:
                     average.load(of_average, manifest.num_updates)
                 if has_state:
-                    restore_loco(
-                        sharded, {} if loco_problem else checkpoint.read("loco", group.rank)
-                    )
+                    restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", position))
                 if does_rngs:
-                    restore_rngs(checkpoint.read("rngs", group.rank), group.device)
+                    restore_rngs(checkpoint.read("rngs", position), group.device)
             except (CommError, AgreementError, FileError, LoadError, StateError):
                 raise
             except Exception as error:  # of a file, or of a scheduler that its state does not suit
@@ -243,7 +243,9 @@ def load(
             extra=manifest.extra,
             num_tensors=planned.num_tensors,
             num_tensors_saved=len(weights) + len(entries),
-            num_bytes=sum(e.num_bytes for e in restored + entries if isinstance(e, Range)),
+            num_bytes=sum(
+                e.num_bytes for e in restored + entries if isinstance(e, AbstractRangeReader)
+            ),
             missing=planned.missing,
             unexpected=planned.unexpected,
             restores_rngs=does_rngs,
@@ -298,14 +300,21 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
     checkpoint.verify(shares[group.rank])
 
 
+def _has_our_ranks(checkpoint: Checkpoint, sharded: ShardedModel) -> bool:
+    """Whether as many ranks have saved it, of as many parts: each goes on with what was its own."""
+    saved, routes = checkpoint.manifest, sharded.routes
+    ours = routes.all_ranks.world_size, routes.num_parts
+    return (saved.world_size, saved.num_parts) == ours
+
+
 def _fill_own_buffers(checkpoint: Checkpoint, planned: StateLoad, sharded: ShardedModel) -> None:
     """Those of this rank that were not rank 0's, if as many ranks have saved them."""
-    if checkpoint.manifest.world_size == sharded.whole.world_size:
+    if _has_our_ranks(checkpoint, sharded):
         buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
-        of_rank = planned.rename(checkpoint.read("rank_buffers", sharded.whole.rank))
+        of_rank = planned.rename(checkpoint.read("rank_buffers", sharded.routes.position))
         for name, value in of_rank.items():
             if name in buffers:
-                buffers[name].copy_(value)
+                local_of(buffers[name]).copy_(value)
 
 
 def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:

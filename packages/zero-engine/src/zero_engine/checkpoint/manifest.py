@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import torch
 from attrs import NOTHING, Attribute, Converter, field, fields, fields_dict, frozen
 from torch import Tensor
+from zero_partition.plan import Split
 from zero_partition.seams import StateDictLayout
 
 from zero_engine.errors import ConfigError, FileError
@@ -283,6 +284,19 @@ class TensorFacts:
     shape: torch.Size
     pieces: tuple[Piece, ...]
     is_frozen: bool = False  # a parameter that does not train
+    split: Split | None = None  # then the order is that of the parts
+
+
+def no_pieces(dtype: torch.dtype, shape: torch.Size, split: Split | None) -> dict[str, Any]:
+    """What there is to say of a tensor of which no piece is written yet.
+
+    Those of one that is split have another name, so that versions that would take them for elements
+    of the whole in order find none.
+    """
+    said = {"dtype": name_of(dtype), "shape": list(shape)}
+    if split is None:
+        return said | {"pieces": []}
+    return said | {"parts": {"dim": split.dim, "sizes": [*split.sizes], "pieces": []}}
 
 
 def _files(said: Any, where: str) -> dict[str, FileFacts]:
@@ -291,11 +305,20 @@ def _files(said: Any, where: str) -> dict[str, FileFacts]:
 
 
 _piece = _object(Piece, file=file_name, key=_text, start=_count, stop=_count)
-_parts = _object(TensorFacts, dtype=dtype_of, shape=_shape, pieces=_list_of(_piece))
+_pieces = _object(TensorFacts, dtype=dtype_of, shape=_shape, pieces=_list_of(_piece))
+_parts = _object(lambda *of: of, dim=_count, sizes=_list_of(_count), pieces=_value)
 
 
 def _tensor(said: Any, where: str) -> TensorFacts:
-    found, cursor = _parts(said, where), 0
+    split, cursor = None, 0
+    if type(said) is dict and "parts" in said:
+        dim, sizes, pieces = _parts(said["parts"], f"{where}.parts")
+        found = _pieces(said | {"pieces": pieces}, where)
+        if found.shape[dim : dim + 1] != (sum(sizes),):
+            raise _refuse(f"{where}.parts", f"a dimension of {tuple(found.shape)}, in parts", said)
+        split = Split(found.shape, dim, sizes)
+    else:
+        found = _pieces(said, where)
     pieces = sorted(found.pieces, key=lambda piece: (piece.start, piece.stop))
     for piece in pieces:
         if piece.start != cursor or piece.stop <= piece.start:
@@ -308,7 +331,7 @@ def _tensor(said: Any, where: str) -> TensorFacts:
     if cursor != numel:
         raise FileError(f"{where}: expected pieces of {numel} elements, got {cursor}")
     is_frozen = _flag(said.get("frozen", False), f"{where}.frozen")
-    return TensorFacts(found.dtype, found.shape, tuple(pieces), is_frozen)
+    return TensorFacts(found.dtype, found.shape, tuple(pieces), is_frozen, split)
 
 
 def _entry(said: Any, where: str) -> Any:
@@ -356,6 +379,7 @@ class Manifest:
     tag: str = field(converter=_by(_text))
     step: int = field(converter=_by(_count))
     world_size: int = field(converter=_by(_count))  # that saved it
+    num_parts: int = field(converter=_by(_count), default=1)  # of DTensors, over those ranks
     # None: loaded by its tag only.
     serial: int | None = field(converter=_by(_maybe(_count)), default=None)
     excludes_frozen: bool = field(converter=_by(_truth))  # what did not train was left out

@@ -217,11 +217,6 @@ class Range(AbstractRangeReader):
         """All of a tensor."""
         return cls(tensor.shape, tensor.dtype, (MemoryRun(tensor.detach(), 0, tensor.numel()),))
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all its elements."""
-        return self.shape.numel() * self.dtype.itemsize
-
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), as a view where they lie in one tensor: copy what is to stay.
 

@@ -28,11 +28,11 @@ from zero_partition.seams import (
     WholeTensor,
     describe_state_dict,
     find_sharded,
+    local_of,
     loco_facts,
     loco_state,
     param_groups_of,
     plan_parts,
-    refuse_dtensors,
 )
 
 from zero_engine.errors import ConfigError, FileError
@@ -41,7 +41,7 @@ from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
 from .folder import LATEST, together
 from .limits import LARGEST_NUMBER, LONGEST_TAG_BYTES
-from .manifest import from_json, name_of, to_json
+from .manifest import from_json, name_of, no_pieces, to_json
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
@@ -133,11 +133,10 @@ def save_as(asked: SaveRequest) -> SaveReport:
 def begin(asked: SaveRequest) -> CheckpointWriter:
     """See what there is to write, and make the folder for it. Collective."""
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
-    refuse_dtensors(sharded.model, "save()")
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)
-    group = sharded.whole
+    group = sharded.routes.all_ranks
     _check_number("step", asked.step, 0)
     if asked.keep is not None:
         _check_number("keep", asked.keep, 1)
@@ -187,7 +186,8 @@ def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
         "tag": _check_tag(f"step-{asked.step}" if asked.tag is None else asked.tag),
         "serial": None,
         "step": asked.step,
-        "world_size": sharded.whole.world_size,
+        "world_size": sharded.routes.all_ranks.world_size,
+        "num_parts": sharded.routes.num_parts,
         # On one rank parameters rest whole.
         "stage": next(int(s) for s, row in STAGES.items() if row == sharded.placements),
         "excludes_frozen": bool(asked.exclude_frozen),
@@ -220,7 +220,7 @@ def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
     content |= {"own_said": parts.own_said, "ties": dict(parts.ties)}
     content |= {"shared_state": shared, "state_dict_extra": extra}
     for tensor in parts.tensors:
-        tensor_at(content, _path_of(tensor), name_of(tensor.dtype), tensor.shape)
+        tensor_at(content, _path_of(tensor), no_pieces(tensor.dtype, tensor.shape, tensor.split))
     for name, values in parts.values.items():
         of_param = content["optimizer"].setdefault(name, {})
         for key, value in values.items():
@@ -250,8 +250,8 @@ def _batches(
     asked: SaveRequest, sharded: ShardedModel, parts: StateParts, buffers: dict[str, Tensor]
 ) -> Iterable[GivenBatch]:
     """What this rank writes. Collective."""
-    group, is_first = sharded.whole, sharded.routes.is_first_replica
-    rank = str(group.rank)
+    group, is_first = sharded.routes.all_ranks, sharded.routes.is_first_replica
+    rank = str(sharded.routes.position)
     if is_first:
         yield from (_given_of(batch) for batch in parts.batches)
     others = _differing_buffers(buffers, group)
@@ -270,7 +270,7 @@ def _batches(
 
 def _given_of(batch: PartBatch, section: str = "params") -> GivenBatch:
     runs = tuple(
-        Given(_path_of(t, section), t.dtype, t.shape, part.span.start, part.span.stop)
+        Given(_path_of(t, section), t.dtype, t.shape, part.span.start, part.span.stop, t.split)
         for part in batch.parts
         for t in (part.tensor,)
     )
@@ -353,7 +353,13 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules():
         for key, tensor in own_buffers(module).items():
             if tensor is not None and key not in non_persistent_buffers(module):
-                found.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
+                name, local = f"{prefix}.{key}" if prefix else key, local_of(tensor)
+                if local.shape != tensor.shape:
+                    raise StateError(
+                        f"save(): buffer {name!r} is a DTensor that is split over ranks; replicate "
+                        "it, make it a parameter, or register it with persistent=False"
+                    )
+                found.setdefault(id(tensor), (name, local))
     return dict(found.values())
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
@@ -16,12 +16,13 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import ShardedAverage
+from zero_partition.plan import Split
 
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular, removing
 from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_in
-from .manifest import MANIFEST, FileFacts, name_of, read_fields, seal
+from .manifest import MANIFEST, FileFacts, no_pieces, read_fields, seal
 from .ranges import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
@@ -51,11 +52,17 @@ class Given:
     shape: torch.Size  # of the whole tensor
     start: int
     stop: int
+    split: Split | None = None  # its elements are counted in the order of the parts then
 
     @property
     def key(self) -> str:
         """In its file."""
         return f"{'/'.join(self.path)}:{self.start}"
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Return what the manifest says of the tensor."""
+        return no_pieces(self.dtype, self.shape, self.split)
 
     @property
     def num_bytes(self) -> int:
@@ -177,8 +184,7 @@ class CheckpointWriter:
                     files[name] = self._write_file(path, chosen)
                 for run in (run for batch in chosen for run in batch.runs):
                     where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
-                    said = {"path": run.path, "dtype": name_of(run.dtype), "shape": list(run.shape)}
-                    pieces.append(said | {"piece": where})
+                    pieces.append({"path": run.path, "said": run.said, "piece": where})
         facts = {name: {"bytes": f.num_bytes, "crc32": f.crc32} for name, f in files.items()}
         return {"pieces": pieces, "files": facts}
 
@@ -192,9 +198,9 @@ class CheckpointWriter:
             return
         content, final, system = self.content, self.final, self.asked.system
         for one in (one for of_rank in written for one in of_rank["pieces"]):
-            tensor = tensor_at(content, one["path"], one["dtype"], one["shape"])
+            tensor = tensor_at(content, one["path"], one["said"])
             if one["piece"]["stop"] > one["piece"]["start"]:
-                tensor["pieces"].append(one["piece"])
+                tensor.get("parts", tensor)["pieces"].append(one["piece"])
         content["files"] = {name: f for of_rank in written for name, f in of_rank["files"].items()}
         with naming(final):
             system.write_file(self.path / MANIFEST, seal(content))
@@ -284,13 +290,13 @@ class CheckpointWriter:
 
 
 def tensor_at(
-    content: dict[str, Any], path: Sequence[str], dtype: str, shape: Sequence[int]
+    content: dict[str, Any], path: Sequence[str], said: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a manifest says of a tensor; without pieces where it said nothing."""
+    """What a manifest says of a tensor; this where it said nothing."""
     at = content
     for name in path[:-1]:
         at = at.setdefault(name, {})
-    return at.setdefault(path[-1], {"dtype": dtype, "shape": list(shape), "pieces": []})
+    return at.setdefault(path[-1], said)
 
 
 def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:

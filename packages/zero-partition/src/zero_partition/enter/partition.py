@@ -30,7 +30,7 @@ from zero_comm import (
 )
 
 from zero_partition.chained import prepare_wrappers
-from zero_partition.dtensors import localized, mesh_group_of
+from zero_partition.dtensors import grid_of, localized, mesh_group_of
 from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
@@ -393,7 +393,8 @@ def _partition(
     has_home = homes.params is not None
     config.wire.check(config.placements, has_home=has_home)
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
-    routes = evolve(routes, parts=mesh_group_of(model.parameters()))
+    parts = mesh_group_of(model.parameters())
+    routes = evolve(routes, parts=parts, grid=grid_of(routes.whole, parts))
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
@@ -452,7 +453,7 @@ def _partition(
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
-        if sharded.shards_state:
+        if sharded.shards_state or routes.parts is not None:
             install_state_dict_hooks_of(optimizer, sharded)
     if config.sanitize:
         from zero_partition.sanitize import sanitize  # noqa: PLC0415 (nobody else needs it)

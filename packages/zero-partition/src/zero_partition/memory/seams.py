@@ -225,6 +225,11 @@ class AbstractRangeReader(ABC):
     def dtype(self) -> torch.dtype:
         """Known before anything is read."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor: 1-D, of `dtype`, on the CPU."""

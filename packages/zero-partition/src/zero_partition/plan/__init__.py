@@ -16,6 +16,7 @@ from zero_partition.plan.slots import (
     choose_slots,
     plan_gathers,
 )
+from zero_partition.plan.split import Split
 from zero_partition.plan.stages import (
     STAGES,
     Placement,
@@ -45,6 +46,7 @@ __all__ = [
     "Routes",
     "SlotPool",
     "Span",
+    "Split",
     "Stage",
     "UnitPlan",
     "Use",

@@ -254,6 +254,7 @@ class Routes:
     node: Group | None = None  # those that keep a copy of gathered values together
     hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
     parts: Group | None = None  # those that have other parts of DTensors, if the model has any
+    grid: Group | None = None  # then: all ranks that train the model, with all of its parts
     # What this rank sends in all of them: in the last complete step, if there is one, and since.
     log: list[Traffic] = field(factory=lambda: [Traffic()])
 
@@ -261,7 +262,7 @@ class Routes:
     def groups(self) -> tuple[Group, ...]:
         """All of them, each once."""
         hops = () if self.hops is None else (self.hops.inside, self.hops.across)
-        every = (self.whole, self.shards, self.replicas, self.node, self.parts, *hops)
+        every = (self.whole, self.shards, self.replicas, self.node, self.parts, self.grid, *hops)
         return tuple({id(group): group for group in every if group is not None}.values())
 
     @property
@@ -270,9 +271,30 @@ class Routes:
         return (self.shards,) if self.parts is None else (self.shards, self.parts)
 
     @property
+    def all_ranks(self) -> Group:
+        """Return those that have all of the model together, and save and load it."""
+        return self.whole if self.grid is None else self.grid
+
+    @property
+    def position(self) -> int:
+        """Return this rank's number among all of them, whatever the order of their meshes."""
+        index = 0 if self.parts is None else self.parts.rank
+        return index * self.whole.world_size + self.whole.rank
+
+    @property
+    def num_parts(self) -> int:
+        """Return how many parts DTensors have."""
+        return 1 if self.parts is None else self.parts.world_size
+
+    @property
     def is_first_replica(self) -> bool:
         """Whether this rank's shards are the ones that count as the model's, in a file say."""
         return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def is_first_part(self) -> bool:
+        """Return whether this rank's are those that count, of what all parts' ranks have."""
+        return self.parts is None or self.parts.rank == 0
 
 
 AS_ONE: Final = Wire()

@@ -11,17 +11,25 @@ import torch
 from torch import Tensor, nn
 from zero_comm import collective
 
+from zero_partition.dtensors import outer_of
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.optimizer.shards import SplitEntry
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ModelPhase, ShardedModel, launch_buffer, part_of
+from zero_partition.run.sharded_model import (
+    ModelPhase,
+    ParamRef,
+    ShardedModel,
+    launch_buffer,
+    part_of,
+)
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
 from .load import find_misfits
 from .runs import Part, PartBatch, WholeTensor, places_in, read_into, trained_values
+from .split_readers import reader_of_part
 from .state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"
@@ -153,13 +161,10 @@ class ShardedAverage:
         self._usable("ShardedAverage.batches()")
         batches = []
         for buffer, average in self._averages.items():
-            mine = [place for place in places_in(buffer) if place.kept.numel]
-            parts = tuple(
-                Part(WholeTensor(place.name, None, place.plan.shape, average.dtype), place.kept)
-                for place in mine
-            )
-            values = [part_of(place, average) for place in mine]
-            batches.append(PartBatch(parts, False, partial(list, values), False))
+            mine = {_part_of(p, average.dtype): part_of(p, average) for p in places_in(buffer)}
+            given = {part: value for part, value in mine.items() if part.span.numel}
+            read = partial(list, given.values())
+            batches.append(PartBatch(tuple(given), False, read, False))
         return batches
 
     def find_problems(self, readers: Mapping[str, AbstractRangeReader]) -> list[str]:
@@ -168,7 +173,7 @@ class ShardedAverage:
         problems = []
         for place in self._places:
             if place.name in readers:
-                shape, dtype = place.plan.shape, self._averages[place.buffer].dtype
+                shape, dtype = outer_of(place.param).shape, self._averages[place.buffer].dtype
                 problems += find_misfits(place.name, shape, dtype, readers[place.name])
             elif place.plan.shape.numel():
                 problems.append(f"the average lacks {place.name!r}")
@@ -179,7 +184,7 @@ class ShardedAverage:
         for place in self._places:
             if place.kept.numel:
                 part = part_of(place, self._averages[place.buffer])
-                read_into(part, readers[place.name], place.kept)
+                read_into(part, reader_of_part(place.param, readers[place.name]), place.kept)
         self.num_updates = num_updates
 
     def split(self) -> dict[str, SplitEntry]:
@@ -222,3 +227,9 @@ class ShardedAverage:
                 for rest in dict.fromkeys((buffer.training, buffer.resting)):
                     rest.write(value)
         self._sharded.publish_params(is_sharded=True)
+
+
+def _part_of(place: ParamRef, dtype: torch.dtype) -> Part:
+    """What this rank gives of the average of a parameter; maybe no elements."""
+    tensor = WholeTensor.of(place, None, place.plan.shape, dtype)
+    return Part(tensor, tensor.given_of(place, place.kept))

@@ -21,6 +21,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from zero_partition.dtensors import is_dtensor
 from zero_partition.errors import StateError
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.run.hooks import find_sharded
@@ -347,6 +348,10 @@ class CustomLoading:
     def _skip_parameters(
         self, seen: list, module: nn.Module, state: dict, prefix: str, *_: Any
     ) -> None:
-        """Take parameters, which have their values; torch copies buffers and sets extra state."""
-        for key in own_parameters(module):
-            state.pop(prefix + key, None)
+        """Take parameters, which have their values; torch copies buffers and sets extra state.
+
+        DTensors, too, to which torch copies no other tensors.
+        """
+        for key, tensor in persistent_tensors(module).items():
+            if key in own_parameters(module) or is_dtensor(tensor):
+                state.pop(prefix + key, None)

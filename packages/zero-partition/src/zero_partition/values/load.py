@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero_comm import AnyRanks, Group, check_agreement, collective
 
 from zero_partition.chained import load_extra_entries, members_of, options_of
-from zero_partition.dtensors import refuse_dtensors
+from zero_partition.dtensors import is_dtensor, local_of, outer_of
 from zero_partition.errors import LoadError, PartitionError, StateError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early
@@ -47,6 +47,7 @@ from .runs import (
     owner_of,
     read_into,
 )
+from .split_readers import in_source, reader_of_part
 
 # How a step is computed is the new run's choice; these are not what is trained, but how.
 _NOT_RESTORED: Final = frozenset({"foreach", "fused", "capturable", "differentiable", "cut"})
@@ -74,9 +75,10 @@ class Target:
     def match(self, readers: NamedReaders, ties: Mapping[str, str]) -> list[str]:
         """Find what there is under its names; returns what speaks against reading it."""
         names = dict.fromkeys(ties.get(name, name) for name in self.names)
-        self.found = {name: readers[name] for name in names if name in readers}
-        shape, dtype = self.tensor.shape, self.tensor.dtype
-        return [p for name, r in self.found.items() for p in find_misfits(name, shape, dtype, r)]
+        whole = {name: readers[name] for name in names if name in readers}
+        self.found = {name: reader_of_part(self.tensor, reader) for name, reader in whole.items()}
+        shape, dtype = outer_of(self.tensor).shape, self.tensor.dtype
+        return [p for name, r in whole.items() for p in find_misfits(name, shape, dtype, r)]
 
     def find_memory(self, sharded: ShardedModel | None) -> None:
         """Find what this rank keeps, in a model that is `sharded`, or not. Nothing if on meta."""
@@ -84,16 +86,18 @@ class Target:
         place = self.place or find_place(tensor)
         if place is not None and sharded is not None and place.sharded is sharded:
             is_whole = place.buffer.whole is not None
-            self.place, self.kept = place, Span(0, tensor.numel()) if is_whole else place.kept
+            numel = place.plan.shape.numel()
+            self.place, self.kept = place, Span(0, numel) if is_whole else place.kept
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
             self.memory, self.kept = early.payload, early.kept
         elif not tensor.is_meta:
-            self.kept, self.memory = Span(0, tensor.numel()), tensor
+            memory = local_of(tensor)
+            self.kept, self.memory = Span(0, memory.numel()), memory
             if isinstance(tensor, nn.Parameter):
-                check_parameter(tensor, self.names[0])
-                self.memory = tensor.detach()
+                check_parameter(memory, self.names[0])
+                self.memory = memory.detach()
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
@@ -214,12 +218,18 @@ def _find_lost(model: nn.Module, targets: Sequence[Target]) -> list[str]:
     known = {id(target.tensor) for target in targets}
     lost = [n for n, b in model.named_buffers() if b.is_meta and id(b) not in known]
     lost += plain_on_meta(model)
+    split = [name for name, p in model.named_parameters() if p.is_meta and is_dtensor(p)]
+    problems = [
+        f"{name!r}: a DTensor on the meta device; call model.to_empty(device=...) first"
+        for name in split
+    ]
     if not lost:
-        return []
+        return problems
     return [
+        *problems,
         f"{', '.join(map(repr, lost))}: on the meta device, and no part of a state dict; "
         "compute them with zero_engine.materialise(model, init=fn) first, or build the model "
-        "inside zero_engine.Init"
+        "inside zero_engine.Init",
     ]
 
 
@@ -284,11 +294,11 @@ class StateLoad:
         return sum(1 for target in self.values if target.found) + self.num_entries
 
     def spans(self) -> Iterator[tuple[AbstractRangeReader, Span]]:
-        """What this rank is going to read."""
+        """What this rank is going to read, of what the source has."""
         for part in chain.from_iterable(entries.values() for entries in self.states.values()):
             if isinstance(part, EntryPart):
-                yield part.reader, part.span
-        yield from ((target.reader, target.kept) for target in self.values if target.found)
+                yield in_source(part.reader, part.span)
+        yield from (in_source(target.reader, target.kept) for target in self.values if target.found)
 
     def apply(self) -> None:
         """Write all of it. Local, but every rank calls it."""
@@ -363,6 +373,13 @@ class StateLoad:
         theirs = [[aliases.get(n, n) for n in group["params"]] for group in source.param_groups]
         trained = set(chain.from_iterable(mine))
         states, params = by_name(source.states), by_name(source.params)
+        states |= {
+            place.name: {
+                key: reader_of_part(place.param, value) for key, value in states[place.name].items()
+            }
+            for place in sharded.places
+            if place.name in states
+        }
         extra = [name for name in states if name not in trained]
         if is_strict and theirs != mine:
             self.problems.append(_describe_groups(mine, theirs))
@@ -392,7 +409,7 @@ class StateLoad:
             self.num_entries += len(state)
             is_here = sharded.residence.offload is None  # else `_fill_own_masters` does it
             if state and name in params and is_here and keeps_own_masters(sharded, place.buffer):
-                state.setdefault(MASTER, params[name])  # as a file has them
+                state.setdefault(MASTER, reader_of_part(place.param, params[name]))
             self.states[place] = {}
             try:
                 self.states[place] = _part_of_state(place, state, for_whole)
@@ -458,7 +475,6 @@ def load_ranges(
     """
     group, readers = whole_of(group), dict(readers)
     sharded = find_sharded(model)
-    refuse_dtensors(model, "load_ranges()")
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
@@ -506,7 +522,6 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
-    refuse_dtensors(sharded.model, "load()")
     sharded.require("load()", no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
     source, custom = _through_modules(sharded.model, source)
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 from attrs import asdict, define, field, frozen
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat, all_gather_json, broadcast_flat
 
 from zero_partition.chained import extra_entries, members_of, shared_state
+from zero_partition.dtensors import part_index, split_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
@@ -37,6 +38,7 @@ from zero_partition.optimizer.shards import (
     plan_entry,
 )
 from zero_partition.plan.layout import Span, in_batches
+from zero_partition.plan.split import Split
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
@@ -419,11 +421,33 @@ class WholeTensor:
     entry: str | None  # of the optimizer's state; None: the values that are trained
     shape: torch.Size
     dtype: torch.dtype
+    split: Split | None = None  # over ranks that have parts of it; None: they have it whole
+
+    @classmethod
+    def of(cls, place: ParamRef, entry: str | None, shape: torch.Size, dtype: torch.dtype) -> Self:
+        """Return what a tensor of a rank is, or is the part of. Local.
+
+        Args:
+            place: The parameter.
+            entry: Of its state; None for its values.
+            shape: What the ranks have of it that have the same part of the parameter.
+            dtype: Of it.
+        """
+        split = split_of(place.param)
+        if split is None or shape != place.plan.shape:
+            return cls(place.name, entry, shape, dtype)
+        return cls(place.name, entry, split.shape, dtype, split)
+
+    def given_of(self, place: ParamRef, span: Span) -> Span:
+        """Return the run that a rank gives that has these elements of what it is the part of."""
+        if self.split is not None:
+            return span.shifted(self.split.span_of(part_index(place.param)).start)
+        return span if place.sharded.routes.is_first_part else Span(0, 0)
 
 
 @frozen
 class Part:
-    """A run of its flattened elements."""
+    """A run of its flattened elements; of one that is split in the order of the parts."""
 
     tensor: WholeTensor
     span: Span
@@ -459,6 +483,23 @@ class StateParts:
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
     extra: Sequence[Mapping[str, Any]] = ()  # by optimizer: see `extra_entries`
 
+    def say_own(self, place: ParamRef, key: str, entry: PerRankEntry) -> bool:
+        """Say what each rank has of an entry without a whole; returns whether this one gives its.
+
+        Raises:
+            StateError: The parameter is split.
+        """
+        if split_of(place.param) is not None:
+            raise StateError(
+                f"optimizer state {key!r} of {place.name!r}, which is split over ranks: it cannot "
+                "be put together, as nobody knows how it is laid out. Save without the optimizer, "
+                "or take one whose state has the parameter's shape"
+            )
+        own = {"keeps": kept_as_json(place), "entries": {}}
+        of_param = self.own_said.setdefault(place.name, own)
+        of_param["entries"][key] = [info and info.described for info in entry.infos]
+        return gives_own(own["keeps"], place.group.rank) and place.sharded.routes.is_first_part
+
 
 def plan_parts(
     sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
@@ -490,52 +531,50 @@ def plan_parts(
         shared=[shared_state(o) for o in members_of(sharded.optimizer)] if has_state else (),
         extra=[extra_entries(o) for o in members_of(sharded.optimizer)] if has_state else (),
     )
-    places_of: dict[Part, ParamRef] = {}
+    sources: dict[Part, tuple[ParamRef, Span]] = {}
     for place, state, planned in zip(places, states, entries, strict=True):
         name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
         master = planned.pop(MASTER, None)  # that is kept without our asking
         dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
         if dtype != own_dtype:
             parts.computes_in[name] = own_dtype
-        spans = {WholeTensor(name, None, shape, dtype): place.kept}
+        spans = {WholeTensor.of(place, None, shape, dtype): place.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
                 value = entry.value_beside(state.get(key))
                 parts.values.setdefault(name, {})[key] = value
             elif isinstance(entry, PerRankEntry):
-                own = {"keeps": kept_as_json(place), "entries": {}}
-                of_param = parts.own_said.setdefault(name, own)
-                of_param["entries"][key] = [info and info.described for info in entry.infos]
-                if gives_own(own["keeps"], sharded.group.rank):
+                if parts.say_own(place, key, entry):
                     describe(local.read([place])[0].get(key), parts.own)
             else:
-                tensor = WholeTensor(name, key, entry.shape, entry.dtype)
+                tensor = WholeTensor.of(place, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
         parts.tensors.extend(spans)
-        places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
+        given = {Part(t, t.given_of(place, span)): (place, span) for t, span in spans.items()}
+        sources |= {part: source for part, source in given.items() if part.span.numel}
     for is_frozen in (True, False):
-        mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
+        mine = [item for item in sources.items() if item[1][0].is_trainable is not is_frozen]
         batches = in_batches(mine, lambda item: item[0].num_bytes, max_bytes=BATCH_BYTES)
         for batch in map(dict, batches):
             is_resident = sharded.residence.offload is None and all(
                 part.tensor.entry or place.buffer.training.memory is not None
-                for part, place in batch.items()
+                for part, (place, _) in batch.items()
             )
             read = partial(_read, local, batch)
             parts.batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
     return parts
 
 
-def _read(local: LocalState, batch: Mapping[Part, ParamRef]) -> list[Tensor]:
-    inside = {part: key for part, place in batch.items() if (key := _key_in_state(part, place))}
-    owners = list(dict.fromkeys(batch[part] for part in inside))
+def _read(local: LocalState, batch: Mapping[Part, tuple[ParamRef, Span]]) -> list[Tensor]:
+    inside = {part: key for part, (at, _) in batch.items() if (key := _key_in_state(part, at))}
+    owners = list(dict.fromkeys(batch[part][0] for part in inside))
     states = dict(zip(owners, local.read(owners, {*inside.values()}), strict=True))
     resting: dict[FlatBuffer, Tensor] = {}
     values = []
-    for part, place in batch.items():
+    for part, (place, span) in batch.items():
         key, state, buffer = inside.get(part, ""), states.get(place, {}), place.buffer
         if key in state:
-            values.append(_elements(state[key], place, part.span))
+            values.append(_elements(state[key], place, span))
         elif buffer.training.memory is not None:
             values.append(part_of(place, buffer.training.memory))
         else:  # not stepped yet: the master is what the shard is

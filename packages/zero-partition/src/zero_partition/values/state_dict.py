@@ -21,11 +21,12 @@ from zero_partition.chained import (
     with_state_dict_hooks,
 )
 from zero_partition.dtensors import (
+    is_dtensor,
     like,
     local_of,
     outer_of,
+    part_of_whole,
     plain_of,
-    refuse_dtensors,
     whole_over_mesh,
 )
 from zero_partition.errors import LoadError, StateError
@@ -148,9 +149,10 @@ def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    if not tensor.numel() or tensor.layout is not torch.strided or is_wrapper(tensor):
+    memory = local_of(tensor)
+    if not memory.numel() or memory.layout is not torch.strided or is_wrapper(memory):
         return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return memory.data_ptr(), memory.shape, memory.stride()
 
 
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
@@ -343,18 +345,16 @@ class _ModuleHooks(Bound):
         is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.gathers
         if is_for_writing and all(place in gathered for place in given):
             return
-        if self.sharded.routes.parts is not None:  # asked for each module
-            refuse_dtensors(self.sharded.model, "load_state_dict()")
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
-            name, expected = prefix + attribute, place.plan.shape
-            value = state.pop(name, None)
+            name, value = prefix + attribute, state.pop(prefix + attribute, None)
+            expected = outer_of(place.param).shape
             if value is None:
                 continue
             if isinstance(value, NameOnly):
                 # Its own name means its own values: torch copies a parameter to itself.
-                if value.param is not place.buffer.params[place.position]:
+                if value.param is not outer_of(place.buffer.params[place.position]):
                     what = "expected values, got a name"
                     errors.append(f"parameter {name!r}: {what}: {value.remedy}")
             elif not isinstance(value, Tensor) or value.shape != expected:
@@ -366,8 +366,14 @@ class _ModuleHooks(Bound):
                     f"parameter {name!r}: expected a dense tensor with values, got {got}; convert "
                     "or load it first"
                 )
+            elif is_dtensor(outer_of(place.param)) and not is_dtensor(value):
+                errors.append(
+                    f"parameter {name!r} is a DTensor: expected one, got a {type(value).__name__}; "
+                    "distribute_tensor() makes one of a whole value, or call "
+                    "zero_engine.set_full_param(parameter, value) for each"
+                )
             else:
-                place.buffer.fill(place.position, value)
+                place.buffer.fill(place.position, part_of_whole(place.param, plain_of(value)))
             self._loaded.add(name)
         self.sharded.end_write()
 
@@ -427,7 +433,7 @@ def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, An
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = require_sharded(model)
-    what, group = "load_full_optimizer_state_dict()", sharded.whole
+    what, group = "load_full_optimizer_state_dict()", sharded.routes.all_ranks
     optimizer = _usable(sharded, what)
     problem, description, tensors = "", None, list[Tensor]()
     try:
@@ -458,7 +464,6 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    refuse_dtensors(sharded.model, what)
     sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelPhase.FORWARD,))
     return sharded.optimizer
 
@@ -474,7 +479,7 @@ def _gather(
     masters: dict[int, Tensor] = {}
     if not is_sharded and is_kept:
         state = {
-            numbers[id(param)]: map_tensors(flat_entries(of), _on_host)
+            numbers[id(param)]: map_tensors(flat_entries(of), partial(_whole_on_host, param))
             for param, of in member.state.items()
             if isinstance(param, Tensor)
         }
@@ -491,11 +496,13 @@ def _gather(
             for key, entry in entries[place].items():
                 whole = launch_entry(entry, values, key, group=sharded.group, tag=tag)()
                 if is_kept:
-                    state.setdefault(number, {})[key] = map_tensors(whole, _on_host)
+                    to_host = partial(_whole_on_host, place.param)
+                    state.setdefault(number, {})[key] = map_tensors(whole, to_host)
         if buffer.training.dtype != buffer.plan.dtype:
             all_values = launch_trained_buffer(buffer)()
             for place in mine if is_kept else ():
-                masters[numbers[id(owner_of(place))]] = _on_host(all_values[place.position])
+                master = _whole_on_host(place.param, all_values[place.position])
+                masters[numbers[id(owner_of(place))]] = master
     whole: dict[Any, Any] = {n: nested_entries(of_param) for n, of_param in sorted(state.items())}
     whole |= map_tensors(shared_state(member), _on_host) if is_kept else {}
     groups = [
@@ -508,6 +515,12 @@ def _gather(
     beside = {"masters": dict(sorted(masters.items()))} if masters else {}
     extra = map_tensors(extra_entries(member), _on_host) if is_kept else {}
     return {"state": whole, "param_groups": groups, **beside, **extra}
+
+
+def _whole_on_host(param: Tensor, value: Tensor) -> Tensor:
+    """One that a rank has of a parameter's part, as it is whole. Collective over its mesh."""
+    is_part = value.shape == local_of(outer_of(param)).shape
+    return _on_host(whole_over_mesh(param, value) if is_part else value)
 
 
 def _on_host(value: Tensor) -> Tensor:
@@ -551,11 +564,12 @@ def _load(
 ) -> None:
     """Make these the states of these optimizers: all of it, or nothing. Collective."""
     planned = _plan(sharded, given, what)
-    by_rank = all_gather_json(list(planned.problems), group=sharded.whole, timeout_s=_TIMEOUT_S)
+    group = sharded.routes.all_ranks
+    by_rank = all_gather_json(list(planned.problems), group=group, timeout_s=_TIMEOUT_S)
     if problems := list(dict.fromkeys(chain.from_iterable(by_rank))):
         raise LoadError(
             f"{what}: cannot be loaded, and nothing was written: {'; '.join(problems)} (seen on "
-            f"rank {sharded.whole.rank})"
+            f"rank {group.rank})"
         )
     needed = {id(reader): span for reader, span in planned.spans()}
     source = planned.source
@@ -638,7 +652,9 @@ def _plan(
 def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
     """Let `state_dict()` and `load_state_dict()` mean the whole, or say what to call instead."""
     for member in members_of(optimizer):
-        watch_state(member)
+        if sharded.shards_state:
+            watch_state(member)
+            sharded.removers.append(lambda member=member: leave_state(member))
         hooks, hooked = _StateDictHooks(sharded), with_state_dict_hooks(member)
         handles = (
             hooked.register_state_dict_pre_hook(hooks.before_export),
@@ -647,7 +663,6 @@ def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: Shard
             hooked.register_load_state_dict_post_hook(hooks.after_load),
         )
         sharded.removers += [handle.remove for handle in handles]
-        sharded.removers.append(lambda member=member: leave_state(member))
 
 
 @define(eq=False)
@@ -705,7 +720,7 @@ class _StateDictHooks(Bound):
         optimizer.state, self._state = self._state, None
 
     def _check(self, what: str, remedy: str, *, may_gather: bool = False) -> None:
-        group = self.sharded.group
+        group = self.sharded.routes.all_ranks
         gathers = self.sharded.state_dict == "gather" or may_gather
         if group.world_size > 1 and not gathers:
             raise StateError(
@@ -724,4 +739,4 @@ def _plain_name(name: str) -> str:
 
 
 def _own(value: Tensor) -> Any:
-    return _Received(value.shape, value.dtype, value, None)
+    return _Received(value.shape, value.dtype, plain_of(value), None)

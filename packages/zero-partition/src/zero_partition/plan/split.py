@@ -1,0 +1,65 @@
+"""Split: how a tensor is cut along one dimension, and its elements in the order of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from attrs import frozen
+
+from .layout import Span
+
+# NOTE(rows): a flattened tensor is a number of rows, one for each index of the dimensions before
+# the one that is cut, and each part has the same columns of every row. In the order of the parts
+# come all rows of the first part, then all of the next, so that what a rank has of its part are
+# runs there, which they are not in the order of the whole.
+
+
+class Block(NamedTuple):
+    """Rows of the same columns: some whole ones, or a part of one."""
+
+    row: int  # the first
+    num_rows: int
+    start: int  # the first column
+    stop: int
+
+
+def blocks_of(span: Span, width: int) -> Iterator[Block]:
+    """Elements in rows of so many, in order: a part of a row, whole rows, a part of a row."""
+    start = span.start
+    while start < span.stop:
+        row, column = divmod(start, width)
+        num_rows = 1 if column else max(1, (span.stop - start) // width)
+        last = min(width, column + span.stop - start)
+        yield Block(row, num_rows, column, last)
+        start += num_rows * (last - column)
+
+
+@frozen
+class Split:
+    """A tensor that is cut along one dimension, as the ranks of a mesh have one."""
+
+    shape: torch.Size  # of the whole
+    dim: int
+    sizes: tuple[int, ...]  # of the parts, along it
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row of the whole."""
+        return self.shape[self.dim :].numel()
+
+    def columns(self, index: int) -> Span:
+        """Those of a part, in a row of the whole."""
+        inner = self.shape[self.dim + 1 :].numel()
+        start = sum(self.sizes[:index])
+        return Span(start * inner, (start + self.sizes[index]) * inner)
+
+    def span_of(self, index: int) -> Span:
+        """Where a part lies, in the order of the parts."""
+        columns, num_rows = self.columns(index), self.shape[: self.dim].numel()
+        return Span(columns.start * num_rows, columns.stop * num_rows)
+
+    def shape_of(self, index: int) -> torch.Size:
+        """Return the shape of a part."""
+        return torch.Size((*self.shape[: self.dim], self.sizes[index], *self.shape[self.dim + 1 :]))
