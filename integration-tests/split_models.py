@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def mesh_of(group: Group, tensor: int = 2) -> DeviceMesh:
     return _meshes_of(group)[tensor]
 
 
-@cache
+@lru_cache(maxsize=1)  # groups have threads: not those of tests before
 def _meshes_of(group: Group) -> dict[int, DeviceMesh]:
     """Each number of parts, in the same order in every test.
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 _ROOT: Final = importlib.util.find_spec("timm")
@@ -82,6 +84,22 @@ def _chained(model: nn.Module) -> torch.optim.Optimizer:
     return ChainedOptimizer(torch.optim.Muon(inner, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2))
 
 
+def _prodigy_of_shards(model: nn.Module) -> torch.optim.Optimizer:
+    """With sums over ranks, which its author has for shards, on a device of CUDA."""
+    from prodigyopt import Prodigy
+
+    class OfShards(Prodigy):
+        needs_cut = "flat"
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["fsdp_in_use"] = dist.is_initialized()
+            with mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor):
+                return super().step(closure)
+
+    return OfShards(model.parameters(), lr=1.0)
+
+
 def _sam(model: nn.Module) -> torch.optim.Optimizer:
     return SAM(model.parameters(), torch.optim.SGD, lr=1e-2, momentum=0.9)
 
@@ -147,6 +165,7 @@ def _pytorch_optimizer(names: str, **options: Any) -> dict[str, Make]:
 
 OPTIMIZERS: Final[dict[str, Make]] = {
     "prodigyopt.Prodigy": _of("prodigyopt.Prodigy", lr=1.0),
+    "prodigyopt.Prodigy(fsdp_in_use)": _prodigy_of_shards,
     "dadaptation.DAdaptAdam": _of("dadaptation.DAdaptAdam", lr=1.0),
     "dadaptation.DAdaptLion": _of("dadaptation.DAdaptLion", lr=1.0),
     "dadaptation.DAdaptAdaGrad": _of("dadaptation.DAdaptAdaGrad", lr=1.0),

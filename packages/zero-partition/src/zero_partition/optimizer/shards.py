@@ -145,8 +145,9 @@ def plan_entry(
     for rank in owners:
         if rank not in parts or parts[rank].kind != parts[owners[0]].kind:
             raise _refusal(param, key, infos, f"rank {rank} should have what the others have")
-    first = parts[owners[0]]
-    num_kept = (kept[owners[0]] or none).numel
+    # One that keeps some, if there is one: without elements, it may be of another shape.
+    owner = next((rank for rank in owners if kept[rank]), owners[0])
+    first, num_kept = parts[owner], (kept[owner] or none).numel
     if first.shape is None:
         if first.nest is not None and is_plain(first.nest):
             return PlainEntry(rebuild(first.nest, iter(())))
@@ -286,10 +287,10 @@ def _in_elements(
 ) -> Found | None:
     spans = {rank: kept[rank] or Span(0, 0) for rank in parts}
     for rank, span in spans.items():
-        if parts[rank].shape not in {
-            (span.numel,),
-            param.cut.shard_shape(param.shape, span.numel),
-        }:
+        # A rank without elements may have anything: Prodigy has one number there.
+        is_asked = span.numel or not param.shape.numel()
+        shapes = {(span.numel,), param.cut.shard_shape(param.shape, span.numel)}
+        if is_asked and parts[rank].shape not in shapes:
             return None
     return param.shape, spans
 
