@@ -287,10 +287,10 @@ def _in_elements(
 ) -> Found | None:
     spans = {rank: kept[rank] or Span(0, 0) for rank in parts}
     for rank, span in spans.items():
-        # A rank without elements may have anything: Prodigy has one number there.
-        is_asked = span.numel or not param.shape.numel()
         shapes = {(span.numel,), param.cut.shard_shape(param.shape, span.numel)}
-        if is_asked and parts[rank].shape not in shapes:
+        if not span.numel and param.shape.numel():
+            shapes.add(())  # where there are no elements, Prodigy has a number
+        if parts[rank].shape not in shapes:
             return None
     return param.shape, spans
 

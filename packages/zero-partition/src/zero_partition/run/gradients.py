@@ -215,10 +215,13 @@ class BufferGradients:
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
         if not self.views or memory.data_ptr() != self._views_at:  # usually the same slot again
-            views, self._views_at = self.buffer.views_of(memory), memory.data_ptr()
+            views = self.buffer.views_of(memory)
             if not self.shards_state and (parts := self.routes.parts) is not None:
                 views = tuple(GradientShard.over(view, [parts]) for view in views)
-            self.views = views
+            self.views, self._views_at = (
+                views,
+                memory.data_ptr(),
+            )  # both or neither
         self.accumulator, self.slot = memory, slot
 
     def leave_accumulator(self) -> None:
