@@ -42,7 +42,7 @@ NOT_ON_HOST: Final = {
         *(f"pytorch_optimizer.{name}" for name in ("SPAM", "EmoLynx", "EmoFact")),
     ),
     r"a Lookahead cannot rest outside the device": ("timm.Lookahead",),
-    r"its step sends to other ranks": ("prodigyopt.Prodigy(fsdp_in_use)",),
+    r"in different collectives": ("prodigyopt.Prodigy(fsdp_in_use)",),  # sub-groups differ
 }
 # What they need is each rank's own, under DDP too: the loss, or the graph behind its gradients.
 NOWHERE: Final = ("pytorch_optimizer.AliG", "pytorch_optimizer.SophiaH", "timm.Adahessian")

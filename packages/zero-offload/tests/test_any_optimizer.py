@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from zero_offload import OffloadedOptimizer, UnsupportedOptimizerError
+from zero_offload import OffloadedOptimizer
 
 
 class _Optimizer(torch.optim.Optimizer):
@@ -146,23 +144,3 @@ def test_it_steps_as_by_itself(kind: Any, subgroup_bytes: int, state: Any, tmp_p
             assert value.dtype == expected.state[theirs][name].dtype
             assert torch.equal(value, expected.state[theirs][name])
     optimizer.close()
-
-
-class _SumsOverRanks(_Optimizer):
-    """As Prodigy's `fsdp_in_use`: a number of all shards."""
-
-    def update(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        total = grad.square().sum()
-        dist.all_reduce(total)
-        return grad / (1 + total)
-
-
-def test_an_optimizer_that_sends_to_other_ranks_is_refused(tmp_path: Path) -> None:
-    """Sub-groups are not the same on all ranks: one would wait for another's for ever."""
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(UnsupportedOptimizerError, match=r"sends to other ranks \(c10d"):
-            OffloadedOptimizer([nn.Parameter(torch.ones(4))], _SumsOverRanks, lr=0.05)
-    finally:
-        dist.destroy_process_group()

@@ -10,9 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
-
-DispatchMode = _python_dispatch.TorchDispatchMode
 
 T = TypeVar("T", bound=Tensor)
 

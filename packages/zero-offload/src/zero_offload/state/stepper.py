@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer, CPUAdagrad, CPUAdam
 from zero_offload.errors import UnsupportedOptimizerError
-from zero_offload.torch_private import DispatchMode
 
 from .subgroups import Entry
 
@@ -33,25 +32,6 @@ _REFUSED: Final = {
     ("differentiable", True): "autograd does not see a step on the host",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
-
-
-class AloneMode(DispatchMode):
-    """A trial is one rank's, which the others do not know of: what sends to them is refused."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call the operator, unless it is a collective."""
-        if func.namespace == "c10d":
-            raise UnsupportedOptimizerError(
-                f"its step sends to other ranks ({func}), which it would do once for each "
-                "sub-group, and each rank has other ones; leave its state on the device"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 @frozen
@@ -181,14 +161,12 @@ class Stepper:
             optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
             optimizer.state[param].update(self._first_state(position))
             try:
-                with AloneMode(), torch.random.fork_rng(devices=[]):  # the user's stay as they are
+                with torch.random.fork_rng(devices=[]):  # the user's numbers must not change
                     if callable(getattr(optimizer, "train", None)):  # schedule-free ones have modes
                         optimizer.train()  # type: ignore[attr-defined]
                     optimizer.step()
                     self._try_modes(optimizer, param)
                 break
-            except UnsupportedOptimizerError:
-                raise
             except Exception as error:
                 if not param.is_meta:
                     raise UnsupportedOptimizerError(
