@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
-from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.plan import Split
+from zero_partition.values.custom_loading import MemoryReader
 from zero_partition.values.split_readers import PartReader, SplitReader
-
-
-@frozen(eq=False)
-class _Reader(AbstractRangeReader):
-    """Of a tensor in memory."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.tensor.reshape(-1)[start:stop]
 
 
 @st.composite
@@ -54,7 +38,7 @@ def test_any_run_of_the_whole_is_read_from_parts(
     """Which lie one after the other, each row by row."""
     whole, split, _ = drawn
     parts = torch.cat([part.reshape(-1) for part in whole.split(split.sizes, split.dim)])
-    reader = SplitReader(_Reader(parts), split)
+    reader = SplitReader(MemoryReader(parts), split)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     assert reader.shape == whole.shape
     assert torch.equal(reader.read(start, stop), whole.view(-1)[start:stop])
@@ -69,10 +53,10 @@ def test_any_run_of_a_part_is_read_from_other_parts(
     index = data.draw(st.integers(0, len(split.sizes) - 1))
     expected = whole.split(split.sizes, split.dim)[index].reshape(-1)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, expected.numel())] * 2)))
-    sources: list[AbstractRangeReader] = [_Reader(whole)]
+    sources: list[AbstractRangeReader] = [MemoryReader(whole)]
     for each in (split, other):
         parts = torch.cat([part.reshape(-1) for part in whole.split(each.sizes, each.dim)])
-        sources.append(SplitReader(_Reader(parts), each))
+        sources.append(SplitReader(MemoryReader(parts), each))
     for source in sources:
         reader = PartReader(source, split, index)
         assert torch.equal(reader.read(start, stop), expected[start:stop])
@@ -82,14 +66,10 @@ def test_any_run_of_a_part_is_read_from_other_parts(
 
 def test_a_part_is_read_by_few_calls() -> None:
     """Rows of the same columns are one run, however many there are."""
-    calls: list[int] = []
-
-    class _Counting(_Reader):
-        def read(self, start: int, stop: int) -> Tensor:
-            calls.append(stop - start)
-            return super().read(start, stop)
-
     whole = torch.arange(64 * 8).view(64, 8)
-    reader = PartReader(_Counting(whole), Split(whole.shape, 1, (4, 4)), 1)
-    assert torch.equal(reader.read(2, 250), whole[:, 4:].reshape(-1)[2:250])
-    assert len(calls) == 3
+    reader = PartReader(MemoryReader(whole), Split(whole.shape, 1, (4, 4)), 1)
+    with mock.patch.object(
+        MemoryReader, "read", autospec=True, side_effect=MemoryReader.read
+    ) as read:
+        assert torch.equal(reader.read(2, 250), whole[:, 4:].reshape(-1)[2:250])
+    assert read.call_count == 3

@@ -301,7 +301,7 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
 
 
 def _has_our_ranks(checkpoint: Checkpoint, sharded: ShardedModel) -> bool:
-    """Whether as many ranks have saved it, of as many parts: each goes on with what was its own."""
+    """Return whether as many ranks, of as many parts, have saved it, so that each has its own."""
     saved, routes = checkpoint.manifest, sharded.routes
     ours = routes.all_ranks.world_size, routes.num_parts
     return (saved.world_size, saved.num_parts) == ours

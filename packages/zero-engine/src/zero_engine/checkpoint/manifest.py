@@ -288,10 +288,10 @@ class TensorFacts:
 
 
 def no_pieces(dtype: torch.dtype, shape: torch.Size, split: Split | None) -> dict[str, Any]:
-    """What there is to say of a tensor of which no piece is written yet.
+    """Return what a manifest says of a tensor of which no piece is written yet.
 
-    Those of one that is split have another name, so that versions that would take them for elements
-    of the whole in order find none.
+    Pieces of one that is split have another name, so that versions that would take them for
+    elements of the whole in order find none.
     """
     said = {"dtype": name_of(dtype), "shape": list(shape)}
     if split is None:

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(span: Span, width: int) -> Iterator[Block]:
-    """Elements in rows of so many, in order: a part of a row, whole rows, a part of a row."""
+    """Divide a run of elements into a part of a row, whole rows of `width`, a part of a row."""
     start = span.start
     while start < span.stop:
         row, column = divmod(start, width)
@@ -46,17 +46,17 @@ class Split:
 
     @property
     def width(self) -> int:
-        """Number of elements of a row of the whole."""
+        """Return the number of elements of a row of the whole."""
         return self.shape[self.dim :].numel()
 
     def columns(self, index: int) -> Span:
-        """Those of a part, in a row of the whole."""
+        """Return the elements of a row of the whole that a part has."""
         inner = self.shape[self.dim + 1 :].numel()
         start = sum(self.sizes[:index])
         return Span(start * inner, (start + self.sizes[index]) * inner)
 
     def span_of(self, index: int) -> Span:
-        """Where a part lies, in the order of the parts."""
+        """Return the elements of a part, in the order of the parts."""
         columns, num_rows = self.columns(index), self.shape[: self.dim].numel()
         return Span(columns.start * num_rows, columns.stop * num_rows)
 

@@ -215,13 +215,11 @@ class BufferGradients:
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
         if not self.views or memory.data_ptr() != self._views_at:  # usually the same slot again
-            views = self.buffer.views_of(memory)
+            views, address = self.buffer.views_of(memory), memory.data_ptr()
             if not self.shards_state and (parts := self.routes.parts) is not None:
                 views = tuple(GradientShard.over(view, [parts]) for view in views)
-            self.views, self._views_at = (
-                views,
-                memory.data_ptr(),
-            )  # both or neither
+            # In one statement: an interrupt between them would leave views of other memory.
+            self.views, self._views_at = views, address
         self.accumulator, self.slot = memory, slot
 
     def leave_accumulator(self) -> None:

@@ -230,6 +230,6 @@ class ShardedAverage:
 
 
 def _part_of(place: ParamRef, dtype: torch.dtype) -> Part:
-    """What this rank gives of the average of a parameter; maybe no elements."""
+    """Return what this rank gives of the average of a parameter; maybe no elements."""
     tensor = WholeTensor.of(place, None, place.plan.shape, dtype)
     return Part(tensor, tensor.given_of(place, place.kept))

@@ -720,15 +720,17 @@ class _StateDictHooks(Bound):
         optimizer.state, self._state = self._state, None
 
     def _check(self, what: str, remedy: str, *, may_gather: bool = False) -> None:
-        group = self.sharded.routes.all_ranks
+        routes = self.sharded.routes
+        num_shards = routes.shards.world_size if self.sharded.shards_state else 1
+        num_ranks = routes.num_parts * num_shards
         gathers = self.sharded.state_dict == "gather" or may_gather
-        if group.world_size > 1 and not gathers:
+        if num_ranks > 1 and not gathers:
             raise StateError(
-                f"{what}: the optimizer's state is sharded over {group.world_size} ranks, and this "
-                f"is rank {group.rank}, which has its part alone. Call zero_engine.{remedy} on "
-                "every rank (the whole, in torch's format, is rank 0's), zero_engine.save() and "
-                "load() for checkpoints, or set ZeroConfig(state_dict='gather') if every rank "
-                f"calls {what}."
+                f"{what}: the optimizer's state is sharded over {num_ranks} ranks, and this is "
+                f"rank {routes.all_ranks.rank}, which has its part alone. Call "
+                f"zero_engine.{remedy} on every rank (the whole, in torch's format, is rank 0's), "
+                "zero_engine.save() and load() for checkpoints, or set "
+                f"ZeroConfig(state_dict='gather') if every rank calls {what}."
             )
         _usable(self.sharded, what)
 
