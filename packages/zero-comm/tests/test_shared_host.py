@@ -22,6 +22,7 @@ from zero_comm import (
     check_agreement,
     reduce_scatter_flat,
 )
+from zero_comm.shared_host.peer_memory import any_peers
 from zero_comm.testing import cannot_read, equal, reads_cut_short, without_reads
 
 pytestmark = pytest.mark.cpu_only("ranks read each other's host memory")
@@ -201,6 +202,20 @@ def _wait_crosswise(group: Group, transport: str) -> list[list[float]] | str:
 
 # No thread speaks for a rank that waits for a message.
 _ALONE = pytest.mark.xfail(strict=True, reason="a rank looks at journals only where it reads")
+
+
+def test_a_group_that_diverged_ends_no_waits_of_others(group: Group) -> None:
+    """The sanitizer waits with the memory of any group, and may meet one of an earlier job."""
+    others = [Group.from_process_group(dist.new_group([0, 1])) for _ in range(4)]
+    dist.barrier(group.process_group)
+    for other in others:
+        assert other.watch is not None
+        other.watch.part("for this test")
+    peers = any_peers()
+    assert peers is not None
+    assert peers.watch is not None
+    assert not peers.watch.has_diverged
+    dist.barrier(group.process_group)  # peers of those that ended would be told
 
 
 @pytest.mark.parametrize("transport", [pytest.param(READS, marks=_ALONE), MESSAGES])

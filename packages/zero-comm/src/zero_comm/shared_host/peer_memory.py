@@ -398,5 +398,12 @@ _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
 
 
 def any_peers() -> PeerMemory | None:
-    """Return those of some group that is not broken: `look_until` of one advances all."""
-    return next((peers for peers in tuple(_ALL) if not peers.is_broken), None)
+    """Return those of some group that is not broken: `look_until` of one advances all.
+
+    Nor one whose ranks have diverged, which would end the waits of others.
+    """
+
+    def may_wait(peers: PeerMemory) -> bool:
+        return not (peers.is_broken or (peers.watch is not None and peers.watch.has_diverged))
+
+    return next(filter(may_wait, tuple(_ALL)), None)
