@@ -33,6 +33,7 @@ from zero_comm import (
 )
 from zero_comm.shared_host.process_memory import SWITCH
 from zero_comm.testing import equal, rely_on
+from zero_comm.watch import Watch
 
 PATIENCE_S = 0.2
 TIMEOUT_S = 4.0  # of a group that is to end by it
@@ -214,6 +215,25 @@ def test_the_remedy_is_told_and_the_group_is_over(group: Group) -> None:
 
     with pytest.raises(DivergenceError, match="fetching pears"):
         _gather(group, tag=3)
+
+
+@each_world(2)
+def test_a_rank_is_told_that_nobody_will_read_its_memory(group: Group, transport: str) -> None:
+    """Its peer has launched all that it waits for, and was interrupted before it read."""
+    group = _watched(group, transport)
+    began = time.monotonic()
+    if group.rank == 0:
+        interrupt = mock.patch.object(Watch, "sent", side_effect=KeyboardInterrupt)
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            _gather(group, tag=1)
+    else:
+        time.sleep(PATIENCE_S)  # else rank 0 reads it as it launches
+
+    with pytest.raises(DivergenceError, match="on rank 0 as it began fetching apples"):
+        _gather(group, tag=1)
+        rely_on(group)
+
+    assert time.monotonic() - began < SOON_S
 
 
 # ---- Ranks that do not ----

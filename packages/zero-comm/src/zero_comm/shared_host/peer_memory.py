@@ -170,8 +170,10 @@ class PeerMemory:
             return is_done and self._journal.head >= transfer.done_entry
 
         def lacks() -> Wait | None:
-            if transfer.launch is None or transfer.is_carried_out or not missing:
-                return None  # at most it is read by peers, who need not launch anything for it
+            # A peer that has launched it and has yet to read lacks nothing, so no circle goes
+            # through it. But only a rank that is seen to wait hears that others have diverged.
+            if transfer.launch is None or not missing:
+                return None
             return Wait(transfer.launch, missing[0])
 
         if not self.look_until(is_over, lacks, timeout_s=timeout_s):
