@@ -240,6 +240,15 @@ class Group:
         """The rank in the whole job of position `rank` in this group."""
         return dist.get_global_rank(self.process_group, rank)
 
+    def positions_in(self, whole: Group) -> list[int]:
+        """Return where these ranks are in another group; -1 for those that are not. Local."""
+        if self.process_group is None:
+            return [whole.rank]
+        if whole.process_group is None:
+            return [-1] * self.world_size
+        position = {whole.global_rank(rank): rank for rank in range(whole.world_size)}
+        return [position.get(self.global_rank(rank), -1) for rank in range(self.world_size)]
+
     def spanning(self, ranks: Iterable[int]) -> Group:
         """Return the group of these ranks of the job, this one among them, for the same device.
 

@@ -150,7 +150,7 @@ class Levels:
             "across": list(range(local, whole.world_size, size)),
         }
         for name, group in {"inside": inside, "across": across}.items():
-            found = _positions(group, whole)
+            found = group.positions_in(whole)
             if found != expected[name]:
                 raise GroupMismatchError(
                     f"levels of {whole.world_size} ranks with {size} to a node: expected {name!r} "
@@ -219,16 +219,6 @@ def _part_of(group: Group, ranks: Sequence[int]) -> Group:
 def _alone(group: Group) -> Group:
     """A level with no other rank in it."""
     return Group.solo(group.device)
-
-
-def _positions(group: Group, whole: Group) -> list[int]:
-    """Where the ranks of a group are in the whole; -1 for those that are not."""
-    if group.process_group is None:
-        return [whole.rank]
-    if whole.process_group is None:
-        return [-1] * group.world_size
-    position = {whole.global_rank(rank): rank for rank in range(whole.world_size)}
-    return [position.get(group.global_rank(rank), -1) for rank in range(group.world_size)]
 
 
 _NAME: Final = "reduce_scatter"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 from torch import nn
+from zero_comm import AnyRanks
 from zero_partition import AS_IT_IS, Cut, LayoutError, PartitionError, Precision, Wire
 from zero_partition.plan import STAGES, CutChoice, Limits, PartitionConfig, Placements, Stage
 
@@ -82,6 +83,17 @@ def _check_wire(config: ZeroConfig, _: Attribute, wire: Wire) -> None:
         raise ConfigError(f"ZeroConfig.wire: {error}") from error
 
 
+def _check_groups(_: ZeroConfig, attribute: Attribute, groups: Any) -> None:
+    items = groups.items() if isinstance(groups, Mapping) else [("", None)]
+    for pattern, ranks in items:
+        if not isinstance(pattern, str) or not isinstance(ranks, AnyRanks):
+            raise ConfigError(
+                "ZeroConfig.groups: expected a mapping from patterns of parameter names, such as "
+                "'*.experts.*', to a zero_comm.Group, a ProcessGroup or a DeviceMesh each, got "
+                f"{groups!r}"
+            )
+
+
 def _as_state_dict(value: Any) -> Any:
     """Return the kind of `state_dict()`; "placeholders" is what DeepSpeed's users call "names"."""
     kinds = {"names": "names", "placeholders": "names", "gather": "gather"}
@@ -143,6 +155,11 @@ class ZeroConfig:
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
             node, `Wire(replicas=True)` shards over a node and averages over the nodes; and how they
             are written on the way: `Wire(params="int8", gradients="int4")`.
+        groups: Ranks of parameters that not all ranks have, as experts that are spread over ranks,
+            by pattern of the parameters' names: `{"*.experts.*": group}`, where the group (a
+            `zero_comm.Group`, a ProcessGroup or a DeviceMesh of one dimension) has the ranks with
+            the same experts as this one. Their gradients are summed over these, and divided as
+            those of other parameters are, by the number of all ranks.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
         sanitize: Check each use of memory and each collective, at several times the cost of a step:
             see `zero_partition.sanitize`. What ZERO_SANITIZE=1 says when left out.
@@ -172,6 +189,9 @@ class ZeroConfig:
         default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True
     )
     wire: Wire = field(default=Wire(), validator=[is_kind(Wire), _check_wire], kw_only=True)
+    groups: Mapping[str, AnyRanks] = field(
+        factory=dict, validator=_check_groups, hash=False, kw_only=True
+    )
     timeout_s: float = field(default=60.0, validator=at_least(0.001, (int, float)), kw_only=True)
     sanitize: bool = field(factory=_is_asked_to_sanitize, validator=is_kind(bool), kw_only=True)
 
@@ -228,6 +248,7 @@ class ZeroConfig:
             cut=self.cut,
             state_dict=self.state_dict,
             wire=self.wire,
+            groups=self.groups,
             timeout_s=self.timeout_s,
             sanitize=self.sanitize,
         )

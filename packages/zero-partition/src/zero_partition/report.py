@@ -74,7 +74,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
         StateError: Not sharded.
     """
     sharded = require_sharded(model)
-    rank, parked = sharded.group.rank, sharded.parked
+    parked = sharded.parked
     gone = frozenset[int]() if parked is None else parked.gone
 
     def is_gone(tensor: Tensor) -> bool:
@@ -84,6 +84,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
     for buffer in sharded.buffers:
         layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+        rank = buffer.group.rank
         scalars += len(buffer.params) * itemsize
         rest, memory = buffer.resting, buffer.resting.memory
         if rest.codec is not None:
@@ -103,6 +104,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:
         layout, itemsize = g.buffer.plan.layout, g.buffer.training.dtype.itemsize
+        rank = g.buffer.group.rank
         payload, resting = layout.payload_splits[rank], layout.splits[rank]
         masters = g.buffer.training.memory if g.buffer.has_masters else None
         if masters is not None and not is_gone(masters):

@@ -67,7 +67,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
         gradients.check_moves()
     for place in sharded.places:
         checks.first.setdefault(place.buffer.index, len(checks.names))
-        checks.names.append(f"unit {place.unit.name!r}, parameter {place.name!r}")
+        checks.names.append(f"unit {place.unit.name!r}, parameter {place.saved_name!r}")
     checks.noted = checks.sums(sharded)
     checks.announce(sharded)
     for each in (group, *sharded.routes.groups):  # for good: ranks forget models in their own time
@@ -210,13 +210,26 @@ class _Checks:
 
     def before_step(self, call: _Call, model: ShardedModel, **named: Any) -> None:
         now = {} if model.parked is not None else self.sums(model)
-        changed = [name for name, value in now.items() if self.noted.get(name, value) != value]
+        changed = [
+            (name, self.ranks_of(model, name))
+            for name, value in now.items()
+            if self.noted.get(name, value) != value
+        ]
         said = all_gather_json([changed, now], group=model.whole)
-        for rank, (names, theirs) in enumerate(said):
-            for name in names:
-                if any(other.get(name) != theirs[name] for _, other in said):
+        for rank, (found, theirs) in enumerate(said):
+            for name, ranks in found:
+                if any(said[other][1].get(name) != theirs[name] for other in ranks):
                     _fail(name, rank, "what the last step has left", "other values", _FLIP)
         call(**named)
+
+    def ranks_of(self, model: ShardedModel, name: str) -> list[int]:
+        """Return which ranks have the parameter that an entry of `sums` is of. Local."""
+        for buffer in model.buffers:
+            first, own = self.first[buffer.index], model.routes.of(buffer.plan).own
+            names = self.names[first : first + len(buffer.params)]
+            if own is not None and name.startswith(tuple(names)):
+                return [*own.positions]
+        return [*range(model.whole.world_size)]
 
     def after_step(self, call: _Call, model: ShardedModel) -> None:
         call()
@@ -248,7 +261,9 @@ class _Checks:
             mine.append([_checksum(values[piece.in_shard.as_slice()]) for piece in buffer.pieces])
         said = all_gather_json(mine, group=model.group) if buffers else []
         for position, (unit, buffer) in enumerate(buffers):
-            self.sent[buffer.index] = unit.version, [row[position] for row in said]
+            own = model.routes.of(buffer.plan).own
+            rows = said if own is None else [said[rank] for rank in own.positions]
+            self.sent[buffer.index] = unit.version, [row[position] for row in rows]
 
     @contextmanager
     def reading(self, unit: Unit) -> Iterator[None]:

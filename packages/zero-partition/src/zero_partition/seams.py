@@ -17,11 +17,12 @@ from zero_partition.memory.seams import (
     Pending,
     TensorHome,
 )
+from zero_partition.plan.wire import pattern_of
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
-from zero_partition.run.sharded_model import ModelPhase, ShardedModel
+from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
@@ -52,6 +53,7 @@ __all__ = [
     "OpenState",
     "Opening",
     "OptimizerOffload",
+    "ParamRef",
     "ParameterStatus",
     "Part",
     "PartBatch",
@@ -78,6 +80,7 @@ __all__ = [
     "members_of",
     "offload_states",
     "param_groups_of",
+    "pattern_of",
     "plan_load",
     "plan_parts",
     "plan_room",

@@ -124,6 +124,14 @@ def open_weights_of(
             f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
             "model only; load it into the model, save that whole, and export what was saved"
         )
+    names = found.source.params if isinstance(found, Checkpoint) else ()
+    numbered = [name for name in names if "@" in name and name.rpartition("@")[2].isdigit()]
+    if numbered:
+        raise FileError(
+            f"{found.path}: parameter {numbered[0]!r} is one of several of this name, of experts "
+            "that were spread over ranks (ZeroConfig.groups), and files of weights have one of "
+            "each name; give each expert a name of its own, such as its number among all"
+        )
     left_out = frozenset() if has_frozen else found.frozen
     weights: dict[str, Any] = {**found.source.params, **found.source.buffers}
     readers = {name: reader for name, reader in weights.items() if name not in left_out}

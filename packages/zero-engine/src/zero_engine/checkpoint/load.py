@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
@@ -17,6 +17,7 @@ from zero_partition.seams import (
     AbstractRangeReader,
     ShardedModel,
     StateLoad,
+    StateSource,
     local_of,
     loco_facts,
     plan_load,
@@ -187,12 +188,12 @@ def load(
     if checkpoint is None:
         return None
     with contextlib.closing(checkpoint.folder):
+        checkpoint = _under_own_names(checkpoint, sharded, is_strict=is_strict)
         source, manifest = checkpoint.source, checkpoint.manifest
         if manifest.excludes_frozen:
             frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
             source = evolve(source, may_lack=frozen)
-        if optimizer is None:
-            source = evolve(source, states=None, own_said={})
+        source = source if has_state else evolve(source, states=None, own_said={})
         planned = plan_load(sharded, source, is_strict=is_strict)
         problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
         if scheduler is not None and manifest.scheduler is None and is_strict:
@@ -234,9 +235,8 @@ def load(
                 ) from error
 
         together(apply, what="load()", group=group)
-        weights: dict[str, Any] = {**source.params, **source.buffers}
+        weights, entries = _of_this_rank(source, sharded)
         restored = [reader for name, reader in weights.items() if name not in planned.unexpected]
-        entries = [entry for state in (source.states or {}).values() for entry in state.values()]
         return LoadReport(
             path=checkpoint.path,
             step=manifest.step,
@@ -252,6 +252,67 @@ def load(
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
             engine=manifest.engine,
         )
+
+
+def _under_own_names(
+    checkpoint: Checkpoint, sharded: ShardedModel, *, is_strict: bool
+) -> Checkpoint:
+    """Return a checkpoint with names as they are here, where other ranks use them too. Local.
+
+    Raises:
+        LoadError: It was saved by other groups of ranks.
+    """
+    source, routes = checkpoint.source, sharded.routes
+    for place in sharded.places:
+        own = routes.of(place.buffer.plan).own
+        is_left_out = checkpoint.manifest.excludes_frozen and not place.is_trainable
+        if own is None or not own.shares_names or is_left_out or not is_strict:
+            continue
+        num_groups = routes.whole.world_size // len(own.positions)
+        saved = sum(f"{place.name}@{index}" in source.params for index in range(num_groups + 1))
+        if saved != num_groups:
+            raise LoadError(
+                f"{checkpoint.path}: parameter {place.name!r} is another one in each of the "
+                f"{num_groups} groups of ranks here, and was not saved by as many; load it on as "
+                "many groups, or give each expert a name of its own, such as its number among all"
+            )
+    source = evolve(
+        source,
+        params=_renamed(source.params, sharded),
+        ties=_renamed(source.ties, sharded, is_of_names=True),
+        states=None if source.states is None else _renamed(source.states, sharded),
+        param_groups=[
+            {**group, "params": [*_renamed(dict.fromkeys(group["params"]), sharded)]}
+            for group in source.param_groups
+        ],
+    )
+    return evolve(checkpoint, source=source, average=_renamed(checkpoint.average, sharded))
+
+
+def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str, Any], list[Any]]:
+    """Return weights and buffers by name, and entries of state, but of other ranks' parameters."""
+    others, states = sharded.routes.names_elsewhere, (source.states or {}).items()
+    weights = {name: r for name, r in source.params.items() if name not in others}
+    entries = [e for name, of in states if name not in others for e in of.values()]
+    return {**weights, **source.buffers}, entries
+
+
+def _renamed(
+    by_name: Mapping[str, T], sharded: ShardedModel, *, is_of_names: bool = False
+) -> Mapping[str, T]:
+    """Return the entries of this rank's parameters, and of all ranks', by names here. Local."""
+    here = {
+        alias + place.saved_name.removeprefix(place.name): alias
+        for place in sharded.places
+        if place.saved_name != place.name
+        for alias in place.plan.names
+    }
+    names = {*here.values()}
+    return {
+        here.get(name, name): here.get(value, value) if is_of_names else value  # type: ignore[call-overload]
+        for name, value in by_name.items()
+        if name in here or name.rpartition("@")[0] not in names
+    }
 
 
 def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | None:

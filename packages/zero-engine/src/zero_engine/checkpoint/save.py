@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import STAGES
 from zero_partition.seams import (
     ModelPhase,
+    ParamRef,
     PartBatch,
     ShardedModel,
     StateParts,
@@ -32,6 +33,7 @@ from zero_partition.seams import (
     loco_facts,
     loco_state,
     param_groups_of,
+    pattern_of,
     plan_parts,
 )
 
@@ -162,12 +164,13 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     )
     _describe_parts(content, parts)
     buffers = _persistent_buffers(asked.model)
+    _add_other_ranks(content, sharded, [*parts.problems, *_misplaced(content, buffers, sharded)])
     writer = CheckpointWriter(
         asked=asked,
         group=group,
         content=content,
         batches=list(_batches(asked, sharded, parts, buffers)),
-        num_tensors=len(parts.tensors) + len(buffers),
+        num_tensors=num_tensors_in(content) + len(buffers),
     )
     try:
         writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
@@ -194,7 +197,7 @@ def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
         **{name: {} for name in _SECTIONS},
         "loco_facts": loco_facts(sharded) if has_state else {},
         "num_updates": None if average is None else average.num_updates,
-        "param_groups": [_group_of(g) for g in param_groups_of(sharded)] if has_state else [],
+        "param_groups": _groups_of(sharded) if has_state else [],
         "state_dict": _layout_of(sharded),
         "scheduler": to_json(state, "save(): scheduler.state_dict()"),
         "engine": to_json(asked.engine, "engine"),
@@ -229,6 +232,69 @@ def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
         content["params"][name]["frozen"] = True
     for name, dtype in parts.computes_in.items():
         content["params"][name]["computes_in"] = name_of(dtype)
+
+
+def _misplaced(
+    content: Mapping[str, Any], buffers: Collection[str], sharded: ShardedModel
+) -> list[str]:
+    """Return what a checkpoint has no place for where ranks have different parameters. Local."""
+    problems = [
+        f"buffer {name!r} belongs to parameters that not all ranks have (ZeroConfig.groups), and "
+        "would be saved for rank 0's alone; register it with persistent=False"
+        for name in buffers
+        if pattern_of(name, sharded.routes.of_groups)
+    ]
+    if sharded.routes.of_groups and (content["state_dict"] or {}).get("keys"):
+        problems.append(
+            "modules change what state_dict() gives, by hooks or methods of their own, and ranks "
+            "have different parameters (ZeroConfig.groups): what rank 0's modules say would be "
+            "taken for all; leave out those hooks"
+        )
+    return problems
+
+
+def _add_other_ranks(
+    content: dict[str, Any], sharded: ShardedModel, problems: Sequence[str]
+) -> None:
+    """Add what other ranks say of parameters that this one lacks. Collective if there are some.
+
+    Raises:
+        StateError: There are problems on a rank.
+    """
+    routes = sharded.routes
+    if not routes.of_groups:
+        return
+    firsts = {place.saved_name for place in sharded.places if _is_first_with(place)}
+    mine = {
+        "problems": problems,
+        "params": {name: said for name, said in content["params"].items() if name in firsts},
+        "optimizer": {name: said for name, said in content["optimizer"].items() if name in firsts},
+        "ties": {alias: name for alias, name in content["ties"].items() if name in firsts},
+        "groups": [
+            [name for name in group["params"] if name in firsts]
+            for group in content["param_groups"]
+        ],
+    }
+    by_rank = all_gather_json(mine, group=routes.all_ranks, timeout_s=_TIMEOUT_S)
+    for rank, said in enumerate(by_rank):
+        if said["problems"]:
+            raise StateError(f"save(): {said['problems'][0]} (on rank {rank})")
+    for said in by_rank:
+        for section in ("params", "optimizer", "ties"):
+            content[section] = {**said[section], **content[section]}
+        for group, names in zip(content["param_groups"], said["groups"], strict=True):
+            group["params"] += [name for name in names if name not in group["params"]]
+
+
+def _is_first_with(place: ParamRef) -> bool:
+    return bool(place.buffer.plan.ranks) and place.whole.rank == 0
+
+
+def num_tensors_in(content: Mapping[str, Any]) -> int:
+    """Return how many whole tensors of parameters and of optimizer state a manifest has."""
+    states = content["optimizer"].values()
+    entries = (said for of_param in states for said in of_param.values())
+    return len(content["params"]) + sum("value" not in said for said in entries)
 
 
 def _saveable(value: Any, where: str) -> Any:
@@ -291,6 +357,14 @@ def _whole_batches(tensors: dict[str, Tensor], *path: str) -> Iterable[GivenBatc
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
     return [tensor.detach().reshape(-1)]
+
+
+def _groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
+    saved = {place.name: place.saved_name for place in sharded.places}
+    return [
+        {**_group_of(group), "params": [saved[name] for name in group["params"]]}
+        for group in param_groups_of(sharded)
+    ]
 
 
 def _group_of(group: dict[str, Any]) -> dict[str, Any]:

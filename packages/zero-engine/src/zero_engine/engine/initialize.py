@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, Literal, final
@@ -20,6 +21,7 @@ from zero_comm import AnyRanks, Group, collective
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition import AS_IT_IS
 from zero_partition.plan import ranks_of, whole_of
+from zero_partition.seams import pattern_of
 
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
@@ -66,8 +68,10 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         lr_scheduler: An instance, or what makes one from the optimizer. The configuration's
             otherwise.
         mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
-            are those of its `get_model_parallel_group()` as well, where that has several ranks. Or
-            a DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
+            are those of its `get_model_parallel_group()` as well, where that has several ranks.
+            Parameters marked by `allreduce` = False have the ranks of its
+            `get_expert_data_parallel_group()`, unless `ZeroConfig.groups` says otherwise. Or a
+            DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
             The other splits the model or, named "sp", "cp", "sequence" or the like, sequences:
             then the model is sharded over all of its ranks, which share samples, and gradients
             are added up over those that share one, and averaged over samples, as DeepSpeed's
@@ -139,7 +143,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     precision = settings.zero.precision
     if data.world_size != group.world_size:  # ranks that share a sequence add up their parts
         precision = evolve(precision or AS_IT_IS, mean_over=data.world_size)
-    settings = evolve(settings, zero=evolve(settings.zero, wire=wire, precision=precision))
+    own = settings.zero.groups or _expert_groups(model, mpu)
+    zero = evolve(settings.zero, wire=wire, precision=precision, groups=own)
+    settings = evolve(settings, zero=zero)
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     groups: dict[str, Any] = {"group": group, "data": data, "across": across}
     engine = Engine(model, made, settings, lr_scheduler=scheduler, **groups)
@@ -377,6 +383,28 @@ def check_mpu(mpu: Any, *, what: str) -> None:
             "where the model is split, get_model_parallel_world_size() and "
             "get_model_parallel_group()"
         )
+
+
+def _expert_groups(model: nn.Module, mpu: Any) -> dict[str, Group]:
+    """Return the ranks of parameters that are marked as experts. Collective among them.
+
+    They are marked as Megatron's and DeepSpeed's are, by `allreduce` = False, and the mpu knows
+    their ranks. Names that differ in numbers alone make one pattern.
+    """
+    get = getattr(mpu, "get_expert_data_parallel_group", None)
+    named = dict(model.named_parameters())
+    marked = {name for name, param in named.items() if getattr(param, "allreduce", True) is False}
+    if get is None or not marked:
+        return {}
+    group = _wrap(get(), "initialize(): mpu.get_expert_data_parallel_group()")
+    patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(marked))
+    for name in named.keys() - marked:
+        if pattern := pattern_of(name, patterns):
+            raise ConfigError(
+                f"initialize(): parameter {name!r} is not marked as an expert's (allreduce=False), "
+                f"as others of {pattern!r} are; say which are, in ZeroConfig(groups=...)"
+            )
+    return dict.fromkeys(patterns, group)
 
 
 def data_group_of(mpu: Any, *, what: str) -> Group:

@@ -16,7 +16,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
-from zero_partition.seams import find_sharded
+from zero_partition.seams import find_sharded, require_sharded
 
 import zero_engine
 from zero_engine import ConfigError, Precision, ZeroConfig
@@ -179,6 +179,7 @@ class ZeroTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Also gather what is to be written: all on rank 0, or adapters alone."""
         self._wrap_model(self.model, training=False)
+        require_sharded(self.model).refuse_own_ranks("Trainer.save_model(), which")
         adapters = getattr(self.model, "peft_config", {}).keys()
         if state_dict is None and adapters:
             state_dict = dict(self.model.named_buffers()) | {

@@ -161,6 +161,12 @@ class _Trainer:
                 "verify(): expected a model of plain parameters, got one that parallelize_module() "
                 "has split, which it cannot compare; verify the model as it is before that"
             )
+        if config is not None and config.groups:
+            raise ConfigError(
+                "verify(): expected a configuration without groups, got "
+                f"{', '.join(config.groups)}: DistributedDataParallel takes parameters for the "
+                "same on all ranks; compare with one process that has all of them"
+            )
         optimizer, called = self.build_optimizer(model), model
         if config is not None:
             shard(model, optimizer, config, group=self.group)

@@ -55,7 +55,7 @@ def _plan_elsewhere(
         planned.resting,
         rests=planned.rests,
         precision=planned.precision,
-        rank=rank,
+        rank_of=lambda _: rank,
         # There need be no such device here: what is on meta is not on the CPU, and that counts.
         device=device if device.type == "cpu" else torch.device("meta"),
         group_of=planned.group_of,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import zero_comm
 import zero_offload
+from attrs import evolve
 from torch import nn
 from zero_comm import Group
 from zero_partition import PartitionError
@@ -76,9 +77,9 @@ def line_of(
         group: The ranks.
     """
     try:
-        planned = plan(
+        planned = plan(  # parameters with ranks of their own as if all ranks had them
             model,
-            config,
+            evolve(config, groups={}),
             world_size=group.world_size,
             optimizer=optimizer,
             device=group.device,

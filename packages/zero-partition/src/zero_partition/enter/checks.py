@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from zero_partition.errors import PartitionError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import find_early
 from zero_partition.nested import is_wrapper
+from zero_partition.plan.wire import pattern_of
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import find_place
 from zero_partition.torch_private import call_of
@@ -27,8 +29,20 @@ _WRAPPERS: Final = {
 }
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:
-    """Raise PartitionError for what can be seen of a model without other ranks. Local."""
+def check_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: Group,
+    groups: Mapping[str, Group],
+) -> None:
+    """Raise PartitionError for what can be seen of a model without other ranks. Local.
+
+    Args:
+        model: Any.
+        optimizer: Of its parameters.
+        group: The ranks that train it.
+        groups: Those of some parameters, by pattern of their names.
+    """
     for name, module in model.named_modules():
         _check_not_wrapped(f"module {name!r} of the model" if name else "the model", module)
     if type(optimizer).__module__.startswith("accelerate."):
@@ -54,7 +68,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group
             )
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
-        _check_param(name, param, group)
+        _check_param(name, param, groups.get(pattern_of(name, groups), group))
         if (
             param.layout is torch.strided
             and param.numel()

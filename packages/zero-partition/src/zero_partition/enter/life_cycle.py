@@ -127,7 +127,8 @@ def _install_values(
         return
     buffer.return_params(values)
     for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
-        early = early_shard_of(value, plan.name, group=sharded.whole)
+        whole = sharded.routes.of(buffer.plan).whole
+        early = early_shard_of(value, plan.name, group=whole)
         early.strides = plan.strides
         early.keep_part_of(value)
         early.install(param)

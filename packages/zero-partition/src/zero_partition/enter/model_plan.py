@@ -129,6 +129,12 @@ def _plan(
     ranks_per_node: int | None,
     reads_peers: bool,
 ) -> ModelPlan:
+    if config.groups:
+        raise PartitionError(
+            f"expected a configuration without groups, got {', '.join(config.groups)}: what is "
+            "planned is the same on every rank; leave them out, which counts those parameters as "
+            "spread over all ranks"
+        )
     config.wire.check(config.placements, has_home=rests.params)
     routes = plan_routes(
         config.wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
@@ -179,9 +185,17 @@ def _kinds_of(plan: ModelPlan) -> list[Kind]:
 
 
 def trained_bytes_per_rank(units: Sequence[UnitPlan], world_size: int) -> tuple[int, ...]:
-    """Elements of trainable parameters in ranks' shards."""
+    """Bytes of trainable parameters in ranks' shards; of a group's, an even part on each rank."""
     plans = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-    splits = [(plan.layout.payload_splits, plan.dtype.itemsize) for plan in plans]
+    splits = [
+        (
+            [plan.layout.payload_numel // len(plan.layout.splits)] * world_size
+            if plan.ranks
+            else plan.layout.payload_splits,
+            plan.dtype.itemsize,
+        )
+        for plan in plans
+    ]
     return tuple(
         sum(numels[rank] * itemsize for numels, itemsize in splits) for rank in range(world_size)
     )
@@ -222,6 +236,8 @@ def plan_model_units(
     world_size: int,
     rests: RestPlan,
     may_be_meta: bool = False,
+    ranks_of: Mapping[int, str] | None = None,
+    num_shards: Mapping[str, int] | None = None,
 ) -> tuple[UnitPlan, ...]:
     """The units of a model, if it and its optimizer can be partitioned so. Local.
 
@@ -232,6 +248,8 @@ def plan_model_units(
         world_size: Number of shards.
         rests: What rests outside the device.
         may_be_meta: See `plan_units`.
+        ranks_of: See `plan_units`.
+        num_shards: The number of shards by pattern in these.
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
@@ -269,6 +287,8 @@ def plan_model_units(
         small=small,
         precision=precision,
         may_be_meta=may_be_meta,
+        ranks_of=ranks_of,
+        num_shards=num_shards,
     )
 
 

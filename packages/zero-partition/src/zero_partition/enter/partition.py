@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, takewhile
 from types import FrameType
@@ -35,11 +35,16 @@ from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.store import AtHome, Encoded, InMemory, Rounded, Store, WithState
-from zero_partition.optimizer.shards import describe_optimizer, join_states, shard_optimizer
+from zero_partition.optimizer.shards import (
+    describe_optimizer,
+    describe_states,
+    join_states,
+    shard_optimizer,
+)
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, Span, UnitPlan, in_batches
 from zero_partition.plan.stages import Placement
-from zero_partition.plan.wire import Routes, Wire, ranks_of
+from zero_partition.plan.wire import Routes, Wire, pattern_of, ranks_of
 from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
     count_calls,
@@ -57,10 +62,20 @@ from zero_partition.run.unit import Unit
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_model
+from .groups import (
+    check_groups,
+    check_same_groups,
+    describe_others,
+    describe_parameters,
+    own_groups,
+    with_groups,
+)
 from .life_cycle import let_step, retire_partition
 from .model_plan import as_it_holds, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
+_CHUNK_NUMEL: Final = 2**22  # elements that are compared at a time
+_NUM_NAMED: Final = 3  # parameters in a message
 
 
 def distribute(
@@ -72,12 +87,17 @@ def distribute(
     modules = dict(model.named_modules(remove_duplicate=False))
     buffers = [buffer for _, buffer in model.named_buffers()]
     dense = [buffer.contiguous() for buffer in buffers]
-    broadcast_coalesced(dense, group=routes.whole).wait()
+    together: dict[str, list[Tensor]] = {"": []}
+    for (name, _), value in zip(model.named_buffers(), dense, strict=True):
+        pattern = pattern_of(name, config.groups)
+        together.setdefault(pattern if pattern in routes.of_groups else "", []).append(value)
+    for pattern, values in together.items():
+        broadcast_coalesced(values, group=routes.whole_of(pattern)).wait()
     for buffer, value in zip(buffers, dense, strict=True):
         if value is not buffer:
             buffer.copy_(value)
 
-    units, indices = [], count(first_index(plans))
+    units, indices, replaced = [], count(first_index(plans)), list[str]()
     for unit_index, plan in enumerate(plans):
         placement = plan.resting(config.placements.params)
         flat_buffers = tuple(
@@ -89,6 +109,7 @@ def distribute(
                 wire=wire,
                 residence=residence,
                 is_small=plan.rests_whole,
+                replaced=replaced,
             )
             for buffer_plan in plan.buffers
         )
@@ -119,22 +140,32 @@ def distribute(
                 secondary=secondary,
             )
         )
+    if replaced:
+        _LOG.warning(
+            "rank %d: %d of %d parameters had other values than on the first of the ranks that "
+            "train them, and have the values of that rank now: %s. Seed all ranks alike before the "
+            "model is built, or load weights. What is meant to differ, such as experts, needs "
+            "ZeroConfig(groups={pattern: ranks})",
+            *(routes.whole.rank, len(replaced), len(set(map(id, params.values())))),
+            ", ".join(replaced[:_NUM_NAMED]) + (", ..." if len(replaced) > _NUM_NAMED else ""),
+        )
     return tuple(units)
 
 
-def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
+def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
     """Let peers read this rank's shards of what is gathered, where they can.
 
-    Not where they travel encoded: then all ranks compute with other values than rest there.
+    Not where they travel encoded: then all ranks compute with other values than rest there. Nor
+    where some have ranks of their own: an exposure is of one group.
     """
     sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
-    if any(unit.codec is not None for unit in sharded):
+    if routes.of_groups or any(unit.codec is not None for unit in sharded):
         return None
     memories = [buffer.resting.memory for unit in sharded for buffer in unit.buffers]
     shards = [memory for memory in memories if memory is not None]
     if not shards or len(shards) < len(memories):
         return None
-    exposure = expose(shards, group=group)
+    exposure = expose(shards, group=routes.shards)
     for unit in sharded:
         unit.exposure = exposure
     return exposure
@@ -142,7 +173,8 @@ def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
 
 def first_index(plans: Sequence[UnitPlan]) -> int:
     """Where this model's buffers begin to count: models on one group should not share tags."""
-    names = [param.name for unit in plans for buffer in unit.buffers for param in buffer.params]
+    buffers = [buffer for unit in plans for buffer in unit.buffers if not buffer.ranks]
+    names = [param.name for buffer in buffers for param in buffer.params]
     return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
 
 
@@ -155,13 +187,15 @@ def _lay_down(
     wire: Wire,
     residence: Residence,
     is_small: bool,
+    replaced: list[str],
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
     room, home, offload = residence.room, residence.home, residence.offload
-    group = residence.routes.shards
+    routes = residence.routes.of(plan)
+    group = routes.shards
     master_dtype = residence.rests.master_of(residence.precision, plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
-    values, whole = _flatten(source, params, residence.routes, placement)
+    values, whole = _flatten(source, params, routes, placement, replaced)
     whole = None if whole is None else whole.to(plan.dtype)
     masters = None
     if master_dtype is not None and offload is None:
@@ -213,13 +247,17 @@ def _lay_down(
 
 
 def _flatten(
-    plan: BufferPlan, params: Sequence[nn.Parameter], routes: Routes, placement: Placement
+    plan: BufferPlan,
+    params: Sequence[nn.Parameter],
+    routes: Routes,
+    placement: Placement,
+    replaced: list[str],
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's shard, and the whole buffer where parameters rest replicated. Collective.
 
     Where some are early shards, one parameter is whole at a time, or 1 MiB of small ones, and early
     shards are given up as their values arrive, so that the peak is what rests, one unit's shard and
-    its largest parameter.
+    its largest parameter. Names of parameters that had other values here are added to `replaced`.
     """
     layout, is_sharded = plan.layout, placement is Placement.SHARDED
     own, kept = layout.shard(routes.shards.rank), Span(0, layout.numel)
@@ -239,9 +277,23 @@ def _flatten(
         del value
     if not has_early:
         broadcast_flat(memory, src=0, group=routes.whole).wait()
+        replaced += _find_replaced(plan, params, memory) if routes.whole.rank else ()
     if not is_sharded:
         return memory[own.as_slice()], memory
     return memory if has_early else memory[own.as_slice()].clone(), None
+
+
+def _find_replaced(
+    plan: BufferPlan, params: Sequence[nn.Parameter], memory: Tensor
+) -> Iterator[str]:
+    """Yield names of parameters that have other values than they have in a flat buffer. Local."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(8, memory.itemsize)]
+    for plan_of, param, span in zip(plan.params, params, plan.layout.spans, strict=True):
+        before = param.detach().reshape(-1).to(plan.dtype).contiguous()
+        now = memory[span.as_slice()]
+        chunks = zip(before.split(_CHUNK_NUMEL), now.split(_CHUNK_NUMEL), strict=True)
+        if not all(torch.equal(a.view(bits), b.view(bits)) for a, b in chunks):  # NaN equals NaN
+            yield plan_of.name
 
 
 def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
@@ -316,7 +368,7 @@ def partition(
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
 
     The module and the optimizer stay the user's own objects and are changed in place. All ranks
-    take the values of rank 0.
+    take the values of rank 0, those of a group in `config.groups` the values of its first rank.
 
     Args:
         model: On the group's device; its parameters dense, of any strides, which they have again
@@ -348,7 +400,8 @@ def partition(
     config = evolve(config, **options)  # which may raise: before anything is undone
     group, wire = ranks_of(group, config.wire, config.placements)
     config = evolve(config, wire=wire)
-    before = find_sharded(model)
+    before, groups = find_sharded(model), own_groups(config)
+    check_same_groups(before, groups)
     known = [optimizer, None if before is None else before.optimizer]
     with localized(model, known, lambda: find_sharded(model) is not None):
         optimizer, averages = retire_partition(model, optimizer)
@@ -358,7 +411,9 @@ def partition(
             again = partial(_partition_again, config=config, group=group, homes=homes)
         made = homes if isinstance(homes, Homes) else homes()
         try:
-            sharded = _partition(model, optimizer, config, group=group, homes=made, again=again)
+            sharded = _partition(
+                model, optimizer, config, group=group, groups=groups, homes=made, again=again
+            )
         except BaseException:
             if not is_made:
                 made.close()
@@ -384,10 +439,11 @@ def _partition(
     config: PartitionConfig,
     *,
     group: Group,
+    groups: Mapping[str, Group],
     homes: Homes,
     again: Callable[[ShardedModel], None] | None,
 ) -> ShardedModel:
-    check_model(model, optimizer, group)
+    check_model(model, optimizer, group, groups)
     let_step(optimizer)
     prepare_wrappers(optimizer)
     has_home = homes.params is not None
@@ -395,17 +451,24 @@ def _partition(
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
     parts = mesh_group_of(model.parameters())
     routes = evolve(routes, parts=parts, grid=grid_of(routes.whole, parts))
+    routes, ranks_of = with_groups(routes, groups, model, config)
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
     residence = Residence(routes, homes, precision)
     plans = plan_model_units(
-        model, optimizer, config, world_size=group.world_size, rests=residence.rests
+        model,
+        optimizer,
+        config,
+        world_size=group.world_size,
+        rests=residence.rests,
+        ranks_of=ranks_of,
+        num_shards={ranks: own.shards.world_size for ranks, own in routes.of_groups.items()},
     )
     facts = _describe(model, plans, config, residence) | describe_optimizer(optimizer)
-    if config.sanitize:
-        facts["sanitize"] = "True"
+    facts |= describe_states(optimizer, among=lambda key: key not in ranks_of)
     check_agreement(facts, group=routes.whole, timeout_s=config.timeout_s)
+    check_groups(model, optimizer, plans, routes, ranks_of=ranks_of, timeout_s=config.timeout_s)
     if config.units is None and placements.params is Placement.SHARDED:
         _warn_of_large_unit(plans)
 
@@ -433,7 +496,7 @@ def _partition(
         reducer=GradientReducer(units, routes, config, homes.gradients),
         residence=residence,
         optimizer=optimizer,
-        exposure=expose_shards(units, group),
+        exposure=expose_shards(units, routes),
         state_dict=config.state_dict,
         count_calls=count_calls,
         again=again,
@@ -504,25 +567,27 @@ def _describe(
 ) -> dict[str, str]:
     """What ranks must agree on, but for the optimizer."""
     placements, homes = config.placements, residence.homes
+    of_groups = residence.routes.of_groups
     when = "deferred" if homes.is_delayed else "right away"
-    early = [name for name, param in model.named_parameters() if find_early(param) is not None]
+    early = [
+        name
+        for name, param in model.named_parameters()
+        if find_early(param) is not None and pattern_of(name, config.groups) not in of_groups
+    ]
     found = zlib.crc32(" ".join(early).encode())
     return {
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
         **{name: str(value) for name, value in asdict(config.limits).items()},
-        **{
-            f"parameter {param.name!r}": f"shape {tuple(param.shape)}, {param.dtype}, "
-            f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}, cut {param.cut}"
-            for unit in plans
-            for buffer in unit.buffers
-            for param in buffer.params
-        },
+        **describe_parameters(plans, ""),
+        **describe_others(plans, of_groups),
         **{
             f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
             for name, buffer in model.named_buffers()
+            if pattern_of(name, config.groups) not in of_groups
         },
+        "sanitize": str(config.sanitize),
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
         "shards of parameters are kept": homes.place,

@@ -176,6 +176,8 @@ def plan_units(
     small: Collection[int] = (),
     precision: Precision = AS_IT_IS,
     may_be_meta: bool = False,
+    ranks_of: Mapping[int, str] | None = None,
+    num_shards: Mapping[str, int] | None = None,
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
@@ -193,6 +195,8 @@ def plan_units(
         small: Ids of parameters that rest whole on each rank, in a unit of their own.
         precision: Parameters lie in buffers of the dtype that it gives them.
         may_be_meta: Whether parameters on the meta device, which have no memory, are planned too.
+        ranks_of: Parameter id to the pattern that has its ranks, of those with ranks of their own.
+        num_shards: By pattern, in place of `world_size`.
 
     Raises:
         PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
@@ -236,6 +240,8 @@ def plan_units(
         dtypes=precision.dtypes_of(model),
         travels=precision.travels_of(model),
         strides={id(param): found for param in names if (found := _strides_of(param)) is not None},
+        ranks_of=ranks_of,
+        num_shards=num_shards,
     )
     return tuple(
         UnitPlan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -419,7 +419,16 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
                 facts[f"optimizer param group {index}"] = f"{len(value)} parameters"
             elif isinstance(value, int | float | str | bool | tuple | None):
                 facts[f"optimizer param group {index}, {key}"] = repr(value)
-    for index, (param, state) in enumerate(optimizer.state.items()):
+    return facts
+
+
+def describe_states(
+    optimizer: torch.optim.Optimizer | None, *, among: Callable[[int], bool]
+) -> dict[str, str]:
+    """Say what ranks must agree on of state, of the parameters whose ids are asked for. Local."""
+    facts, states = dict[str, str](), {} if optimizer is None else optimizer.state
+    chosen = (item for item in states.items() if among(id(item[0])))
+    for index, (param, state) in enumerate(chosen):
         step = state.get("step") if isinstance(state, dict) else None
         step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
         of = tuple(param.shape) if isinstance(param, Tensor) else param

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attrs import field, frozen
+from zero_comm import AnyRanks
 
 from .cuts import CutChoice
 from .precision import AS_IT_IS, Precision
@@ -41,6 +42,11 @@ class PartitionConfig:
             the values of both, for which every rank must call it.
         wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
             left out.
+        groups: Ranks of parameters that not all ranks have, as experts that are spread over ranks,
+            by pattern of the parameters' names, of which the first that matches counts: each a
+            Group, a ProcessGroup or a DeviceMesh of one dimension, of the ranks that have the same
+            parameters as this one. They take the values of the first of these ranks, and their
+            gradients are summed over them and divided as those of other parameters are.
         timeout_s: How long to wait for ranks that do not call `partition`, in seconds.
         sanitize: Check each use of memory and each collective; see `zero_partition.sanitize`.
     """
@@ -56,5 +62,6 @@ class PartitionConfig:
     cut: CutChoice = None
     state_dict: StateDictKind = "names"
     wire: Wire = AS_ONE
+    groups: Mapping[str, AnyRanks] = field(factory=dict, hash=False)
     timeout_s: float = 60.0
     sanitize: bool = False

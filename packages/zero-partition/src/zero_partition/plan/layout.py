@@ -7,7 +7,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from attrs import field, frozen
@@ -358,6 +358,7 @@ class BufferPlan:
     dtype: torch.dtype
     trainable: bool
     travel: torch.dtype | None = None  # between ranks, if that is another by request
+    ranks: str = ""  # the pattern in PartitionConfig.groups that has its ranks; "": the model's
 
     @property
     def num_bytes(self) -> int:
@@ -365,9 +366,14 @@ class BufferPlan:
         return self.layout.numel * self.dtype.itemsize
 
 
-# Parameters of one buffer: their dtype, whether they train, the dtype in which they travel, if that
-# is another, and whether no rank may cut them.
-_Kind: TypeAlias = tuple[torch.dtype, bool, torch.dtype | None, bool]
+class _Kind(NamedTuple):
+    """Common properties of the parameters in one buffer."""
+
+    dtype: torch.dtype
+    trainable: bool
+    travel: torch.dtype | None  # between ranks, if that is another
+    ranks: str  # see `BufferPlan`
+    is_whole: bool = False  # no rank may cut them
 
 
 def plan_buffers(
@@ -380,24 +386,34 @@ def plan_buffers(
     dtypes: Mapping[int, torch.dtype],
     travels: Mapping[int, torch.dtype] | None = None,
     strides: Mapping[int, tuple[int, ...]] | None = None,
+    ranks_of: Mapping[int, str] | None = None,
+    num_shards: Mapping[str, int] | None = None,
 ) -> list[tuple[BufferPlan, ...]]:
     """Plan the buffers of every unit together; see NOTE(whole)."""
-    kinds = [_kinds_of(params, cuts, group_of, dtypes, travels or {}) for params in units]
+    num_shards = {"": world_size, **(num_shards or {})}
+    kinds = [
+        _kinds_of(params, cuts, group_of, dtypes, travels or {}, ranks_of=ranks_of or {})
+        for params in units
+    ]
     owners: dict[int, int] = {}
-    loads = {trainable: [0] * world_size for trainable in (True, False)}  # bytes of each rank
-    for trainable, of_ranks in loads.items():
+    loads = {  # bytes of each rank
+        (trainable, ranks): [0] * size
+        for trainable in (True, False)
+        for ranks, size in num_shards.items()
+    }
+    for together, of_ranks in loads.items():
         whole = [
             param
-            for kind in kinds
-            for (_, of_trainable, _, is_whole), params in kind.items()
-            if is_whole and of_trainable is trainable
+            for of_unit in kinds
+            for kind, params in of_unit.items()
+            if kind.is_whole and (kind.trainable, kind.ranks) == together
             for param in params
         ]
         ranks = give_whole([param.numel() * param.element_size() for param in whole], of_ranks)
         owners.update(zip(map(id, whole), ranks, strict=True))
 
     def plan(kind: _Kind, params: list[nn.Parameter]) -> BufferPlan:
-        dtype, trainable, travel, is_whole = kind
+        dtype, trainable, travel, ranks, is_whole = kind
         if is_whole:
             params = sorted(params, key=lambda param: owners[id(param)])  # stable
         plans = tuple(
@@ -411,9 +427,9 @@ def plan_buffers(
             )
             for p in params
         )
-        ranks = [owners[id(param)] for param in params] if is_whole else None
-        layout = _lay_out_buffer(plans, dtype, ranks, loads[trainable])
-        return BufferPlan(plans, layout, dtype, trainable, travel)
+        owned_by = [owners[id(param)] for param in params] if is_whole else None
+        layout = _lay_out_buffer(plans, dtype, owned_by, loads[trainable, ranks])
+        return BufferPlan(plans, layout, dtype, trainable, travel, ranks)
 
     return [tuple(plan(kind, params) for kind, params in unit.items()) for unit in kinds]
 
@@ -424,12 +440,15 @@ def _kinds_of(
     group_of: Mapping[int, int],
     dtypes: Mapping[int, torch.dtype],
     travels: Mapping[int, torch.dtype],
+    *,
+    ranks_of: Mapping[int, str],
 ) -> dict[_Kind, list[nn.Parameter]]:
-    """Divide parameters by dtypes, whether they train, and whether they stay whole."""
-    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None], list[nn.Parameter]] = {}
+    """Divide parameters by dtypes, whether they train, their ranks, and whether they stay whole."""
+    kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in params:
         dtype, travel = dtypes[id(param)], travels.get(id(param))
-        kind = (dtype, param.requires_grad, None if travel == dtype else travel)
+        travel, ranks = None if travel == dtype else travel, ranks_of.get(id(param), "")
+        kind = _Kind(dtype, param.requires_grad, travel, ranks)
         kinds.setdefault(kind, []).append(param)
     split: dict[_Kind, list[nn.Parameter]] = {}
     for kind, chosen in kinds.items():
@@ -440,7 +459,7 @@ def _kinds_of(
             whole, rest = chosen, []  # one collective fewer, and hardly worse balanced
         for is_whole, members in ((True, whole), (False, rest)):
             if members:
-                split[(*kind, is_whole)] = members
+                split[kind._replace(is_whole=is_whole)] = members
     return split
 
 

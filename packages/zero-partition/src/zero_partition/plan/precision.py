@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import nn
 from zero_comm import Reduction
 
@@ -252,6 +252,10 @@ class Precision:
         """Return the dtype in which gradients of a buffer travel."""
         reduce = self.reduce if buffer.dtype.is_floating_point else None
         return buffer.travel or reduce or buffer.dtype
+
+    def over(self, world_size: int) -> Precision:
+        """Return the same, where means are over so many ranks unless it says otherwise."""
+        return self if self.mean_over is not None else evolve(self, mean_over=float(world_size))
 
     def keeps_equal(self, world_size: int) -> bool:
         """Return whether what is equal on so many ranks is as it was after a reduction."""

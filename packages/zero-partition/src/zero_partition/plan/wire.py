@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -244,6 +247,15 @@ class Wire:
         }
 
 
+@frozen
+class OwnRanks:
+    """Ranks with the same experts as this one: one of the groups that divide a model's ranks."""
+
+    positions: tuple[int, ...]  # among all ranks of the model
+    index: int  # of these ranks among the groups, in the order of their first ranks
+    shares_names: bool  # in each group there are other parameters of the same names
+
+
 @frozen(eq=False)
 class Routes:
     """Groups of one model."""
@@ -254,7 +266,10 @@ class Routes:
     node: Group | None = None  # those that keep a copy of gathered values together
     hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
     parts: Group | None = None  # those that have other parts of DTensors, if the model has any
-    grid: Group | None = None  # then: all ranks that train the model, with all of its parts
+    grid: Group | None = None  # all ranks of the model, where `whole` has a part of it alone
+    of_groups: Mapping[str, Routes] = field(factory=dict)  # of parameters with ranks of their own
+    own: OwnRanks | None = None  # of such parameters: which ranks these are
+    names_elsewhere: frozenset[str] = frozenset()  # of parameters that only other ranks have
     # What this rank sends in all of them: in the last complete step, if there is one, and since.
     log: list[Traffic] = field(factory=lambda: [Traffic()])
 
@@ -263,12 +278,31 @@ class Routes:
         """All of them, each once."""
         hops = () if self.hops is None else (self.hops.inside, self.hops.across)
         every = (self.whole, self.shards, self.replicas, self.node, self.parts, self.grid, *hops)
-        return tuple({id(group): group for group in every if group is not None}.values())
+        own = chain.from_iterable(routes.groups for routes in self.of_groups.values())
+        found = (group for group in (*every, *own) if group is not None)
+        return tuple({id(group): group for group in found}.values())
+
+    def of(self, plan: BufferPlan) -> Routes:
+        """Return those of the parameters in a buffer."""
+        return self.of_groups[plan.ranks] if plan.ranks else self
+
+    def whole_of(self, pattern: str) -> Group:
+        """Return all ranks that have what matches a pattern of `of_groups`; "": the model's own."""
+        return self.of_groups[pattern].whole if pattern else self.whole
 
     @property
     def holders(self) -> tuple[Group, ...]:
         """Groups that have all shards of all parts, reached by one after the other."""
+        if self.own is not None and self.grid is not None:
+            return (self.grid,)  # each rank has a shard of this expert, or of another one
         return (self.shards,) if self.parts is None else (self.shards, self.parts)
+
+    @property
+    def others(self) -> tuple[Group, ...]:
+        """Return groups whose ranks have other gradients than this one, at stage 0."""
+        apart = self.grid if self.own is not None else self.parts
+        apart = self.whole if self.of_groups else apart
+        return () if apart is None else (apart,)
 
     @property
     def all_ranks(self) -> Group:
@@ -295,6 +329,11 @@ class Routes:
     def is_first_part(self) -> bool:
         """Return whether this rank's are those that count, of what all parts' ranks have."""
         return self.parts is None or self.parts.rank == 0
+
+
+def pattern_of(name: str, patterns: Collection[str]) -> str:
+    """Return the first pattern that matches the name of a parameter or a buffer; "" for none."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
 AS_ONE: Final = Wire()

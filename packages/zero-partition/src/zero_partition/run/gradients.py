@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor, nn
 from zero_comm import (
     AbstractCodec,
@@ -216,8 +216,8 @@ class BufferGradients:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
         if not self.views or memory.data_ptr() != self._views_at:  # usually the same slot again
             views, address = self.buffer.views_of(memory), memory.data_ptr()
-            if not self.shards_state and (parts := self.routes.parts) is not None:
-                views = tuple(GradientShard.over(view, [parts]) for view in views)
+            if not self.shards_state and (others := self.routes.others):
+                views = tuple(GradientShard.over(view, others) for view in views)
             # In one statement: an interrupt between them would leave views of other memory.
             self.views, self._views_at = views, address
         self.accumulator, self.slot = memory, slot
@@ -551,7 +551,8 @@ class BufferGradients:
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
-        if self.config.precision.keeps_equal(self.routes.whole.world_size):
+        is_kept = self.config.precision.keeps_equal(self.routes.whole.world_size)
+        if is_kept and not self.routes.of_groups:  # with these, all ranks refuse what some must
             return
         again = [
             position
@@ -564,8 +565,9 @@ class BufferGradients:
                 "over the ranks by a backward before this one, and at stage 0 would be so again "
                 "with what has been added to it since, as often as there are ranks "
                 f"(rank {self.buffer.group.rank}). Where Precision does not average over all "
-                "ranks, run all micro-batches but the last inside no_sync(model), or use stage 1; "
-                "to begin anew, call optimizer.zero_grad()"
+                "ranks, or some parameters have ranks of their own (ZeroConfig.groups), run all "
+                "micro-batches but the last inside no_sync(model), or use stage 1; to begin anew, "
+                "call optimizer.zero_grad()"
             )
 
     def remove_guards(self) -> None:
@@ -692,14 +694,18 @@ class GradientReducer:
     _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
     _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
     _has_earlier: bool = field(default=False, init=False)  # gradients of before this backward
+    _same_params: Tensor | None = field(default=None, init=False)  # by rank and flag; see there
 
     def __attrs_post_init__(self) -> None:
         placements = self.config.placements
         self.placement = placements.grads
         self.shards_state = placements.optim is Placement.SHARDED
         buffers = [(buffer, unit) for unit in self.units for buffer in unit.buffers]
+        # Gradients of parameters with ranks of their own are divided by the number of all ranks.
+        precision = self.config.precision.over(self.routes.whole.world_size)
+        config = evolve(self.config, precision=precision)
         self.gradients = tuple(
-            BufferGradients(buffer, unit, self.routes, self.config, self.home)
+            BufferGradients(buffer, unit, self.routes.of(buffer.plan), config, self.home)
             for buffer, unit in buffers
             if buffer.plan.trainable
         )
@@ -965,11 +971,22 @@ class GradientReducer:
             return
         present = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         everyone = self.launch_exchange(present, group).wait().view(group.world_size, -1)
+        if self.routes.of_groups:
+            if self._same_params is None:
+                self._same_params = self._find_same_params().to(everyone.device)
+            everyone = everyone * self._same_params
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
             for position, param in enumerate(g.targets):
                 if next(anyone) and param.grad is None:
                     g.publish_grads([position])
+
+    def _find_same_params(self) -> Tensor:
+        """Return by rank and flag: 1 where that rank has the same parameter as this one, else 0."""
+        of_params = [g.routes.own for g in self.gradients for _ in g.targets]
+        ranks = range(self.routes.whole.world_size)
+        rows = [[own is None or rank in own.positions for own in of_params] for rank in ranks]
+        return torch.tensor(rows, dtype=torch.uint8, device="cpu")
 
     # ---- Gradients are dropped, and memory given back ----
 

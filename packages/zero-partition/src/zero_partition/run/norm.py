@@ -55,12 +55,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
 
-    Collective at stages 1 to 3; after backward, before the step. The arithmetic, so that one
-    process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype
-    or, if that has 16 bits, in float32, in the order of units; their squares added in float64;
-    those sums added in rank order; the square root; then every gradient times
-    min(1, max_norm / (norm + 1e-6)), as torch does. Of another order p, their p-th powers, and the
-    p-th root.
+    Collective at stages 1 to 3, and at stage 0 with groups; after backward, before the step.
+    The arithmetic, so that one process can repeat it: the norm of each rank's part of each
+    parameter, in the gradient's dtype or, if that has 16 bits, in float32, in the order of units;
+    their squares added in float64; those sums added in rank order; the square root; then every
+    gradient times min(1, max_norm / (norm + 1e-6)), as torch does. Of another order p, their p-th
+    powers, and the p-th root.
 
     Args:
         model_or_optimizer: Either of the two that were sharded together, for all gradients; or some
@@ -133,7 +133,8 @@ def unscale_and_clip_(
 ) -> GradientReport:
     """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
 
-    Collective at stages 1 to 3; after backward, before the step. Where any element on any rank is
+    Collective at stages 1 to 3, and at stage 0 with groups; after backward, before the step.
+    Where any element on any rank is
     inf or nan, gradients are left as they are, on every rank: skip the step and drop them. The
     norm is that of `clip_grad_norm_`, of gradients divided by `scale`; the one factor is
     min(1, max_norm / (norm + 1e-6)) / scale.
@@ -215,11 +216,12 @@ def _gradients(
         sharded.reducer.before_step()
     sharded.take_gradients()
     counts_all = across is None or across.rank == 0
+    has_own_ranks = bool(sharded.routes.of_groups) and not sharded.shards_state
     with plain_access():
         return [
             _Grad(
                 target.grad.as_subclass(Tensor),
-                counts_all or _is_split(param),
+                (counts_all or _is_split(param)) and not (has_own_ranks and g.routes.whole.rank),
                 g.norm_of(position),
             )
             for g in sharded.reducer.gradients
@@ -259,7 +261,7 @@ def _total_norm(
         extreme = stacked.max() if norm_type > 0 else stacked.min()
         # If gradients are on the host, it does not wait for what the device has to do before.
         local[0].copy_(stacked.sum() if is_sum else extreme, non_blocking=True)
-    if reducer.shards_state:
+    if reducer.shards_state or sharded.routes.of_groups:
         local = _combine(local, norm_type, sharded.group, reducer)
     if across is not None:
         local = _combine(local, norm_type, across, reducer)

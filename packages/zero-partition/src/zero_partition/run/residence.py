@@ -116,7 +116,7 @@ def plan_room(
     *,
     rests: RestPlan,
     precision: Precision,
-    rank: int,
+    rank_of: Callable[[BufferPlan], int],
     device: torch.device,
     group_of: Mapping[str, int],
     first_index: int = 0,
@@ -128,7 +128,7 @@ def plan_room(
         placements: Of the parameters of each.
         rests: What rests elsewhere.
         precision: Says which have masters.
-        rank: Whose.
+        rank_of: Position of this rank among the shards of a buffer.
         device: Of what rests on the device; meta for one that is not here.
         group_of: Param group by name of the parameter.
         first_index: Number of the first buffer.
@@ -136,7 +136,7 @@ def plan_room(
     room = RoomPlan()
     buffers = [(b, at) for unit, at in zip(plans, placements, strict=True) for b in unit.buffers]
     for index, (buffer, placement) in enumerate(buffers, first_index):
-        at_home = rests.params and placement is Placement.SHARDED
+        rank, at_home = rank_of(buffer), rests.params and placement is Placement.SHARDED
         if at_home:
             numel = buffer.layout.splits[rank]
             room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
@@ -232,7 +232,7 @@ class Residence:
                 placements,
                 rests=self.rests,
                 precision=self.precision,
-                rank=self.routes.shards.rank,
+                rank_of=lambda buffer: self.routes.of(buffer).shards.rank,
                 device=self.routes.shards.device,
                 group_of=group_of,
                 first_index=first_index,

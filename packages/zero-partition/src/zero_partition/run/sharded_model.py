@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -109,14 +109,20 @@ class ParamRef:
         return self.plan.name
 
     @property
+    def saved_name(self) -> str:
+        """Return the name in checkpoints: with a number where other ranks use it for another."""
+        own = self.sharded.routes.of(self.buffer.plan).own
+        return f"{self.name}@{own.index}" if own is not None and own.shares_names else self.name
+
+    @property
     def group(self) -> Group:
         """The ranks it is sharded over."""
-        return self.sharded.group
+        return self.buffer.group
 
     @property
     def whole(self) -> Group:
         """All ranks that train it."""
-        return self.sharded.whole
+        return self.sharded.routes.of(self.buffer.plan).whole
 
     @property
     def piece(self) -> Piece | None:
@@ -164,6 +170,15 @@ def place_of(param: Tensor, *, what: str) -> ParamRef:
 def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
     """Each once, in one order on every rank."""
     return sorted(set(places), key=lambda place: (place.buffer.index, place.position))
+
+
+def by_group(places: Sequence[ParamRef]) -> Iterator[tuple[Group, list[int]]]:
+    """Yield the groups over which parameters are sharded, with the positions of theirs. Local."""
+    found: dict[str, list[int]] = {}
+    for position, place in enumerate(places):
+        found.setdefault(place.buffer.plan.ranks, []).append(position)
+    for of_group in found.values():
+        yield places[of_group[0]].group, of_group
 
 
 def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
@@ -352,7 +367,7 @@ class OutsideUses:
             return self._values[place]
         is_inside = sharded.forwards > 0 or is_in_backward() or sharded.schedule.is_running
         is_kept = is_inside or needs_grad
-        is_alone = sharded.group.world_size == 1 or place.unit.copies is not None
+        is_alone = place.group.world_size == 1 or place.unit.copies is not None
         if not is_kept and not is_alone:
             own = set(map(id, sharded.model.modules()))
             if not any(id(module) in own for module in modules_being_called()):  # see NOTE(parts)
@@ -553,6 +568,16 @@ class ShardedModel:
     def whole(self) -> Group:
         """All ranks that train it."""
         return self.routes.whole
+
+    def refuse_own_ranks(self, what: str) -> None:
+        """Raise StateError where ranks have different parameters, which `what` has no place for."""
+        for ranks, routes in self.routes.of_groups.items():
+            raise StateError(
+                f"{what} takes rank 0's parameters for those of all ranks, and those of {ranks!r} "
+                f"(ZeroConfig.groups) differ from rank to rank (rank {self.whole.rank}). Call "
+                "zero_engine.save() or load(), or full_param() or set_full_param() on every rank, "
+                f"each for its own; {routes.whole.world_size} ranks have the same"
+            )
 
     @property
     def shards_state(self) -> bool:

@@ -189,12 +189,11 @@ class ShardedAverage:
 
     def split(self) -> dict[str, SplitEntry]:
         """Return the averages by name, split evenly: their layout ends. Collective."""
-        device, group = self._sharded.group.device, self._sharded.group
-        found = {}
+        device, found = self._sharded.group.device, dict[str, SplitEntry]()
         for buffer, average in self._averages.items():
             values = launch_buffer(buffer, average.to(device))()
             for plan, value in zip(buffer.plan.params, values, strict=True):
-                found[plan.name] = SplitEntry.of(value.to(self._device), group)
+                found[plan.name] = SplitEntry.of(value.to(self._device), buffer.group)
         return found
 
     @torch.no_grad()

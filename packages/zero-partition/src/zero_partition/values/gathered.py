@@ -124,6 +124,8 @@ class ShardedParams:
         is_for_reading = modifier_rank is None
         masters = () if is_for_reading else (StateKind.MASTERS,)
         self.sharded.require(what, StateKind.PARAMS, *masters)
+        if not is_for_reading and any(place.buffer.plan.ranks for place in self.places):
+            self.sharded.refuse_own_ranks(f"{what} with modifier_rank={modifier_rank}")
         self.sharded.follow_shard_writes()
         for place in self.places:
             if not is_for_reading and self.sharded.schedule.is_in_use(place.unit):

@@ -351,6 +351,8 @@ class StateLoad:
         self.missing = tuple(name for name in lacking if name not in may_lack)
         used = {name for target in self.values for name in target.found}
         given = dict.fromkeys((*source.params, *source.buffers))
+        if self.sharded is not None:
+            used |= self.sharded.routes.names_elsewhere
         self.unexpected = tuple(name for name in given if name not in used)
         if self.custom is not None:
             self.problems += self.custom.problems
@@ -380,8 +382,10 @@ class StateLoad:
             for place in sharded.places
             if place.name in states
         }
-        extra = [name for name in states if name not in trained]
-        if is_strict and theirs != mine:
+        elsewhere = sharded.routes.names_elsewhere
+        theirs = [[name for name in names if name not in elsewhere] for names in theirs]
+        extra = [name for name in states if name not in trained | elsewhere]
+        if is_strict and [*map(set, theirs)] != [*map(set, mine)]:
             self.problems.append(_describe_groups(mine, theirs))
         if is_strict and extra:
             self.problems.append(
@@ -414,7 +418,7 @@ class StateLoad:
             try:
                 self.states[place] = _part_of_state(place, state, for_whole)
                 if own["entries"]:  # what has no whole: nests, with readers for tensors
-                    given = _given_to(sharded.group.rank, mine, theirs_own, own_entries[name])
+                    given = _given_to(place.group.rank, mine, theirs_own, own_entries[name])
                     self.problems += [
                         f"{name!r}: optimizer state is made of a {foreign}, of another package than"
                         " the optimizer, so none is made"
@@ -478,6 +482,7 @@ def load_ranges(
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
+        sharded.refuse_own_ranks("loading weights, which")
     source = StateSource(params=readers, buffers=readers, where="load_ranges()")
     source, custom = _through_modules(model, source)
     load = StateLoad(sharded, source, list(targets_of(model)), custom)
@@ -651,15 +656,14 @@ def _own_entries(source: StateSource) -> dict[str, list[dict[str, Any]]]:
 def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
     if len(mine) != len(theirs):
         return f"expected {len(mine)} param groups, got {len(theirs)}"
-    for index, (names, others) in enumerate(zip(mine, theirs, strict=True)):
-        lacking = [name for name in names if name not in others]
-        extra = [name for name in others if name not in names]
-        if lacking or extra:
-            return (
-                f"param group {index}: expected also {lacking}, and not {extra}; is it the "
-                "optimizer of the same parameters?"
-            )
-    return "param groups hold the same parameters in another order"
+    pairs = enumerate(zip(mine, theirs, strict=True))
+    index, (names, others) = next((i, pair) for i, pair in pairs if {*pair[0]} != {*pair[1]})
+    lacking = [name for name in names if name not in others]
+    extra = [name for name in others if name not in names]
+    return (
+        f"param group {index}: expected also {lacking}, and not {extra}; is it the optimizer of "
+        "the same parameters?"
+    )
 
 
 def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:

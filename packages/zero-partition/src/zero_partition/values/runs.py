@@ -42,6 +42,7 @@ from zero_partition.plan.split import Split
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
+    by_group,
     find_place,
     part_of,
 )
@@ -331,12 +332,19 @@ def plan_states(
     timeout_s: float | None = None,
 ) -> list[dict[str, Entry]]:
     """How these states lie over the ranks, if this one has these. Collective where sharded."""
-    group = sharded.group
     if not sharded.shards_state:
-        _check_keys(states, f"rank {group.rank}")
-        return [{k: entry_on_each(v, group.world_size) for k, v in of.items()} for of in states]
-    infos = gather_state_info(states, group=group, timeout_s=timeout_s)
-    return [plan_state(place, of, has_own=has_own) for place, of in zip(places, infos, strict=True)]
+        _check_keys(states, f"rank {sharded.group.rank}")
+        return [
+            {key: entry_on_each(value, place.group.world_size) for key, value in state.items()}
+            for place, state in zip(places, states, strict=True)
+        ]
+    planned: list[dict[str, Entry]] = [{} for _ in places]
+    for group, of_group in by_group(places):
+        mine = [states[position] for position in of_group]
+        infos = gather_state_info(mine, group=group, timeout_s=timeout_s)
+        for position, of_param in zip(of_group, infos, strict=True):
+            planned[position] = plan_state(places[position], of_param, has_own=has_own)
+    return planned
 
 
 def entry_on_each(value: Any, world_size: int) -> Entry:
@@ -435,8 +443,8 @@ class WholeTensor:
         """
         split = split_of(place.param)
         if split is None or shape != place.plan.shape:
-            return cls(place.name, entry, shape, dtype)
-        return cls(place.name, entry, split.shape, dtype, split)
+            return cls(place.saved_name, entry, shape, dtype)
+        return cls(place.saved_name, entry, split.shape, dtype, split)
 
     def given_of(self, place: ParamRef, span: Span) -> Span:
         """Return the run that a rank gives that has these elements of what it is the part of."""
@@ -480,6 +488,7 @@ class StateParts:
     own_said: dict[str, Any] = field(factory=dict)  # of entries without a whole; see NOTE(own)
     own: list[Tensor] = field(factory=list)  # this rank's of those, to look at as those of batches
     computes_in: dict[str, torch.dtype] = field(factory=dict)  # where values are of another
+    problems: list[str] = field(factory=list)  # with state that only some ranks have
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
     extra: Sequence[Mapping[str, Any]] = ()  # by optimizer: see `extra_entries`
 
@@ -489,12 +498,16 @@ class StateParts:
         Raises:
             StateError: The parameter is split.
         """
+        problem = (
+            f"optimizer state {key!r} of {place.name!r}, which not all ranks have: it cannot be "
+            "put together, as nobody knows how it is laid out. Save without the optimizer, or take "
+            "one whose state has the parameter's shape"
+        )
         if split_of(place.param) is not None:
-            raise StateError(
-                f"optimizer state {key!r} of {place.name!r}, which is split over ranks: it cannot "
-                "be put together, as nobody knows how it is laid out. Save without the optimizer, "
-                "or take one whose state has the parameter's shape"
-            )
+            raise StateError(problem)
+        if place.buffer.plan.ranks:
+            self.problems.append(problem)
+            return False
         own = {"keeps": kept_as_json(place), "entries": {}}
         of_param = self.own_said.setdefault(place.name, own)
         of_param["entries"][key] = [info and info.described for info in entry.infos]
@@ -526,14 +539,18 @@ def plan_parts(
         states = local.describe(places)
         entries = plan_states(sharded, places, states, has_own=True, timeout_s=timeout_s)
     parts = StateParts(
-        frozen=frozenset(place.name for place in places if not place.is_trainable),
-        ties={alias: place.name for place in places for alias in place.plan.names[1:]},
+        frozen=frozenset(place.saved_name for place in places if not place.is_trainable),
+        ties={
+            alias + place.saved_name.removeprefix(place.name): place.saved_name
+            for place in places
+            for alias in place.plan.names[1:]
+        },
         shared=[shared_state(o) for o in members_of(sharded.optimizer)] if has_state else (),
         extra=[extra_entries(o) for o in members_of(sharded.optimizer)] if has_state else (),
     )
     sources: dict[Part, tuple[ParamRef, Span]] = {}
     for place, state, planned in zip(places, states, entries, strict=True):
-        name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
+        name, shape, own_dtype = place.saved_name, place.plan.shape, place.buffer.plan.dtype
         master = planned.pop(MASTER, None)  # that is kept without our asking
         dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
         if dtype != own_dtype:
@@ -548,7 +565,7 @@ def plan_parts(
                     describe(local.read([place])[0].get(key), parts.own)
             else:
                 tensor = WholeTensor.of(place, key, entry.shape, entry.dtype)
-                spans[tensor] = entry.given_by(sharded.group.rank)
+                spans[tensor] = entry.given_by(place.group.rank)
         parts.tensors.extend(spans)
         given = {Part(t, t.given_of(place, span)): (place, span) for t, span in spans.items()}
         sources |= {part: source for part, source in given.items() if part.span.numel}

@@ -90,6 +90,7 @@ def gather_state_dict(
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
     sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelPhase.FORWARD,))
+    sharded.refuse_own_ranks("full_state_dict()")
     sharded.compare_launches("full_state_dict()", at_once=True)
     sharded.follow_shard_writes()
     sharded.finish_update()  # so that weights and optimizer state are of one step
@@ -243,6 +244,8 @@ class _ModuleHooks(Bound):
         """Unshard what the module owns, or let the state dict have its names."""
         sharded, call = self.sharded, checkpoint_call()
         is_asked = call is not None and call["info"].full_state_dict
+        if is_asked:
+            sharded.refuse_own_ranks("get_state_dict(), as it")
         gathers = sharded.state_dict == "gather" or is_asked
         if gathers and sharded.exported is None:
             sharded.follow_shard_writes()
@@ -404,6 +407,7 @@ def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     sharded = require_sharded(model)
     optimizer = _usable(sharded, "full_optimizer_state_dict()")
+    sharded.refuse_own_ranks("full_optimizer_state_dict()")
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     states = [_gather(sharded, member, is_kept=is_first) for member in members_of(optimizer)]
@@ -435,6 +439,7 @@ def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, An
     sharded = require_sharded(model)
     what, group = "load_full_optimizer_state_dict()", sharded.routes.all_ranks
     optimizer = _usable(sharded, what)
+    sharded.refuse_own_ranks(what)
     problem, description, tensors = "", None, list[Tensor]()
     try:
         description = describe(dict(state_dict), tensors) if group.rank == 0 else None
@@ -494,7 +499,7 @@ def _gather(
         for place, values in zip(mine, local.read(mine), strict=True):
             number, tag = numbers[id(owner_of(place))], sharded.access_tag
             for key, entry in entries[place].items():
-                whole = launch_entry(entry, values, key, group=sharded.group, tag=tag)()
+                whole = launch_entry(entry, values, key, group=place.group, tag=tag)()
                 if is_kept:
                     to_host = partial(_whole_on_host, place.param)
                     state.setdefault(number, {})[key] = map_tensors(whole, to_host)
