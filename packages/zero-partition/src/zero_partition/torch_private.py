@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -129,6 +130,26 @@ def will_accumulate(param: Tensor) -> bool:
 def is_in_ddp_forward() -> bool:
     """Whether a DistributedDataParallel is running the forward of what it wraps."""
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def pipeline_that_splits_backward() -> str:
+    """Return the class of the pipeline schedule that runs this forward, if it splits backward.
+
+    "" where none runs it, or one that computes all gradients of a backward at once.
+    """
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    frame = None if schedules is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == schedules.__file__:
+            schedule = frame.f_locals.get("self")
+            if isinstance(schedule, schedules._PipelineSchedule):
+                parts = {schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT}
+                order = getattr(schedule, "pipeline_order", {}).values()
+                actions = filter(None, chain.from_iterable(order))
+                splits = any(action.computation_type in parts for action in actions)
+                return type(schedule).__name__ if splits else ""
+        frame = frame.f_back
+    return ""
 
 
 def outside_functional_transforms() -> AbstractContextManager[None]:

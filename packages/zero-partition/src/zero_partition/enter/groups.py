@@ -96,7 +96,7 @@ def with_groups(
     whole, problem, names = routes.whole, "", {pattern: list[str]() for pattern in groups}
     try:
         ranks_of = find_ranks(model, groups) if groups or whole.world_size > 1 else {}
-        _check_company(model, config.wire, groups, whole)
+        _check_combination(model, config.wire, groups, whole)
     except PartitionError as error:
         problem, ranks_of = str(error), {}
     for name, param in model.named_parameters():
@@ -149,7 +149,10 @@ def with_groups(
     return routes, ranks_of
 
 
-def _check_company(model: nn.Module, wire: Wire, groups: Mapping[str, Group], whole: Group) -> None:
+def _check_combination(
+    model: nn.Module, wire: Wire, groups: Mapping[str, Group], whole: Group
+) -> None:
+    """Raise PartitionError for what is not supported together with groups. Local."""
     for is_there, what in (
         (wire.replicas, "Wire(replicas=True), or a mesh of two dimensions"),
         (wire.secondary, "Wire(secondary=True)"),
@@ -158,8 +161,8 @@ def _check_company(model: nn.Module, wire: Wire, groups: Mapping[str, Group], wh
     ):
         if is_there and any(group.world_size < whole.world_size for group in groups.values()):
             raise PartitionError(
-                f"expected {what} or ZeroConfig(groups=...), got both: shards of parameters with "
-                "ranks of their own lie over all of these; leave one of them out"
+                f"expected {what} or ZeroConfig(groups=...), got both, which are not supported "
+                "together; leave one of them out"
             )
 
 

@@ -131,6 +131,7 @@ class CheckedStates(list[GradState]):
 
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
+_TAG_OF_OTHERS: Final = 1  # below those of buffers
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 
@@ -695,6 +696,7 @@ class GradientReducer:
     _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
     _has_earlier: bool = field(default=False, init=False)  # gradients of before this backward
     _same_params: Tensor | None = field(default=None, init=False)  # by rank and flag; see there
+    _own_groups: frozenset[int] = field(init=False)  # ids of the model's
 
     def __attrs_post_init__(self) -> None:
         placements = self.config.placements
@@ -717,6 +719,7 @@ class GradientReducer:
             device=self.routes.whole.device,
             is_busy=lambda owner: owner.has_local or owner.reduction is not None,
         )
+        self._own_groups = frozenset(map(id, self.routes.groups))
         self.control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
         self._order = list(reversed(self.gradients))
         for g in self.gradients:
@@ -941,14 +944,17 @@ class GradientReducer:
         return self.launch_exchange(mine, group).wait()
 
     def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
-        """All ranks' tensors of equal size, 1-D, one after the other."""
-        shard = mine.to(group.device)
+        """Gather all ranks' tensors of equal size, 1-D, one after the other. Collective.
+
+        Over a group that is not the model's, others may have another part of it, and other tags.
+        """
+        shard, is_own = mine.to(group.device), id(group) in self._own_groups
         return all_gather_flat(
             shard.new_empty(group.world_size * shard.numel()),
             splits=[shard.numel()] * group.world_size,
             group=group,
             shard=shard,
-            tag=self.control_tag,
+            tag=self.control_tag if is_own else _TAG_OF_OTHERS,
             control=True,
         )
 

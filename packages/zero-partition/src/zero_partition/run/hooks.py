@@ -111,6 +111,7 @@ class AroundCall(Bound):
         if self.is_model:
             self.sharded.begin_forward()
         elif not self.sharded.forwards and not is_in_backward():  # of a part of the model
+            self.sharded.refuse_split_backward()
             self.sharded.end_broken_calls(beginning=1)
             self.sharded.follow_shard_writes()
         self.sharded.require("a forward", StateKind.PARAMS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from zero_comm import Group, collective
+from zero_comm import AnyRanks, Group, collective
 
 from zero_partition.dtensors import local_of
 from zero_partition.errors import StateError
@@ -52,6 +52,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     across: Group | None = None,
+    stages: AnyRanks | None = None,
 ) -> Tensor:
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
 
@@ -75,6 +76,7 @@ def clip_grad_norm_(
             are combined too; the mesh of its DTensors when None. A parameter that is marked as
             Megatron's are (`tensor_model_parallel` or `model_parallel` is true), and a DTensor that
             is sharded, counts on each of its ranks, any other on the first.
+        stages: Ranks of a pipeline, each of which has other layers: all of their parameters count.
 
     Returns:
         The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
@@ -92,7 +94,7 @@ def clip_grad_norm_(
     across = sharded.routes.parts if across is None else across
     grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
     sharded.compare_launches("reading the norm", at_once=True)
-    norm = _total_norm(sharded, grads, norm_type, across)
+    norm = _total_norm(sharded, grads, norm_type, (across, stages))
     if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
         nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
     _scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -129,6 +131,7 @@ def unscale_and_clip_(
     scale: float = 1.0,
     max_norm: float | None = None,
     across: Group | None = None,
+    stages: AnyRanks | None = None,
     in_step: bool = False,
 ) -> GradientReport:
     """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
@@ -144,6 +147,7 @@ def unscale_and_clip_(
         scale: What the loss was multiplied by.
         max_norm: The largest norm allowed; no clipping when None.
         across: As for `clip_grad_norm_`.
+        stages: As for `clip_grad_norm_`.
         in_step: Leave it to the optimizer's next step, if that is one of torch's fused ones
             (`fused=True`) and has stepped before: its kernels unscale and clip on the way, and
             change nothing where gradients are not finite. `report.is_in_step` says whether it is:
@@ -158,7 +162,7 @@ def unscale_and_clip_(
     across = sharded.routes.parts if across is None else across
     grads = _gradients(sharded, "unscale_and_clip_()", across, chosen)
     sharded.compare_launches("reading the norm", at_once=True)
-    norm = _total_norm(sharded, grads, 2.0, across) / scale
+    norm = _total_norm(sharded, grads, 2.0, (across, stages)) / scale
     finite, factor = norm.isfinite(), torch.ones_like(norm)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -240,7 +244,7 @@ def _total_norm(
     sharded: ShardedModel,
     grads: Sequence[_Grad],
     norm_type: float,
-    across: Group | None,
+    others: Sequence[AnyRanks | None],
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
@@ -263,8 +267,9 @@ def _total_norm(
         local[0].copy_(stacked.sum() if is_sum else extreme, non_blocking=True)
     if reducer.shards_state or sharded.routes.of_groups:
         local = _combine(local, norm_type, sharded.group, reducer)
-    if across is not None:
-        local = _combine(local, norm_type, across, reducer)
+    for ranks in others:
+        if ranks is not None:
+            local = _combine(local, norm_type, Group.of(ranks), reducer)
     if norm_type == 2.0:
         return local[0].sqrt()
     return local[0].pow(1 / norm_type) if is_sum else local[0]

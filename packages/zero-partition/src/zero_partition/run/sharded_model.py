@@ -43,6 +43,7 @@ from zero_partition.torch_private import (
     modules_being_called,
     own_modules,
     own_parameters,
+    pipeline_that_splits_backward,
     plain_access,
     version_of,
     will_accumulate,
@@ -1038,12 +1039,23 @@ class ShardedModel:
         finally:
             self._watch_shards(is_watched=True)
 
+    def refuse_split_backward(self) -> None:
+        """Raise StateError in a forward of a pipeline schedule that splits backward. Local."""
+        if schedule := pipeline_that_splits_backward():
+            raise StateError(
+                f"{schedule} splits backward into a part for inputs and one for weights, whose "
+                "gradients it assigns to parameters as they are on this rank: they would never be "
+                f"averaged (rank {self.whole.rank}). Use a schedule with whole backwards, such as "
+                "Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+
     def _refuse_callers(self) -> None:
         if is_in_ddp_forward():
             raise StateError(
                 "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
                 "zero_engine.shard() does what the wrapper does, so call the model itself"
             )
+        self.refuse_split_backward()
         if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
             raise StateError(
                 "torch.jit.trace() of a model whose parameters rest sharded would record how they "

@@ -1,0 +1,163 @@
+"""Stages of torch.distributed.pipelining, each sharded over its data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from zero_comm import Group
+from zero_comm.circles import break_connections
+from zero_partition import StateError
+
+pytestmark = pytest.mark.cpu_only("torch's schedules send over gloo here, between host tensors")
+
+WIDTH, BLOCKS, ROWS, STEPS, MICRO_BATCHES = 8, 8, 16, 3, 4
+
+
+class Block(nn.Module):
+    """A residual layer in float64, of values that its number says."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + self.down(self.up(x).tanh())
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x[0], x[1]
+
+
+def _nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters(), lr=1e-2)
+
+
+def _train_alone() -> tuple[nn.Module, list[float]]:
+    """One process with all layers takes the batches of two data-parallel ranks."""
+    model, norms = nn.Sequential(*map(Block, range(BLOCKS))), []
+    optimizer = _nadam(model)
+    for step in range(STEPS):
+        for rank in range(2):
+            x, target = _batch(step, rank)
+            (_loss(model(x), target) / 2).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def _mesh(group: Group) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, group.world_size // 2), mesh_dim_names=("stage", "data"))
+
+
+def _stages(mesh: DeviceMesh, per_rank: int) -> tuple[nn.ModuleList, list[PipelineStage]]:
+    """This rank's parts of the model, and stages over them, in turns with the other rank's."""
+    parts, stages = nn.ModuleList(), []
+    each = BLOCKS // (2 * per_rank)
+    for number in range(mesh.get_local_rank("stage"), 2 * per_rank, 2):
+        numbers = range(number * each, (number + 1) * each)  # names differ from stage to stage
+        parts.append(nn.Sequential(OrderedDict((f"block{n}", Block(n)) for n in numbers)))
+        ranks = mesh.get_group("stage")
+        device = torch.device("cpu")
+        stages.append(PipelineStage(parts[-1], number, 2 * per_rank, device, group=ranks))
+    return parts, stages
+
+
+SCHEDULES = {ScheduleGPipe: 1, Schedule1F1B: 1, ScheduleInterleaved1F1B: 2}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("is_reduced_once", [False, True], ids=["each-backward", "once"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_pipeline_trains_as_one_process(
+    group: Group, stage: int, schedule: Any, is_reduced_once: bool
+) -> None:
+    """Two stages times two data-parallel ranks; the norm is of all stages."""
+    alone, norms = _train_alone()
+    mesh = _mesh(group)
+    parts, stages = _stages(mesh, SCHEDULES[schedule])
+    optimizer = _nadam(parts)
+    zero_engine.shard(parts, optimizer, ZeroConfig(stage), group=mesh["data"])
+    last = mesh.get_local_rank("stage") == 1
+    one = stages[0] if SCHEDULES[schedule] == 1 else stages
+    running = schedule(one, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
+    for step in range(STEPS):
+        x, target = _batch(step, mesh.get_local_rank("data"))
+        args, kwargs = (() if last else (x,)), ({"target": target} if last else {})
+        if is_reduced_once:
+            with zero_engine.coalesce_reduction(parts):
+                running.step(*args, **kwargs)
+        else:
+            running.step(*args, **kwargs)
+        norm = zero_engine.clip_grad_norm_(parts, 0.1, stages=mesh["stage"])
+        assert norm.item() == pytest.approx(norms[step], rel=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    each = BLOCKS // len(stages) // 2
+    for part, of in zip(parts, stages, strict=True):
+        for number, block in enumerate(part, of.stage_index * each):
+            expected = dict(alone[number].named_parameters())
+            for name, param in block.named_parameters():
+                found = zero_engine.full_param(param)
+                torch.testing.assert_close(found, expected[name].detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("is_one_model", [False, True], ids=["a-model-a-stage", "one-model"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_schedule_that_splits_backward_is_refused_by_name(
+    group: Group, stage: int, is_one_model: bool
+) -> None:
+    """Gradients that it assigns were taken for averaged ones, and ranks stepped apart."""
+    mesh = _mesh(group)
+    parts, stages = _stages(mesh, 2)
+    for model in (parts,) if is_one_model else parts:
+        zero_engine.shard(model, _nadam(model), ZeroConfig(stage), group=mesh["data"])
+    running = ScheduleInterleavedZeroBubble(stages, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
+    x, target = _batch(0, 0)
+    if mesh.get_local_rank("stage") == 0:
+        with pytest.raises(StateError, match="ScheduleInterleavedZeroBubble splits backward"):
+            running.step(x)
+        break_connections(ref(stages[0].group))
+    else:
+        with pytest.raises(RuntimeError):  # its peer has ended
+            running.step(target=target)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_overflow_of_one_stage_is_known_to_all(group: Group, stage: int) -> None:
+    """Each decides by the same norm whether it steps."""
+    mesh = _mesh(group)
+    parts, _ = _stages(mesh, 1)
+    optimizer = _nadam(parts)
+    zero_engine.shard(parts, optimizer, ZeroConfig(stage), group=mesh["data"])
+    x, target = _batch(0, group.rank)
+    factor = float("inf") if mesh.get_local_rank("stage") == 0 else 1.0
+    (factor * _loss(parts[0](x), target)).backward()
+    how: dict[str, Any] = {"scale": 2.0, "stages": mesh["stage"]}
+    assert not zero_engine.unscale_and_clip_(parts, **how).is_finite
