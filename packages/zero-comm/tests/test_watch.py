@@ -33,7 +33,7 @@ from zero_comm import (
 )
 from zero_comm.shared_host.process_memory import SWITCH
 from zero_comm.testing import equal, rely_on
-from zero_comm.watch import Watch
+from zero_comm.watch import Wait, Watch
 
 PATIENCE_S = 0.2
 TIMEOUT_S = 4.0  # of a group that is to end by it
@@ -234,6 +234,24 @@ def test_a_rank_is_told_that_nobody_will_read_its_memory(group: Group, transport
         rely_on(group)
 
     assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_peer_may_leave_that_has_launched_what_is_waited_for(
+    group: Group, is_launched: bool
+) -> None:
+    """It need not read memory that this rank has offered: only what it never launched is missed."""
+    group = _watched(group)
+    watch = group.watch
+    assert watch is not None
+    launch = watch.launch("all_gather", 7)
+    with mock.patch.object(watch, "has_ended", lambda _: True):
+        watch.begin(Wait(launch, 1 - group.rank, is_launched=is_launched))
+        deadline = time.monotonic() + (8 * PATIENCE_S if is_launched else SOON_S)
+        while time.monotonic() < deadline and not watch.has_diverged:
+            time.sleep(0.05)
+        watch.end()
+    assert watch.has_diverged is not is_launched
 
 
 # ---- Ranks that do not ----

@@ -117,7 +117,8 @@ class CircleWatch(Watch):
             found = ""
             if chain := self._follow(mine, is_first=since != seen, thread=thread):
                 found = _describe(chain)
-            elif since == seen and self.has_ended(wait.peer):  # its last part has had time to come
+            elif since == seen and not wait.is_launched and self.has_ended(wait.peer):
+                # Its last part has had time to come.
                 found = _describe_ended(self.scope.rank, mine)
             if found and self._waiting is waiting and not self.has_diverged:
                 self.part(found)

@@ -110,10 +110,15 @@ class Launch:
 
 @frozen(eq=False)
 class Wait:
-    """What a rank blocks on: that `peer` launches the same."""
+    """A launch of `peer` that a rank blocks on."""
 
     launch: Launch
     peer: int
+    is_launched: bool = False  # it has been: the peer has yet to read this rank's memory, or leaves
+
+    def is_another(self, other: Wait) -> bool:
+        """Return whether something else is lacking, of the same launch."""
+        return (self.peer, self.is_launched) != (other.peer, other.is_launched)
 
 
 @define(eq=False)
@@ -373,7 +378,7 @@ class SeenWait:
         if self.watch is None:
             return
         now = self.lacks()
-        if now is None or self.told is None or now.peer != self.told.peer:
+        if now is None or self.told is None or now.is_another(self.told):
             self.end()
             if now is not None:
                 self.watch.begin(now)

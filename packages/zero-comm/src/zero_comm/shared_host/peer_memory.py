@@ -170,11 +170,11 @@ class PeerMemory:
             return is_done and self._journal.head >= transfer.done_entry
 
         def lacks() -> Wait | None:
-            # A peer that has launched it and has yet to read lacks nothing, so no circle goes
-            # through it. But only a rank that is seen to wait hears that others have diverged.
+            # Also when peers have launched it and need only read: a rank that is not seen to wait
+            # does not hear that others have diverged.
             if transfer.launch is None or not missing:
                 return None
-            return Wait(transfer.launch, missing[0])
+            return Wait(transfer.launch, missing[0], is_launched=transfer.is_carried_out)
 
         if not self.look_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s

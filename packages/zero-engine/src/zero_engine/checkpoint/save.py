@@ -170,7 +170,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         group=group,
         content=content,
         batches=list(_batches(asked, sharded, parts, buffers)),
-        num_tensors=num_tensors_in(content) + len(buffers),
+        num_tensors=_num_tensors_in(content) + len(buffers),
     )
     try:
         writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
@@ -283,14 +283,14 @@ def _add_other_ranks(
         for section in ("params", "optimizer", "ties"):
             content[section] = {**said[section], **content[section]}
         for group, names in zip(content["param_groups"], said["groups"], strict=True):
-            group["params"] += [name for name in names if name not in group["params"]]
+            group["params"] = [*dict.fromkeys((*group["params"], *names))]
 
 
 def _is_first_with(place: ParamRef) -> bool:
     return bool(place.buffer.plan.ranks) and place.whole.rank == 0
 
 
-def num_tensors_in(content: Mapping[str, Any]) -> int:
+def _num_tensors_in(content: Mapping[str, Any]) -> int:
     """Return how many whole tensors of parameters and of optimizer state a manifest has."""
     states = content["optimizer"].values()
     entries = (said for of_param in states for said in of_param.values())

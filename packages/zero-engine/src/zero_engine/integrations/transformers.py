@@ -179,7 +179,7 @@ class ZeroTrainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Also gather what is to be written: all on rank 0, or adapters alone."""
         self._wrap_model(self.model, training=False)
-        require_sharded(self.model).refuse_own_ranks("Trainer.save_model(), which")
+        require_sharded(self.model).refuse_own_ranks("Trainer.save_model()")
         adapters = getattr(self.model, "peft_config", {}).keys()
         if state_dict is None and adapters:
             state_dict = dict(self.model.named_buffers()) | {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,17 +127,8 @@ def with_groups(
         if len(every) == 1:
             continue
         own = tuple(said[whole.rank][0])
-        all_names = [name for of_group in every.values() for name in of_group]
-        shares_names = all(of_group == every[own] for of_group in every.values())
-        if not shares_names and len({*all_names}) < len(all_names):
-            both = next(name for name in all_names if all_names.count(name) > 1)
-            raise PartitionError(
-                f"groups[{pattern!r}]: expected parameters of the same names in each group of "
-                f"ranks, or of other names in each, got {both!r} in some of the {len(every)} "
-                f"(rank {whole.rank}); number experts from 0 on each rank, or by their number "
-                "among all of them"
-            )
-        elsewhere.update({*all_names}.difference(every[own]))
+        shares_names = _share_names(pattern, [*every.values()], whole)
+        elsewhere.update(set(chain.from_iterable(every.values())).difference(every[own]))
         if group.watch is not None and whole.watch is not None:
             group.watch.join(whole.watch, own)
         nodes = tuple(whole.nodes[position] for position in own) if whole.nodes else ()
@@ -147,6 +140,25 @@ def with_groups(
     ranks_of = {key: alike[pattern] for key, pattern in ranks_of.items() if pattern in found}
     routes = evolve(routes, of_groups=found, names_elsewhere=frozenset(elsewhere))
     return routes, ranks_of
+
+
+def _share_names(pattern: str, by_group: Sequence[Sequence[str]], whole: Group) -> bool:
+    """Return whether all groups have parameters of the same names; False if all are different.
+
+    Raises:
+        PartitionError: Some names are the same.
+    """
+    if all(names == by_group[0] for names in by_group):
+        return True
+    counted = Counter(chain.from_iterable(by_group))
+    both, times = counted.most_common(1)[0]
+    if times > 1:
+        raise PartitionError(
+            f"groups[{pattern!r}]: expected parameters of the same names in each group of ranks, "
+            f"or of other names in each, got {both!r} in {times} of the {len(by_group)} (rank "
+            f"{whole.rank}); number experts from 0 on each rank, or by their number among all"
+        )
+    return False
 
 
 def _check_combination(
@@ -170,7 +182,7 @@ def _check_division(pattern: str, by_rank: Sequence[Sequence[int]], whole: Group
     """Raise PartitionError unless each rank is in one group, of as many ranks each."""
     for rank, positions in enumerate(by_rank):
         are_alike = len(positions) == len(by_rank[0]) and rank in positions
-        if not are_alike or any(by_rank[of] != positions if of >= 0 else True for of in positions):
+        if not are_alike or any(of < 0 or by_rank[of] != positions for of in positions):
             raise PartitionError(
                 f"groups[{pattern!r}]: expected groups of as many ranks each that divide the "
                 f"{whole.world_size} ranks of the model, got {[*by_rank]} by rank, -1 for a rank "

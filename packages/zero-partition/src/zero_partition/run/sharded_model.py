@@ -572,12 +572,12 @@ class ShardedModel:
 
     def refuse_own_ranks(self, what: str) -> None:
         """Raise StateError where ranks have different parameters, which `what` has no place for."""
-        for ranks, routes in self.routes.of_groups.items():
+        if self.routes.of_groups:
             raise StateError(
-                f"{what} takes rank 0's parameters for those of all ranks, and those of {ranks!r} "
-                f"(ZeroConfig.groups) differ from rank to rank (rank {self.whole.rank}). Call "
-                "zero_engine.save() or load(), or full_param() or set_full_param() on every rank, "
-                f"each for its own; {routes.whole.world_size} ranks have the same"
+                f"{what} takes rank 0's parameters for those of all ranks, and those of "
+                f"{', '.join(self.routes.of_groups)} (ZeroConfig.groups) differ from rank to rank "
+                f"(rank {self.whole.rank}). Call zero_engine.save() or load(), or full_param() or "
+                "set_full_param() on every rank, each for its own"
             )
 
     @property

@@ -482,7 +482,7 @@ def load_ranges(
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelPhase.FORWARD,))
-        sharded.refuse_own_ranks("loading weights, which")
+        sharded.refuse_own_ranks("load_ranges()")
     source = StateSource(params=readers, buffers=readers, where="load_ranges()")
     source, custom = _through_modules(model, source)
     load = StateLoad(sharded, source, list(targets_of(model)), custom)

@@ -245,7 +245,7 @@ class _ModuleHooks(Bound):
         sharded, call = self.sharded, checkpoint_call()
         is_asked = call is not None and call["info"].full_state_dict
         if is_asked:
-            sharded.refuse_own_ranks("get_state_dict(), as it")
+            sharded.refuse_own_ranks("get_state_dict()")
         gathers = sharded.state_dict == "gather" or is_asked
         if gathers and sharded.exported is None:
             sharded.follow_shard_writes()
