@@ -44,7 +44,7 @@ class Interrupting:
     """Raises InterruptError at the `at`-th line of our packages that this thread begins to run."""
 
     at: int = 0  # 0: nowhere; lines are counted
-    num_lines: int = field(default=0, init=False)
+    lines: list[tuple[str, int]] = field(factory=list, init=False)  # those that it saw begin
     where: str = field(default="", init=False)
     _before: Any = field(default=None, init=False)
 
@@ -65,10 +65,10 @@ class Interrupting:
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _exits(frame.f_code):
-            self.num_lines += 1
-            if self.num_lines == self.at and _is_in_finalizer(frame):
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.lines) == self.at and _is_in_finalizer(frame):
                 self.at += 1
-            elif self.num_lines == self.at:
+            elif len(self.lines) == self.at:
                 sys.settrace(None)
                 code = frame.f_code
                 self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
