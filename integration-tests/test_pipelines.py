@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -19,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from zero_comm import Group
+from zero_comm import CommError, Group
 from zero_comm.circles import break_connections
 from zero_partition import StateError
 
@@ -161,3 +162,81 @@ def test_an_overflow_of_one_stage_is_known_to_all(group: Group, stage: int) -> N
     (factor * _loss(parts[0](x), target)).backward()
     how: dict[str, Any] = {"scale": 2.0, "stages": mesh["stage"]}
     assert not zero_engine.unscale_and_clip_(parts, **how).is_finite
+
+
+# ---- One checkpoint of all stages ----
+
+
+class Hooked(nn.Linear):
+    """A module that saves by a method of its own."""
+
+    def get_extra_state(self) -> int:  # noqa: D102
+        return 3
+
+    def set_extra_state(self, state: int) -> None:  # noqa: D102
+        pass
+
+
+def _module_of(kind: str, number: int) -> nn.Module:
+    name = "same" if kind == "names" else str(number)
+    module = Hooked(WIDTH, WIDTH) if kind == "state_dict" and number else nn.Linear(WIDTH, WIDTH)
+    return nn.ModuleDict({name: module})
+
+
+REFUSED = {
+    "names": "parameter 'same.weight' is on stages \\[0, 1\\]",
+    "options": "expected the same param groups on all stages",
+    "state_dict": "modules change what state_dict\\(\\) gives.*on rank 2",
+    "ranks": "expected ranks that have different stages",
+    "number": "expected the ranks to be a zero_comm.Group",
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_checkpoint_of_all_stages_is_refused(
+    group: Group, kind: str, tmp_path: Path
+) -> None:
+    """On every rank, before anything is written."""
+    mesh = _mesh(group)
+    number = mesh.get_local_rank("stage")
+    model = _module_of(kind, number)
+    lr = 0.1 * (1 + number * (kind == "options"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    zero_engine.shard(model, optimizer, ZeroConfig(1), group=mesh["data"])
+    stages: Any = {"ranks": mesh["data"], "number": 2}.get(kind, mesh["stage"])
+    with pytest.raises((StateError, CommError), match=REFUSED[kind]):
+        zero_engine.save(tmp_path / "all", model, optimizer, step=0, stages=stages)
+    assert not (tmp_path / "all").exists()
+    zero_engine.save(tmp_path / f"{number}", model, optimizer, step=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_stage_takes_a_parameter_by_another_of_its_names(
+    group: Group, stage: int, tmp_path: Path
+) -> None:
+    """The head of a model that ties it to the embedding is on a stage without that."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))
+    whole = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    whole["last"].weight = whole["first"].weight
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    zero_engine.shard(whole, optimizer, ZeroConfig(stage), group=group)
+    (whole["last"](whole["first"](torch.ones(2, 4))) * group.rank).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zero_engine.save(tmp_path, whole, optimizer, step=1)
+
+    name = ("first", "last")[mesh.get_local_rank("stage")]
+    part = nn.ModuleDict({name: nn.Linear(4, 4)})
+    its_optimizer = torch.optim.AdamW(part.parameters(), lr=0.1)
+    zero_engine.shard(part, its_optimizer, ZeroConfig(stage), group=mesh["data"])
+    report = zero_engine.load(tmp_path, part, its_optimizer, stages=mesh["stage"])
+    assert report is not None and not report.missing and not report.unexpected
+    params = whole.named_parameters(remove_duplicate=False)
+    expected = {full_name: zero_engine.full_param(param) for full_name, param in params}
+    for full_name, param in part.named_parameters():
+        assert torch.equal(zero_engine.full_param(param), expected[full_name]), full_name
+    key = "exp_avg"
+    moment = zero_engine.full_optimizer_state(part[name].weight, key)
+    assert torch.equal(moment, zero_engine.full_optimizer_state(whole["first"].weight, key))

@@ -74,6 +74,42 @@ def test_a_model_trains_as_under_ddp(group: Group, plan: str, stage: int) -> Non
 # ---- All gradients together ----
 
 
+def _is_split(param: Tensor) -> bool:
+    return isinstance(param, DTensor)
+
+
+def _multiply_each(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad *= 3.0
+
+
+IN_PLACE: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "*=": _multiply_each,
+    "div_": lambda params: [param.grad.div_(1 / 3) for param in params],  # as pipelines do
+    "mul_ by a tensor": lambda params: [param.grad.mul_(torch.tensor(3.0)) for param in params],
+    "_foreach_mul_": lambda params: [
+        torch._foreach_mul_([param.grad for param in params if _is_split(param) is each], 3.0)
+        for each in (True, False)  # which torch does not mix
+    ],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", IN_PLACE)
+@pytest.mark.parametrize("stage", range(4))
+def test_all_elements_of_gradients_may_be_multiplied(group: Group, stage: int, how: str) -> None:
+    """Refused at stages 1 to 3, as a DTensor calls an operator and not torch's method."""
+    mesh = mesh_of(group)
+    model, optimizer = build_split("tensor", mesh)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])
+    loss_of(model, batch_of(0, mesh)).backward()
+    expected = [3.0 * zero_engine.full_grad(param) for param in model.parameters()]
+    IN_PLACE[how]([*model.parameters()])
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert_close(zero_engine.full_grad(param), grad)
+
+
 def _plain(step: int = 0) -> tuple[nn.Module, list[Tensor]]:
     """The unsplit model, and its gradients of both ranks' batches."""
     torch.manual_seed(0)

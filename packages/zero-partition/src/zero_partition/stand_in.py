@@ -79,6 +79,7 @@ _ACCESSES: Final = {"__get__", "__set__", "__delete__"}
 def names_of(func: Callable) -> tuple[str, str]:
     """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
     name = getattr(func, "__name__", None) or str(func)
+    name = name.partition(".")[0]  # of an operator's overload: DTensors call `div_.Tensor`
     return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
 
 
@@ -260,7 +261,9 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         if func is _ADD and isinstance(args[0], GradientGuard):  # create_graph=True
             guard, grad = args[:2]
             return grad if guard.received is None else guard.received + grad
-        return cls._on_use(func, *names_of(func), args, kwargs or {})
+        name, attribute = names_of(func)
+        result = cls._on_use(func, name, attribute, args, kwargs or {})
+        return None if name.startswith("_foreach_") else result  # as these operators are declared
 
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:

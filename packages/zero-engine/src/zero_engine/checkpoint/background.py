@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import CommError, all_gather_json, collective
+from zero_comm import AnyRanks, CommError, all_gather_json, collective
 from zero_offload import HostArena
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
@@ -182,6 +182,7 @@ class Saver:
             what is left. Until then nobody may write to parameters or state in place. Buffers, and
             what rests outside the device, are copied at once.
         timeout_s: How long rank 0 waits for the files of the others, in seconds.
+        stages: As for `zero_engine.save`.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Saver:
         exclude_frozen: bool = False,
         overlap: bool = False,
         timeout_s: float = 1800.0,
+        stages: AnyRanks | None = None,
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
         self._model, self._optimizer = model, optimizer
@@ -204,6 +206,7 @@ class Saver:
             folder=folder,
             keep=keep,
             exclude_frozen=exclude_frozen,
+            stages=stages,
             system=system,
         )
         self._overlap, self._timeout_s = overlap, timeout_s

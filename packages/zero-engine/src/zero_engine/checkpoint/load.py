@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
@@ -28,6 +28,7 @@ from zero_engine.errors import FileError
 from zero_engine.readers import find_reader, reader_for
 
 from .folder import Checkpoint, check_folder, find_complete, holds_parts, together
+from .pipeline import CheckpointRanks, names_elsewhere, ranks_of, without
 from .pretrained import holds_weights
 from .save import restore_rngs, sharded_of
 
@@ -127,6 +128,7 @@ def load(
     restores_rngs: bool = True,
     missing_ok: bool = False,
     average: ShardedAverage | None = None,
+    stages: AnyRanks | None = None,
 ) -> LoadReport | None:
     """Go on where `save` was called: another world size, stage, residence or precision will do.
 
@@ -154,6 +156,9 @@ def load(
         missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
             when it can: no such folder, or one without a complete checkpoint.
         average: Of the model's parameters, for what `save` was given.
+        stages: Where `model` is a stage of a pipeline, the ranks that have the other stages, one of
+            each. Each stage takes what it has names for, of a checkpoint of any number of stages,
+            or of a model that has all.
 
     Returns:
         What was restored; None only with `missing_ok`.
@@ -174,7 +179,8 @@ def load(
     """
     check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
-    group, has_state = sharded.routes.all_ranks, optimizer is not None
+    ranks, has_state = ranks_of(sharded, stages), optimizer is not None
+    group = ranks.group
     checkpoint = open_together(
         lambda: _open(Path(folder), tag, missing_ok=missing_ok),
         lambda found: f"{found.manifest.tag} ({found.manifest.serial})" if found else "none",
@@ -188,11 +194,9 @@ def load(
     if checkpoint is None:
         return None
     with contextlib.closing(checkpoint.folder):
-        checkpoint = _under_own_names(checkpoint, sharded, is_strict=is_strict)
+        elsewhere = names_elsewhere(sharded, ranks)
+        checkpoint = _under_own_names(checkpoint, sharded, elsewhere, is_strict=is_strict)
         source, manifest = checkpoint.source, checkpoint.manifest
-        if manifest.excludes_frozen:
-            frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
-            source = evolve(source, may_lack=frozen)
         source = source if has_state else evolve(source, states=None, own_said={})
         planned = plan_load(sharded, source, is_strict=is_strict)
         problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
@@ -211,13 +215,15 @@ def load(
             if each is not None:
                 each.zero_grad()
         loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
-        does_rngs = restores_rngs and _has_our_ranks(checkpoint, sharded)
-        position = sharded.routes.position
+        is_of_our_ranks = _is_of(ranks, sharded, checkpoint)
+        does_rngs, position = restores_rngs and is_of_our_ranks, ranks.position
 
         def apply() -> None:
             try:
                 planned.apply()
-                _fill_own_buffers(checkpoint, planned, sharded)
+                if is_of_our_ranks:
+                    own_buffers = planned.rename(checkpoint.read("rank_buffers", position))
+                    _fill_own_buffers(sharded.model, own_buffers)
                 if scheduler is not None and manifest.scheduler is not None:
                     scheduler.load_state_dict(manifest.scheduler)
                 if average is not None and manifest.num_updates is not None:
@@ -255,9 +261,11 @@ def load(
 
 
 def _under_own_names(
-    checkpoint: Checkpoint, sharded: ShardedModel, *, is_strict: bool
+    checkpoint: Checkpoint, sharded: ShardedModel, elsewhere: Collection[str], *, is_strict: bool
 ) -> Checkpoint:
     """Return a checkpoint with names as they are here, where other ranks use them too. Local.
+
+    Names that only other stages have are left out.
 
     Raises:
         LoadError: It was saved by other groups of ranks.
@@ -276,6 +284,9 @@ def _under_own_names(
                 f"{num_groups} groups of ranks here, and was not saved by as many; load it on as "
                 "many groups, or give each expert a name of its own, such as its number among all"
             )
+    if checkpoint.manifest.excludes_frozen:
+        frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
+        source = evolve(source, may_lack=frozen)
     source = evolve(
         source,
         params=_renamed(source.params, sharded),
@@ -286,7 +297,9 @@ def _under_own_names(
             for group in source.param_groups
         ],
     )
-    return evolve(checkpoint, source=source, average=_renamed(checkpoint.average, sharded))
+    average = _renamed(checkpoint.average, sharded)
+    average = {name: of for name, of in average.items() if name not in elsewhere}
+    return evolve(checkpoint, source=without(source, elsewhere), average=average)
 
 
 def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str, Any], list[Any]]:
@@ -361,21 +374,19 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
     checkpoint.verify(shares[group.rank])
 
 
-def _has_our_ranks(checkpoint: Checkpoint, sharded: ShardedModel) -> bool:
-    """Return whether as many ranks, of as many parts, have saved it, so that each has its own."""
-    saved, routes = checkpoint.manifest, sharded.routes
-    ours = routes.all_ranks.world_size, routes.num_parts
-    return (saved.world_size, saved.num_parts) == ours
+def _is_of(ranks: CheckpointRanks, sharded: ShardedModel, checkpoint: Checkpoint) -> bool:
+    """Return whether as many ranks, parts and stages have saved it, so that each has its own."""
+    saved = checkpoint.manifest
+    theirs = saved.world_size, saved.num_parts, saved.num_stages
+    return theirs == (ranks.group.world_size, sharded.routes.num_parts, ranks.num_stages)
 
 
-def _fill_own_buffers(checkpoint: Checkpoint, planned: StateLoad, sharded: ShardedModel) -> None:
-    """Those of this rank that were not rank 0's, if as many ranks have saved them."""
-    if _has_our_ranks(checkpoint, sharded):
-        buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
-        of_rank = planned.rename(checkpoint.read("rank_buffers", sharded.routes.position))
-        for name, value in of_rank.items():
-            if name in buffers:
-                local_of(buffers[name]).copy_(value)
+def _fill_own_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy values that were this rank's, and not those of its stage's first rank."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, value in values.items():
+        if name in buffers:
+            local_of(buffers[name]).copy_(value)
 
 
 def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:

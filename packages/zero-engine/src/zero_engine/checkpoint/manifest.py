@@ -380,6 +380,7 @@ class Manifest:
     step: int = field(converter=_by(_count))
     world_size: int = field(converter=_by(_count))  # that saved it
     num_parts: int = field(converter=_by(_count), default=1)  # of DTensors, over those ranks
+    num_stages: int = field(converter=_by(_count), default=1)  # of a pipeline, over those ranks
     # None: loaded by its tag only.
     serial: int | None = field(converter=_by(_maybe(_count)), default=None)
     excludes_frozen: bool = field(converter=_by(_truth))  # what did not train was left out

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import zero_ckpt
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_json, check_agreement, collective
+from zero_comm import AnyRanks, Group, all_gather_json, check_agreement, collective
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import STAGES
 from zero_partition.seams import (
@@ -44,6 +44,7 @@ from zero_engine.torch_private import non_persistent_buffers, own_buffers
 from .folder import LATEST, together
 from .limits import LARGEST_NUMBER, LONGEST_TAG_BYTES
 from .manifest import from_json, name_of, no_pieces, to_json
+from .pipeline import CheckpointRanks, join_stages, ranks_of
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
@@ -66,6 +67,7 @@ def save(
     exclude_frozen: bool = False,
     is_latest: bool = True,
     average: ShardedAverage | None = None,
+    stages: AnyRanks | None = None,
 ) -> SaveReport:
     """Save all that training needs to go on, at any world size, stage and residence. Collective.
 
@@ -90,6 +92,10 @@ def save(
         exclude_frozen: Leave out parameters that do not train; `load` then leaves them as they are.
         is_latest: Whether `load` finds it without its tag.
         average: Of the model's parameters, which `load` takes back at any world size, too.
+        stages: Where `model` is a stage of a pipeline, the ranks that have the other stages, one of
+            each: a group, or a dimension of a mesh. All ranks of all stages call it then, with the
+            same arguments, and write one checkpoint. Names in it are those of a stage, which are
+            to be as in the whole model. Without it, pass each stage a folder of its own.
 
     Returns:
         Where it is, and how large.
@@ -117,6 +123,7 @@ def save(
             exclude_frozen=exclude_frozen,
             is_latest=is_latest,
             average=average,
+            stages=stages,
         )
     )
 
@@ -138,11 +145,12 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)
-    group = sharded.routes.all_ranks
+    ranks = ranks_of(sharded, asked.stages)
+    group = ranks.group
     _check_number("step", asked.step, 0)
     if asked.keep is not None:
         _check_number("keep", asked.keep, 1)
-    content = _content(asked, sharded)
+    content = _content(asked, sharded, ranks)
     is_named = isinstance(asked.folder, str | os.PathLike) and bool(str(asked.folder))
     facts: dict[str, Any] = {"tag": content["tag"], "step": asked.step, "keep": asked.keep}
     facts |= {"has_frozen": not asked.exclude_frozen, "is_latest": asked.is_latest}
@@ -165,12 +173,14 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     _describe_parts(content, parts)
     buffers = _persistent_buffers(asked.model)
     _add_other_ranks(content, sharded, [*parts.problems, *_misplaced(content, buffers, sharded)])
+    of_this_stage = join_stages(content, buffers, sharded, ranks)
     writer = CheckpointWriter(
         asked=asked,
         group=group,
         content=content,
-        batches=list(_batches(asked, sharded, parts, buffers)),
-        num_tensors=_num_tensors_in(content) + len(buffers),
+        batches=list(
+            _batches(asked, sharded, parts, buffers, ranks=ranks, of_this_stage=of_this_stage)
+        ),
     )
     try:
         writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
@@ -180,7 +190,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     return writer
 
 
-def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
+def _content(asked: SaveRequest, sharded: ShardedModel, ranks: CheckpointRanks) -> dict[str, Any]:
     """What a manifest says besides of what is in files. Local."""
     scheduler, average = asked.scheduler, asked.average
     state = None if scheduler is None else scheduler.state_dict()
@@ -189,8 +199,9 @@ def _content(asked: SaveRequest, sharded: ShardedModel) -> dict[str, Any]:
         "tag": _check_tag(f"step-{asked.step}" if asked.tag is None else asked.tag),
         "serial": None,
         "step": asked.step,
-        "world_size": sharded.routes.all_ranks.world_size,
+        "world_size": ranks.group.world_size,
         "num_parts": sharded.routes.num_parts,
+        "num_stages": ranks.num_stages,
         # On one rank parameters rest whole.
         "stage": next(int(s) for s, row in STAGES.items() if row == sharded.placements),
         "excludes_frozen": bool(asked.exclude_frozen),
@@ -290,13 +301,6 @@ def _is_first_with(place: ParamRef) -> bool:
     return bool(place.buffer.plan.ranks) and place.whole.rank == 0
 
 
-def _num_tensors_in(content: Mapping[str, Any]) -> int:
-    """Return how many whole tensors of parameters and of optimizer state a manifest has."""
-    states = content["optimizer"].values()
-    entries = (said for of_param in states for said in of_param.values())
-    return len(content["params"]) + sum("value" not in said for said in entries)
-
-
 def _saveable(value: Any, where: str) -> Any:
     """Return an optimizer's own entries without those that JSON cannot say, each with a warning."""
     if not isinstance(value, Mapping):
@@ -313,16 +317,32 @@ def _saveable(value: Any, where: str) -> Any:
 
 
 def _batches(
-    asked: SaveRequest, sharded: ShardedModel, parts: StateParts, buffers: dict[str, Tensor]
+    asked: SaveRequest,
+    sharded: ShardedModel,
+    parts: StateParts,
+    buffers: dict[str, Tensor],
+    *,
+    ranks: CheckpointRanks,
+    of_this_stage: Collection[str],
 ) -> Iterable[GivenBatch]:
-    """What this rank writes. Collective."""
+    """Return what this rank writes. Collective.
+
+    Args:
+        asked: What is to be saved.
+        sharded: The model, or this rank's stage of one.
+        parts: This rank's parts of parameters and optimizer state.
+        buffers: All persistent ones.
+        ranks: Those that save.
+        of_this_stage: Names of the buffers that its ranks save.
+    """
     group, is_first = sharded.routes.all_ranks, sharded.routes.is_first_replica
-    rank = str(sharded.routes.position)
+    rank = str(ranks.position)
     if is_first:
         yield from (_given_of(batch) for batch in parts.batches)
     others = _differing_buffers(buffers, group)
     if group.rank == 0:
-        yield from _whole_batches(buffers, "buffers")
+        own_buffers = {name: buffers[name] for name in buffers if name in of_this_stage}
+        yield from _whole_batches(own_buffers, "buffers")
     yield from _whole_batches(others, "rank_buffers", rank)
     yield from _whole_batches(capture_rngs(group.device), "rngs", rank)
     if asked.optimizer is not None:

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import AnyRanks, Group
 from zero_partition import ShardedAverage
 from zero_partition.plan import Split
 
@@ -31,6 +31,7 @@ _ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vecto
 _PARTIAL: Final = ".partial-"
 _PRUNED: Final = ".pruned-"
 _LOCK: Final = "lock"
+_OF_ALL_RANKS: Final = ("params", "optimizer", "buffers")  # sections with whole tensors
 _NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its job has just made it
 
 # NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
@@ -100,6 +101,7 @@ class SaveRequest:
     exclude_frozen: bool = False
     is_latest: bool = True
     average: ShardedAverage | None = None
+    stages: AnyRanks | None = None
     engine: Any = None  # what an engine keeps, which warns of gradients itself
     system: FileSystem = FILE_SYSTEM
 
@@ -120,10 +122,9 @@ class CheckpointWriter:
     """A checkpoint that is being written, in the order of its methods; `abandon` ends it. Local."""
 
     asked: SaveRequest
-    group: Group  # of the model
+    group: Group  # all ranks that write it
     content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
     batches: list[GivenBatch]  # what this rank writes
-    num_tensors: int  # whole ones
     path: Path = field(init=False)  # of the folder that is written to
     _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
 
@@ -232,9 +233,10 @@ class CheckpointWriter:
             linked = [f["bytes"] for n, f in mine.items() if (self.final / n).stat().st_nlink > 1]
         except OSError:  # pruned or replaced by now
             linked = []
+        pieces = (piece["path"] for of_rank in written for piece in of_rank["pieces"])
         return SaveReport(
             path=self.final,
-            num_tensors=self.num_tensors,
+            num_tensors=len({tuple(path) for path in pieces if path[0] in _OF_ALL_RANKS}),
             num_bytes=sum(f["bytes"] for of_rank in written for f in of_rank["files"].values()),
             linked_bytes=sum(linked),
         )

@@ -1,0 +1,213 @@
+"""Ranks that save or load one checkpoint together: all of a model, or of all stages of a pipeline.
+
+A stage of a pipeline is a model of its own, sharded over the ranks that have the same stage. With
+`save(stages=)` the ranks of all stages write one checkpoint, whose names are those of the whole
+model. `load(stages=)` gives each stage the part of a checkpoint that it has names for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from attrs import evolve, frozen
+from zero_comm import AnyRanks, Group, all_gather_json
+from zero_partition import StateError
+from zero_partition.seams import ShardedModel, StateSource
+
+T = TypeVar("T")
+
+_TIMEOUT_S: Final = 60.0
+
+
+@frozen
+class CheckpointRanks:
+    """Ranks of one checkpoint, and which of them this is."""
+
+    group: Group  # all of them
+    position: int  # number of this rank: those of the first stage are counted first
+    stages: Group | None = None  # ranks with other stages, in the order of stages
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages; 1 without a pipeline."""
+        return 1 if self.stages is None else self.stages.world_size
+
+    @property
+    def stage(self) -> int:
+        """Return the number of the stage that this rank has."""
+        return 0 if self.stages is None else self.stages.rank
+
+
+def ranks_of(sharded: ShardedModel, stages: AnyRanks | None) -> CheckpointRanks:
+    """Return the ranks that save or load together.
+
+    Local without stages, else collective over all ranks of all stages.
+
+    Args:
+        sharded: This rank's model, or its stage of one.
+        stages: Ranks that have the other stages, one of each.
+
+    Raises:
+        zero_comm.CommError: `stages` is no group, ProcessGroup or DeviceMesh of one dimension.
+        StateError: Stages are sharded over different numbers of ranks, or share ranks.
+    """
+    routes = sharded.routes
+    of_stages = None if stages is None else Group.of(stages)
+    if of_stages is None or of_stages.world_size == 1:
+        return CheckpointRanks(routes.all_ranks, routes.position)
+    of_stage = routes.all_ranks
+    mine = [dist.get_rank()]
+    if of_stage.process_group is not None:
+        mine = [of_stage.global_rank(rank) for rank in range(of_stage.world_size)]
+    by_stage = all_gather_json(mine, group=of_stages, timeout_s=_TIMEOUT_S)
+    every = set(chain.from_iterable(by_stage))
+    if len(every) != len(mine) * len(by_stage):
+        raise StateError(
+            "stages: expected ranks that have different stages, each sharded over as many ranks, "
+            f"got ranks {by_stage} of the job by stage (rank {dist.get_rank()}); pass the "
+            "dimension of the mesh along which stages differ, as in stages=mesh['stage']"
+        )
+    position = of_stages.rank * of_stage.world_size + routes.position
+    return CheckpointRanks(of_stages.spanning(every), position, of_stages)
+
+
+# ---- Saving ----
+
+_BY_NAME: Final = ("params", "optimizer", "ties")  # sections of a manifest, of every stage
+
+
+def join_stages(
+    content: dict[str, Any], buffers: Collection[str], sharded: ShardedModel, ranks: CheckpointRanks
+) -> frozenset[str]:
+    """Add to a manifest what the ranks of other stages say. Collective if there are stages.
+
+    Args:
+        content: Of the manifest, complete for this rank's stage.
+        buffers: Names of this rank's persistent buffers.
+        sharded: This rank's stage.
+        ranks: Those that save.
+
+    Returns:
+        Names of the buffers that this stage saves: all but those that an earlier one has, too.
+
+    Raises:
+        StateError: On any rank there is something that is not saved of several stages.
+    """
+    if ranks.stages is None:
+        return frozenset(buffers)
+    is_first = sharded.routes.all_ranks.rank == 0
+    sections = ("param_groups", "shared_state", "state_dict_extra", *_BY_NAME)
+    mine = {
+        "stage": ranks.stage,
+        "problem": _find_problem(content),
+        "content": {name: content[name] for name in sections} if is_first else None,
+        "buffers": [*buffers],
+    }
+    by_rank = all_gather_json(mine, group=ranks.group, timeout_s=_TIMEOUT_S)
+    firsts = sorted((said for said in by_rank if said["content"]), key=lambda said: said["stage"])
+    by_stage = [said["content"] for said in firsts]
+    problems = [
+        f"{said['problem']} (on rank {rank})"
+        for rank, said in enumerate(by_rank)
+        if said["problem"]
+    ]
+    problems += _find_differences(by_stage)
+    if problems:
+        raise StateError(f"save(stages=): {problems[0]}")
+    for said in by_stage:
+        for name in _BY_NAME:
+            content[name] = {**content[name], **said[name]}
+    for number, group in enumerate(content["param_groups"]):
+        names = (said["param_groups"][number]["params"] for said in by_stage)
+        group["params"] = [*chain.from_iterable(names)]
+    earlier = chain.from_iterable(said["buffers"] for said in firsts[: ranks.stage])
+    return frozenset(buffers).difference(earlier)
+
+
+def _find_problem(content: Mapping[str, Any]) -> str:
+    """Return what a checkpoint of several stages has no place for; "" if there is nothing."""
+    if (content["state_dict"] or {}).get("keys"):
+        return (
+            "modules change what state_dict() gives, by hooks or methods of their own, which is "
+            "saved of one stage alone; leave out stages=, and save each stage to a folder"
+        )
+    if content["own_said"]:
+        return (
+            f"optimizer state of {min(content['own_said'])!r} cannot be put together from its "
+            "shards; leave out stages=, and save each stage to a folder"
+        )
+    if content["loco_facts"]:
+        return "Wire(loco=) is not saved of several stages; save each stage to a folder"
+    return ""
+
+
+def _find_differences(by_stage: list[dict[str, Any]]) -> list[str]:
+    """Return what keeps the manifests of stages from being joined. Local, equal on all ranks."""
+    counted = Counter(chain.from_iterable(said["params"] for said in by_stage))
+    several = [name for name, times in counted.items() if times > 1]
+    if several:
+        at = [number for number, said in enumerate(by_stage) if several[0] in said["params"]]
+        return [
+            f"parameter {several[0]!r} is on stages {at}; give the modules of a stage the names "
+            "that they have in the whole model, as in nn.ModuleDict({str(number): block})"
+        ]
+    for key in ("shared_state", "state_dict_extra"):
+        if any(said[key] != by_stage[0][key] for said in by_stage):
+            return [f"optimizers keep different entries by stage: {[s[key] for s in by_stage]}"]
+    options = [[{**group, "params": None} for group in said["param_groups"]] for said in by_stage]
+    for number, of_stage in enumerate(options):
+        if of_stage != options[0]:
+            return [
+                f"expected the same param groups on all stages, got {options[0]} on stage 0 and "
+                f"{of_stage} on stage {number}; a group without parameters of a stage is passed "
+                "there with an empty list"
+            ]
+    return []
+
+
+# ---- Loading ----
+
+
+def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[str]:
+    """Return names that only other stages have. Collective if there are stages."""
+    if ranks.stages is None:
+        return frozenset()
+    aliases = chain.from_iterable(place.plan.names for place in sharded.places)
+    buffers = (name for name, _ in sharded.model.named_buffers(remove_duplicate=False))
+    mine = {*aliases, *buffers, *(place.saved_name for place in sharded.places)}
+    mine |= sharded.routes.names_elsewhere
+    by_stage = all_gather_json(sorted(mine), group=ranks.stages, timeout_s=_TIMEOUT_S)
+    return frozenset(chain.from_iterable(by_stage)) - mine
+
+
+def without(source: StateSource, names: Collection[str]) -> StateSource:
+    """Return a checkpoint's values but those of these names. Local."""
+    if not names:
+        return source
+    # A parameter that was tied, and has on this stage only a name that was not the first.
+    here = {first: name for name, first in source.ties.items() if name not in names}
+    here = {first: name for first, name in here.items() if first in names}
+
+    def rest(by_name: Mapping[str, T]) -> dict[str, T]:
+        chosen = (name for name in by_name if name in here or name not in names)
+        return {here.get(name, name): by_name[name] for name in chosen}
+
+    return evolve(
+        source,
+        params=rest(source.params),
+        buffers=rest(source.buffers),
+        ties={
+            name: here.get(first, first)
+            for name, first in source.ties.items()
+            if name not in names and here.get(first) != name
+        },
+        states=None if source.states is None else rest(source.states),
+        param_groups=[
+            {**group, "params": [*rest(dict.fromkeys(group["params"]))]}
+            for group in source.param_groups
+        ],
+    )
