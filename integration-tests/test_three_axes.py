@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_engine
+from expert_models import WIDTH as MIXTURE_WIDTH
+from expert_models import ExpertRanks, build_mixture, nadamw
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -108,16 +113,20 @@ PLAN = {
 
 
 class Pipeline:
-    """A stage of the GPT on this rank, sharded over its data-parallel ranks."""
+    """A stage of the GPT on this rank, sharded over its data-parallel ranks.
 
-    def __init__(self, mesh: DeviceMesh, stage: int) -> None:
+    Without tensor parallelism, "data" has replicas, and ranks along "tensor" have its shards.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stage: int, *, is_split: bool = True) -> None:
         self.mesh, self.number = mesh, mesh.get_local_rank("stage")
         half = BLOCKS // 2
         self.model = GPT(range(self.number * half, (self.number + 1) * half))
-        for block in self.model.blocks.values():
+        for block in self.model.blocks.values() if is_split else ():
             parallelize_module(block, mesh["tensor"], PLAN)
         self.optimizer = _adamw(self.model)
-        zero_engine.shard(self.model, self.optimizer, ZeroConfig(stage), group=mesh["data"])
+        over = mesh["data"] if is_split else mesh["data", "tensor"]
+        zero_engine.shard(self.model, self.optimizer, ZeroConfig(stage), group=over)
         ranks, device = mesh.get_group("stage"), torch.device("cpu")
         of_torch = PipelineStage(self.model, self.number, 2, device, group=ranks)
         self.schedule = Schedule1F1B(of_torch, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
@@ -142,14 +151,15 @@ def _mesh() -> DeviceMesh:
 
 
 @pytest.mark.ranks(8)
+@pytest.mark.parametrize("third", ["tensor", "replicas"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_eight_ranks_train_as_one_process_and_go_on_as_four(
-    group: Group, stage: int, tmp_path: Path
+    group: Group, stage: int, third: str, tmp_path: Path
 ) -> None:
     """Losses of ten steps; then data 4 x tensor 1 takes the checkpoint for two more."""
     expected, alone, its_optimizer = _train_alone(STEPS)
     mesh = _mesh()
-    of_rank = Pipeline(mesh, stage)
+    of_rank = Pipeline(mesh, stage, is_split=third == "tensor")
     for step in range(STEPS):
         losses = of_rank.train(step)
         if of_rank.number == 1 and mesh.get_local_rank("data") == 0:
@@ -186,6 +196,31 @@ def test_eight_ranks_train_as_one_process_and_go_on_as_four(
             found, of_alone = zero_engine.full_param(param), alone.get_parameter(name).detach()
             torch.testing.assert_close(found, of_alone, rtol=1e-3, atol=1e-5)
     dist.barrier()
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("third", ["tensor", "replicas"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_keeps_the_bytes_that_the_guide_says(group: Group, stage: int, third: str) -> None:
+    """Over all ranks: each layer is on one stage, and a split element on one tensor rank."""
+    whole = GPT()
+    split = {p for block in whole.blocks.values() for name in PLAN for p in _split(block, name)}
+    numel = [
+        sum(p.numel() for p in whole.parameters() if (p in split) == of) for of in (False, True)
+    ]
+    model = Pipeline(_mesh(), stage, is_split=third == "tensor").model
+    held: list[Any] = [None] * group.world_size
+    dist.all_gather_object(held, zero_engine.memory_report(model).params_bytes)
+    num_sharing = 1 if stage == 1 else 2  # ranks over which a parameter is cut
+    times = [4 / num_sharing, (2 if third == "tensor" else 4) / num_sharing]
+    assert sum(held) == 4 * sum(map(math.prod, zip(numel, times, strict=True)))
+
+
+def _split(block: nn.Module, name: str) -> list[nn.Parameter]:
+    """Parameters of a layer of which each tensor rank has a part; a row-wise bias is whole."""
+    layer = block.get_submodule(name)
+    is_row_wise = isinstance(PLAN[name], RowwiseParallel)
+    return [layer.weight] if is_row_wise else [*layer.parameters()]
 
 
 @pytest.mark.ranks(8)
@@ -236,3 +271,70 @@ def test_each_stage_takes_its_part_of_a_checkpoint(
     second.train(1)
     for name, value in zero_engine.full_state_dict(second.model).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+# ---- Pipeline x experts ----
+
+
+def _layers(ranks: ExpertRanks | None, numbers: Sequence[int]) -> nn.Module:
+    """Some layers of a model with experts, by the names that they have in the whole one."""
+    whole = build_mixture(None, is_numbered=True)
+    part = build_mixture(ranks, is_numbered=True)
+    assert isinstance(whole, nn.Sequential) and isinstance(part, nn.Sequential)
+    return nn.Sequential(OrderedDict((str(number), part[number]) for number in numbers))
+
+
+def _error(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def _rows(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, MIXTURE_WIDTH, generator=generator, dtype=torch.float64)
+    return x, 2 * x
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", range(4))
+def test_experts_in_a_pipeline_train_and_are_saved_as_in_one_process(
+    group: Group, stage: int, tmp_path: Path
+) -> None:
+    """Two stages of a layer each, whose experts are spread over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    made = [dist.new_group([rank]) for rank in range(group.world_size)]
+    number, at = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
+    ranks = ExpertRanks(made[group.rank], mesh.get_group("data"), index=at, num_parts=2)
+    model = _layers(ranks, [number])
+    optimizer = nadamw(model)
+    config = ZeroConfig(stage, groups={"*.experts.*": made[group.rank]})
+    zero_engine.shard(model, optimizer, config, group=mesh["data"])
+    device, of_stages = torch.device("cpu"), mesh.get_group("stage")
+    of_torch = PipelineStage(model, number, 2, device, group=of_stages)
+    schedule = Schedule1F1B(of_torch, n_microbatches=MICRO_BATCHES, loss_fn=_error)
+
+    alone = _layers(None, [0, 1])
+    its_optimizer = nadamw(alone)
+    for step in range(3):
+        x, target = _rows(step, at)
+        is_once = stage == 0  # with groups, a step's gradients are reduced once at this stage
+        with zero_engine.coalesce_reduction(model) if is_once else nullcontext():
+            schedule.step(*(() if number else (x,)), **({"target": target} if number else {}))
+        norm = zero_engine.clip_grad_norm_(model, 0.1, stages=mesh["stage"])
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(2):
+            x, target = _rows(step, rank)
+            (_error(alone(x), target) / 2).backward()
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    zero_engine.save(tmp_path, model, optimizer, step=3, stages=mesh["stage"])
+
+    again = _layers(None, [0, 1])
+    optimizer = nadamw(again)
+    zero_engine.shard(again, optimizer, ZeroConfig(2), group=group)
+    zero_engine.load(tmp_path, again, optimizer)
+    for (name, param), of_alone in zip(again.named_parameters(), alone.parameters(), strict=True):
+        found = zero_engine.full_param(param)
+        torch.testing.assert_close(found, of_alone.detach(), rtol=1e-9, atol=1e-12, msg=name)
