@@ -64,7 +64,7 @@ class Interrupting:
         return self._line if files[0].startswith(_OURS) and not is_of_tests else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
+        if event == "line" and frame.f_lasti not in _without_signals(frame.f_code):
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(self.lines) == self.at and _is_in_finalizer(frame):
                 self.at += 1
@@ -87,16 +87,19 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 
 @cache
-def _exits(code: CodeType) -> frozenset[int]:
-    """Where the exits of `with` statements begin.
+def _without_signals(code: CodeType) -> frozenset[int]:
+    """Return where no handler of a signal runs, but a trace function does.
 
-    Between the body and the call of `__exit__` Python calls trace functions, but no handlers of
-    signals; who holds a lock relies on it.
+    The exits of `with` statements begin there, between the body and the call of `__exit__`, and
+    `pass` is there: who holds a lock relies on it. What is raised at the `pass` of such a body is
+    no part of it to Python, and leaves it without the call of `__exit__`.
     """
     found = [*dis.get_instructions(code)]
+    nothing = {each.offset for each in found if each.opname == "NOP"}
     none = [each.opname == "LOAD_CONST" and each.argval is None for each in found]
     threes = zip(none, none[1:], none[2:], strict=False)
-    return frozenset(found[at].offset for at, is_exit in enumerate(threes) if all(is_exit))
+    exits = {found[at].offset for at, is_exit in enumerate(threes) if all(is_exit)}
+    return frozenset(exits | nothing)
 
 
 # ---- What is interrupted ----

@@ -183,7 +183,8 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
         _step(case, *case.build(_group_of(transport)))
     for at in _moments(_everyone(counted.lines)[0], usually=8):
         if model is None:
-            model, optimizer = case.build(_group_of(transport))
+            its_group = _group_of(transport)
+            model, optimizer = case.build(its_group)
             expected = _step(case, model, optimizer)
         mine = {"one": at * (rank == 0), "both": at, "both-elsewhere": at + 37 * rank}[which]
         began, outcome = time.monotonic(), "right"
@@ -201,7 +202,8 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
         outcomes = _everyone(outcome)
         told += any(each.startswith("told") for each in outcomes)
         if any(each != "right" for each in outcomes):
-            model = None  # its group has parted
+            model = None
+            dist.destroy_process_group(its_group.process_group)  # which has parted
         if not all(each.startswith(("right", "told")) for each in outcomes):
             wrong.append(f"{interrupting.where} ({at}): {[each[:300] for each in outcomes]}")
 

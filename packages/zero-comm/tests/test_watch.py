@@ -236,6 +236,38 @@ def test_a_rank_is_told_that_nobody_will_read_its_memory(group: Group, transport
     assert time.monotonic() - began < SOON_S
 
 
+@each_world(2)
+@pytest.mark.parametrize("is_joined", [False, True], ids=["apart", "joined"])
+def test_a_launch_on_another_group_tells_of_an_exception_before(
+    group: Group, transport: str, is_joined: bool
+) -> None:
+    """A rank that was interrupted as it sent on one of a model's groups waited on another."""
+    switch = {SWITCH: "0"} if transport == MESSAGES else {}
+    with mock.patch.dict(os.environ, switch):
+        made = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)
+    one, other = _watched(group, transport), made
+    assert one.watch is not None and other.watch is not None
+    if is_joined:
+        other.watch.join(one.watch, range(group.world_size))
+    if group.rank == 0:
+        interrupt = mock.patch.object(Watch, "sent", side_effect=KeyboardInterrupt)
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            _gather(one, tag=1)
+    began = time.monotonic()
+    told = other
+    if not is_joined:  # where nobody waits for what was not sent
+        told = one
+        _gather(other, tag=2)
+
+    if is_joined or group.rank:
+        with pytest.raises(DivergenceError, match="on rank 0 as it began fetching apples"):
+            _gather(told, tag=1)
+            _gather(told, tag=1)
+            rely_on(told)
+
+    assert time.monotonic() - began < SOON_S
+
+
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_peer_may_leave_that_has_launched_what_is_waited_for(
     group: Group, is_launched: bool

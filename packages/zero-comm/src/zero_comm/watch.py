@@ -148,7 +148,6 @@ class Watch(ABC):
     scope: Scope = field(init=False)
     _job: ReferenceType[Any] = field(init=False)  # torch's default group of that time
     ranks: Sequence[int] | None = field(default=None, init=False)  # in the scope; the same if None
-    _sending: dict[int, tuple[str, int | None]] = field(factory=dict, init=False)  # by thread
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
     _divergence: str = field(default="", init=False)
@@ -238,10 +237,14 @@ class Watch(ABC):
         if self.has_diverged:
             raise self.verdict()
         scope, name, thread = self.scope, self.counted_as(key), threading.get_ident()
+        if torn := _SENDING.get(thread):
+            torn.watch.tell_of_exception(torn.purpose)
+            _SENDING.pop(thread, None)  # last: an exception may come here as well
+            if torn.watch.scope is scope:
+                raise self.error() or torn.watch.verdict()
         if sends:  # before it is counted: what is counted and not sent would be waited for
-            if thread in self._sending:
-                raise self._break(*self._sending[thread])
-            self._sending[thread] = operation, tag
+            known = None if tag is None else self.purposes.get(tag)
+            _SENDING[thread] = _Sending(self, known or Purpose(operation))
         number = scope.launched[name] = scope.launched.get(name, 0) + 1
         scope.num_launched = at = scope.num_launched + 1
         what, torchs = (operation, tag, version, shape), self.sequence()
@@ -252,17 +255,15 @@ class Watch(ABC):
 
     def sent(self) -> None:
         """All messages of what this thread launched last are on their way."""
-        self._sending.pop(threading.get_ident(), None)
+        _SENDING.pop(threading.get_ident(), None)
 
-    def _break(self, operation: str, tag: int | None) -> DivergenceError:
+    def tell_of_exception(self, purpose: Purpose) -> None:
         """Tell every rank that peers wait for what this one will never send."""
-        purpose = (None if tag is None else self.purposes.get(tag)) or Purpose(operation)
         self.part(
             f"an exception (Ctrl-C, no memory, an error in a signal handler) came on rank "
             f"{self.scope.rank} as it began {purpose.what}, and its peers wait for what it "
             "did not send; start the job again from its last checkpoint"
         )
-        return self.verdict()
 
     def part(self, text: str) -> None:
         """Tell all ranks why they cannot go on, and end the waits of this one."""
@@ -363,6 +364,19 @@ class Watch(ABC):
     def key_of(self, what: str) -> str:
         """Return the key in the job's store under which ranks tell each other `what`."""
         return f"zero_comm/watch/{self.scope.name}/{what}"
+
+
+@frozen(eq=False)
+class _Sending:
+    """A launch whose messages are not all on their way."""
+
+    watch: Watch
+    purpose: Purpose
+
+
+# By thread, of whichever group: where an exception ends a launch, the next one tells the peers of
+# that group, which may be another than the one that is launched on, and then waits for the same.
+_SENDING: Final = dict[int, _Sending]()
 
 
 @define(eq=False)
