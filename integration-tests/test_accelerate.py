@@ -16,6 +16,7 @@ import pytest
 import torch
 import zero_engine
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from zero_comm import Group, Reduction, all_reduce_flat
 from zero_comm.testing import assert_close, equal
@@ -608,6 +609,70 @@ def test_a_deepspeed_plugin_says_what_deepspeed_would_do(group: Group) -> None:
         assert all(rests.values()), rests  # biases are whole, as the file says
 
 
+# ---- Axes of ranks ----
+
+
+AXES: Final[dict[str, dict[str, int]]] = {
+    "shards x tensor": {"dp_shard_size": 2, "tp_size": 2},
+    "tensor": {"tp_size": 4},
+    "replicas x shards": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "shards": {"dp_shard_size": 4},
+}
+
+
+def _wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 3)})
+
+
+def _squared_error(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model["down"](model["up"](x).tanh()), y)
+
+
+@pytest.mark.cpu_only("Accelerate knows the kinds of devices by name")
+@pytest.mark.ranks(4, timeout_s=120)
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_axes_of_ranks_are_accelerates(group: Group, stage: int, axes: str, tmp_path: Path) -> None:
+    """Ranks along "tp" get the same batches, and the norm is of the whole model."""
+    from accelerate.utils import ParallelismConfig
+
+    sizes = AXES[axes]
+    num_data = sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    alone = _wide()
+    its_optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    batches = [*_batches()]
+    num_steps = len(batches) // num_data
+    for first in range(0, num_steps * num_data, num_data):
+        for x, y in batches[first : first + num_data]:
+            (_squared_error(alone, x, y) / num_data).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+
+    with _environment(group):
+        accelerator = _zero(stage, parallelism_config=ParallelismConfig(**sizes))
+        model = _wide()
+        if "tp_size" in sizes:
+            mesh = accelerator.torch_device_mesh["tp"]
+            parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, _batches())
+        for _, (x, y) in zip(range(num_steps), loader, strict=False):  # then rows come again
+            accelerator.backward(_squared_error(model, x, y))
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {name: param.detach() for name, param in alone.named_parameters()}
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(zero_engine.full_param(param), expected[name])
+        accelerator.save_state(str(tmp_path))
+        zero_engine.set_full_param(model["down"].bias, torch.zeros(3))
+        accelerator.load_state(str(tmp_path))
+        found = zero_engine.full_param(model["down"].bias)
+        torch.testing.assert_close(found, expected["down.bias"])
+
+
 # ---- What cannot be ----
 
 
@@ -621,13 +686,16 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> No
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
         TorchDynamoPlugin,
+        TorchTensorParallelPlugin,
     )
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
     for options, message in (
         ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "expected no fsdp_plugin.*leave it"),
-        ({"parallelism_config": ParallelismConfig()}, "expected no parallelism_config"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "expected no cp_size.*got 2"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "expected no sp_size.*got 2"),
+        ({"torch_tp_plugin": TorchTensorParallelPlugin()}, "expected no torch_tp_plugin"),
         (
             {"mixed_precision": "fp16", "deepspeed_plugin": DeepSpeedPlugin()},
             "got 'fp16' on cpu.*say 'bf16'",

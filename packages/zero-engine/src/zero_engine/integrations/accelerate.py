@@ -1,6 +1,7 @@
 """Accelerate's loop with ZeRO: `Accelerator(...)` becomes `ZeroAccelerator(zero=..., ...)`.
 
-Of Accelerate's own names it uses the attributes `_models` and `_optimizers`, what is prepared.
+Of Accelerate's own names it uses the attributes `_models` and `_optimizers`, what is prepared, and
+`_prepare_tp`, which follows parameters of a model by their addresses.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, Final
 import attrs
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
+from accelerate.utils import DeepSpeedPlugin, ParallelismConfig, parse_flag_from_env
 from torch import Tensor, nn
+from zero_comm import AnyRanks, Group
 from zero_partition import set_leaf_modules
 from zero_partition.plan import Placement
 from zero_partition.seams import ShardedModel, find_sharded
@@ -28,7 +30,7 @@ from zero_engine.torch_private import accelerator
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Arguments for what distributes a model in another way; ACCELERATE_USE_... says them, too.
-_OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin")
+_OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
 class ZeroAccelerator(Accelerator):
@@ -42,6 +44,10 @@ class ZeroAccelerator(Accelerator):
 
     Collective, beside what is so in Accelerate: `prepare`, `clip_grad_norm_`, `get_state_dict`,
     `save_model`, `save_state` and `load_state`.
+
+    With `parallelism_config`, parameters are sharded over the ranks of `dp_shard`, with replicas
+    over those of `dp_replicate`; a model that is split over `tp` is passed as `parallelize_module`
+    or transformers has left it.
 
     Args:
         zero: How to distribute. When None, what a `DeepSpeedPlugin` says, given as
@@ -60,6 +66,7 @@ class ZeroAccelerator(Accelerator):
                     f"ZeroAccelerator: expected no {name}, and no {variable} in the environment: "
                     "it distributes in its own way; leave it out, in the launcher's settings too"
                 )
+        _check_axes(kwargs)
         self._plugin = _take_plugin(kwargs, zero)
         self._zero = ZeroConfig() if zero is None else zero
         self._given: list[torch.optim.Optimizer] = []  # while prepare() runs
@@ -124,7 +131,7 @@ class ZeroAccelerator(Accelerator):
             for optimizer in optimizers:  # its state goes where the parameters are
                 optimizer.load_state_dict(optimizer.state_dict())
         several: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
-        zero_engine.shard(model, several, config)
+        zero_engine.shard(model, several, config, group=self._ranks(device))
 
         def clip(*_: Any) -> None:
             zero_engine.clip_grad_norm_(model, self._max_norm)
@@ -146,6 +153,26 @@ class ZeroAccelerator(Accelerator):
                     "prepare(model, optimizer, ...)"
                 )
         return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several ranks; on CPUs only where their axes are named."""
+        has_axes = self.parallelism_config is not None
+        return super().multi_device or (has_axes and self.use_distributed)
+
+    def _prepare_tp(self, *args: Any) -> Any:
+        """Leave optimizers as they are: parameters are sharded, and have no memory to know by."""
+        return args
+
+    def _ranks(self, device: torch.device) -> AnyRanks | None:
+        """Return the ranks that have the same part of a model; None: all of the job."""
+        mesh = self.torch_device_mesh
+        if mesh is None:
+            return None
+        names = [name for name in ("dp_replicate", "dp_shard") if name in mesh.mesh_dim_names]
+        if not names:
+            return Group.solo(device)
+        return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
 
     def _config_of(self, model: nn.Module, *, is_trained: bool) -> ZeroConfig:
         if self.verify_device_map(model):
@@ -252,6 +279,20 @@ class ZeroAccelerator(Accelerator):
 
     def _sharded(self) -> list[ShardedModel]:
         return [found for model in self._models if (found := self._find(model)) is not None]
+
+
+def _check_axes(kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError where axes of ranks are asked for that are not taken."""
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        kwargs.setdefault("parallelism_config", ParallelismConfig())  # which the launcher says
+    axes = kwargs.get("parallelism_config")
+    for name in ("cp_size", "sp_size") if axes is not None else ():
+        if getattr(axes, name, 1) > 1:
+            raise ConfigError(
+                f"ZeroAccelerator: expected no {name} in parallelism_config, got "
+                f"{getattr(axes, name)}: Accelerate has it for FSDP2 and DeepSpeed alone. Leave it "
+                "out; docs/guides/composition.md has a loop of ranks that share a sequence"
+            )
 
 
 def _take_plugin(kwargs: dict[str, Any], zero: ZeroConfig | None) -> DeepSpeedPlugin | None:
