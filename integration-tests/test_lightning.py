@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import zero_engine
 from torch import nn
+from torch.distributed.tensor import Replicate
 from zero_comm import Group
 from zero_comm.testing import assert_close
+from zero_engine import ConfigError
 
 pytest.importorskip("lightning")
 pytestmark = [
@@ -626,3 +628,99 @@ def test_what_cannot_be_says_what_to_do(group: Group, tmp_path: Path) -> None:
     for said, action in refused.items():
         with pytest.raises((ValueError, OSError), match=said):
             action()
+
+
+# ---- Tensor parallelism ----
+
+
+@pytest.mark.cpu_only("Lightning's strategies know devices by name")
+@pytest.mark.ranks(4, timeout_s=120)
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 2), (1, 4)])
+def test_a_module_that_splits_itself_trains_as_in_one_process(
+    group: Group, stage: int, tensor: int, tmp_path: Path
+) -> None:
+    """As under ModelParallelStrategy, ranks along "tensor_parallel" get the same batches."""
+    import lightning_loops as loops
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    class Splits(loops.Module):
+        def build(self) -> None:
+            blocks = [nn.Linear(loops.WIDTH, 8), nn.Tanh(), nn.Linear(8, loops.WIDTH)]
+            head = nn.Linear(loops.WIDTH, 3)
+            self.net = nn.ModuleDict({"blocks": nn.Sequential(*blocks), "head": head})
+
+        def configure_model(self) -> None:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net["blocks"], self.device_mesh["tensor_parallel"], plan)
+
+    module, fields = Splits(loops.sgd), {"tensor_parallel_size": tensor}
+    options = {"max_epochs": 1, "gradient_clip_val": 0.05}
+    _, weights, trainer = loops.fit(group, stage, module, fields=fields, **options)
+    trainer.save_checkpoint(tmp_path / "all.ckpt")
+    by_rank: list[Any] = [None] * group.world_size
+    dist.all_gather_object(by_rank, module.seen)
+
+    alone = Splits(loops.sgd)
+    optimizer = loops.sgd(alone)
+    num_data = 4 // tensor
+    for of_step in zip(*by_rank[::tensor], strict=True):
+        for batch in of_step:
+            (alone.loss_of(batch) / num_data).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, alone.state_dict()[name], msg=name)
+
+    again = Splits(loops.sgd)
+    more = options | {"max_epochs": 1, "ckpt_path": tmp_path / "all.ckpt"}
+    _, resumed, _ = loops.fit(group, stage, again, fields=fields, **more)
+    for name, value in resumed.items():  # it has nothing left to train
+        torch.testing.assert_close(value, weights[name], msg=name)
+
+
+@pytest.mark.cpu_only("Lightning's strategies know devices by name")
+@pytest.mark.ranks(2, timeout_s=120)
+def test_fabric_shards_a_model_that_is_split(group: Group) -> None:
+    """Over the ranks that have the same part: here each one by itself."""
+    import lightning_loops as loops
+    from lightning.fabric import Fabric
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from zero_engine.integrations.lightning import ZeroFabricStrategy
+
+    loops.join(group)
+    strategy = ZeroFabricStrategy(stage=3, min_unit_bytes=0, tensor_parallel_size=2)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 8)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8))
+    parallelize_module(
+        model,
+        strategy.device_mesh["tensor_parallel"],
+        {"0": ColwiseParallel(output_layouts=Replicate())},
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    x = torch.ones(4, 6)
+    fabric.backward(model(x).square().mean())
+    optimizer.step()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    found = zero_engine.full_param(model.module[0].weight)
+    torch.testing.assert_close(found, plain.weight.detach())
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_number_of_parts_that_ranks_cannot_have_is_refused(group: Group) -> None:
+    """Before anything is sharded."""
+    import lightning_loops as loops
+
+    for wrong in (3, 0, "auto"):
+        with pytest.raises(ConfigError, match="divisor of the 2 ranks"):
+            loops.fit(group, 2, loops.Module(), fields={"tensor_parallel_size": wrong})

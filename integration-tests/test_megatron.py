@@ -118,7 +118,6 @@ def _train(
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
-    "nothing": {},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -130,12 +129,10 @@ RECOMPUTED["full, inputs split"] = {**RECOMPUTED["full"], "distribute_saved_acti
 HOST = Offload(optimizer="host", params="host")
 CASES = {
     **{f"stage {stage}": (2, ZeroConfig(stage), "full") for stage in range(4)},
-    "stage 1, inputs split": (2, ZeroConfig(1), "full, inputs split"),
     "stage 3, inputs split": (2, ZeroConfig(3), "full, inputs split"),
-    "stage 2, selective": (2, ZeroConfig(2), "selective"),
     "stage 3, selective": (2, ZeroConfig(3), "selective"),
     "data 4": (1, ZeroConfig(3), "full"),
-    "tensor 4": (4, ZeroConfig(2), "nothing"),
+    "tensor 4": (4, ZeroConfig(2), "selective"),
     "host": (2, ZeroConfig(3, offload=HOST), "full"),
 }
 # Gloo adds up four ranks in another order; the host steps by a kernel of ours.
@@ -168,7 +165,7 @@ def test_a_gpt_trains_as_under_ddp(group: Group, case: str) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_norm_is_that_of_all_tensor_parallel_ranks(group: Group, stage: int) -> None:
     """Megatron marks what is split; all else counts on the first of these ranks."""
     with _megatron(tensor_model_parallel_size=2) as mpu:
@@ -187,8 +184,7 @@ def test_the_norm_is_that_of_all_tensor_parallel_ranks(group: Group, stage: int)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("expert", [2, 4])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "expert"), [(0, 2), (1, 4), (2, 2), (3, 2)])
 def test_experts_have_the_ranks_that_megatron_gives_them(
     group: Group, stage: int, expert: int
 ) -> None:
@@ -226,7 +222,7 @@ def test_experts_have_the_ranks_that_megatron_gives_them(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_a_run_goes_on_from_a_checkpoint(group: Group, stage: int, tmp_path: Path) -> None:
     """Each tensor-parallel rank has a folder; the tracker's random numbers go on, too."""
     with _megatron(tensor_model_parallel_size=2) as mpu:

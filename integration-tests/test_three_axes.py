@@ -151,8 +151,7 @@ def _mesh() -> DeviceMesh:
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("third", ["tensor", "replicas"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "third"), [(1, "tensor"), (3, "tensor"), (3, "replicas")])
 def test_eight_ranks_train_as_one_process_and_go_on_as_four(
     group: Group, stage: int, third: str, tmp_path: Path
 ) -> None:
@@ -199,8 +198,7 @@ def test_eight_ranks_train_as_one_process_and_go_on_as_four(
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("third", ["tensor", "replicas"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "third"), [(1, "tensor"), (3, "tensor"), (3, "replicas")])
 def test_a_rank_keeps_the_bytes_that_the_guide_says(group: Group, stage: int, third: str) -> None:
     """Over all ranks: each layer is on one stage, and a split element on one tensor rank."""
     whole = GPT()

@@ -268,6 +268,22 @@ def test_a_launch_on_another_group_tells_of_an_exception_before(
     assert time.monotonic() - began < SOON_S
 
 
+@each_world(2)
+def test_an_exception_on_a_group_that_was_destroyed_is_of_no_other(
+    group: Group, transport: str
+) -> None:
+    """As a notebook does that begins anew: nobody is left to be told."""
+    switch = {SWITCH: "0"} if transport == MESSAGES else {}
+    with mock.patch.dict(os.environ, switch):
+        made = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)
+    interrupt = mock.patch.object(Watch, "sent", side_effect=KeyboardInterrupt)
+    with interrupt, contextlib.suppress(KeyboardInterrupt):
+        _gather(made, tag=1)
+    dist.destroy_process_group(made.process_group)
+    for tag in (1, 2):
+        _gather(_watched(group, transport), tag=tag)
+
+
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_peer_may_leave_that_has_launched_what_is_waited_for(
     group: Group, is_launched: bool

@@ -42,9 +42,13 @@ def break_connections(of: ReferenceType[Any]) -> None:
     process_group = of()
     if process_group is None:
         return
+    try:
+        ranks = dist.get_process_group_ranks(process_group)
+    except KeyError:  # it was destroyed, with its connections
+        return
     # Each peer, because a connection that is closed already fails at once and closes no other;
     # each device, over which gloo spreads tags.
-    for peer in dist.get_process_group_ranks(process_group):
+    for peer in ranks:
         for tag in range(num_gloo_devices(process_group)):
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
             with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank

@@ -238,7 +238,8 @@ class Watch(ABC):
             raise self.verdict()
         scope, name, thread = self.scope, self.counted_as(key), threading.get_ident()
         if torn := _SENDING.get(thread):
-            torn.watch.tell_of_exception(torn.purpose)
+            if not torn.watch.has_diverged:  # else its peers know that they cannot go on
+                torn.watch.tell_of_exception(torn.purpose)
             _SENDING.pop(thread, None)  # last: an exception may come here as well
             if torn.watch.scope is scope:
                 raise self.error() or torn.watch.verdict()

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from zero_partition.seams import find_sharded
 
@@ -62,7 +63,16 @@ class _Called(nn.Module):
 class _Zero:
     """What both strategies do; `self` is one of Lightning's, too."""
 
-    def __init__(self, stage: int = 3, *, config: ZeroConfig | None = None, **options: Any) -> None:
+    device_mesh: Any = None  # of "data_parallel" and "tensor_parallel" ranks, where there are such
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        config: ZeroConfig | None = None,
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
         of_ddp = {key: options.pop(key) for key in _OF_DDP if key in options}
         if config is not None and (options or stage != 3 or not isinstance(config, ZeroConfig)):
             raise ConfigError(
@@ -70,7 +80,32 @@ class _Zero:
                 f"{options or stage}; DeepSpeed's file is read by ZeroConfig.from_deepspeed(path)"
             )
         self.config = config or ZeroConfig(stage, **options)
+        self._tensor_parallel_size = tensor_parallel_size
         super().__init__(**of_ddp)
+
+    def setup_environment(self: Any) -> None:
+        """Start the process group, and name axes of ranks if there are several. Collective."""
+        super().setup_environment()  # type: ignore[missing-attribute]
+        size, number = self._tensor_parallel_size, self.world_size
+        if not isinstance(size, int) or size < 1 or number % size:
+            raise ConfigError(
+                f"ZeroStrategy: expected tensor_parallel_size to be a divisor of the {number} "
+                f"ranks, got {size!r}"
+            )
+        if size > 1:
+            self.device_mesh = init_device_mesh(
+                self.root_device.type,
+                (number // size, size),
+                mesh_dim_names=("data_parallel", "tensor_parallel"),
+            )
+
+    @property
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        """How many ranks get batches of their own, and which this is among them."""
+        if self.device_mesh is None:
+            return super().distributed_sampler_kwargs  # type: ignore[missing-attribute]
+        of_data = self.device_mesh["data_parallel"]
+        return {"num_replicas": of_data.size(), "rank": of_data.get_local_rank()}
 
     def _shard(self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any) -> None:
         name, own = type(plugin).__name__, self.config.precision
@@ -82,7 +117,8 @@ class _Zero:
         # `configure_optimizers()` that returns None is an optimizer of Lightning's without groups.
         real = [optimizer for optimizer in optimizers if optimizer.param_groups]
         given: Any = real[0] if len(real) == 1 else real or None
-        zero_engine.shard(module, given, self.config)
+        over = None if self.device_mesh is None else self.device_mesh["data_parallel"]
+        zero_engine.shard(module, given, self.config, group=over)
         sharded: Any = find_sharded(module)
         for optimizer in real:
             restore = partial(setattr, optimizer, "__class__", type(optimizer))
@@ -118,6 +154,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
         config: In place of `stage` and its other fields.
         single_file: Write a checkpoint as one file, as DDPStrategy does, which `torch.load` and
             `Model.load_from_checkpoint` read: rank 0 has all of it in host memory meanwhile.
+        tensor_parallel_size: Number of ranks over which the module splits itself, as with
+            Lightning's ModelParallelStrategy: by `parallelize_module` in `configure_model`, over
+            `self.device_mesh["tensor_parallel"]`. They get the same batches.
         **options: Other fields of `ZeroConfig`, such as `offload`; and DDPStrategy's
             `cluster_environment`, `parallel_devices`, `process_group_backend` and `timeout`.
 
@@ -134,8 +173,16 @@ class ZeroStrategy(_Zero, DDPStrategy):
         self._resumed: Any = None  # a folder of which the trainer has what is kept beside tensors
 
     def model_sharded_context(self) -> Any:
-        """Around `configure_model`: what it builds is sharded while it is built. Collective."""
-        return zero_engine.Init(config=self.config)
+        """Around `configure_model`: what it builds is sharded while it is built. Collective.
+
+        A module that it splits is sharded after that.
+        """
+        return zero_engine.Init(config=self.config) if self.device_mesh is None else nullcontext()
+
+    def setup_environment(self) -> None:
+        """Let the module find the axes of ranks where Lightning has them. Collective."""
+        super().setup_environment()
+        self.lightning_module._device_mesh = self.device_mesh
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, with its optimizer when fitting; one sharded stays so. Collective."""
@@ -271,6 +318,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
 class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     """ZeRO for `lightning.Fabric`, made as a `ZeroStrategy` is.
 
+    With `tensor_parallel_size`, split the model over `fabric.strategy.device_mesh`'s
+    "tensor_parallel" ranks before `fabric.setup`.
+
     `fabric.setup(model, optimizer)` shards both. `fabric.save(path, state)` writes a folder, as
     `zero_engine.save` does, where `state` holds a model that was set up; `fabric.load` reads it.
     """
@@ -282,7 +332,8 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Around construction: what is built is sharded while it is built. Collective."""
-        with super().module_init_context(empty_init), zero_engine.Init(config=self.config):
+        init = zero_engine.Init(config=self.config) if self.device_mesh is None else nullcontext()
+        with super().module_init_context(empty_init), init:
             yield
 
     def setup_module_and_optimizers(  # type: ignore[override]
