@@ -203,7 +203,8 @@ class PeerMemory:
             while True:
                 # Of every group: a peer may wait for this rank in one, this rank in another.
                 for peers in tuple(_ALL):
-                    peers._advance()
+                    if peers is self or not peers.is_over:
+                        peers._advance()
                 self._check_whole()
                 with self._lock:
                     if is_over():
@@ -241,6 +242,11 @@ class PeerMemory:
         where = self._peers.get(rank)
         header = None if where is None else self._look_at(rank, read_header)
         return header is not None and header[2]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can come any more: a call was interrupted, or ranks have diverged."""
+        return self.is_broken or (self.watch is not None and self.watch.has_diverged)
 
     def fence(self) -> None:
         """What was written before is seen before what is written after: release, then acquire."""
@@ -405,7 +411,4 @@ def any_peers() -> PeerMemory | None:
     Nor one whose ranks have diverged, which would end the waits of others.
     """
 
-    def may_wait(peers: PeerMemory) -> bool:
-        return not (peers.is_broken or (peers.watch is not None and peers.watch.has_diverged))
-
-    return next(filter(may_wait, tuple(_ALL)), None)
+    return next((peers for peers in tuple(_ALL) if not peers.is_over), None)
