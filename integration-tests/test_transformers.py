@@ -21,6 +21,7 @@ from torch import Tensor
 from zero_comm import Group
 from zero_comm.testing import RankPool, assert_close, equal
 from zero_engine import ConfigError, Precision, ZeroConfig, full_state_dict
+from zero_partition import PartitionError
 
 transformers = pytest.importorskip("transformers")
 
@@ -843,3 +844,48 @@ def test_how_a_job_was_started_and_what_its_file_says_must_fit(tmp_path: Path) -
     zero = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: expected 2"):
         ZeroTrainer(_llama(), args, zero=zero)
+
+
+@pytest.mark.cpu_only("transformers knows devices by name")
+@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_transformers_has_split_trains_as_the_whole_one(
+    group: Group, stage: int, tmp_path: Path
+) -> None:
+    """By its tensor-parallel plan, over all ranks: each has a part of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
+    if group.rank == 0:
+        plain.save_pretrained(tmp_path / "whole")
+    torch.distributed.barrier()  # the other rank reads it
+    its_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    said = {"WORLD_SIZE": "2", "RANK": str(group.rank), "LOCAL_RANK": str(group.rank)}
+    with mock.patch.dict(os.environ, said):
+        split = DistributedConfig(tp_size=2, tp_plan="auto")
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "whole", distributed_config=split)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(PartitionError, match=r"Group\.solo\(device\) where every rank"):
+        zero_engine.shard(model, optimizer, ZeroConfig(stage))
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=Group.solo())
+    for step in range(3):
+        torch.manual_seed(step)
+        tokens = torch.randint(64, (2, 8))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        norm = zero_engine.clip_grad_norm_(model, 1.0)
+        expected = plain(input_ids=tokens, labels=tokens).loss
+        expected.backward()
+        its_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for each in (optimizer, its_optimizer):
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm, its_norm, rtol=1e-3, atol=1e-5)
+    found = zero_engine.full_state_dict(model)
+    for name, value in found.items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-2, atol=1e-3)

@@ -331,6 +331,7 @@ def check_part(name: str, param: Tensor, ranks: Group) -> None:
             f"parameter {name!r} is a DTensor on {mesh}, which fully_shard() or "
             f"parallelize_module() has made, and shard() was given ranks of that mesh, "
             f"{sorted(shared)}: each has another part already. Pass the ranks that have the same "
-            "part, as in shard(model, optimizer, group=mesh['data']), or the model as it is before "
+            "part, as in shard(model, optimizer, group=mesh['data']); zero_comm.Group.solo(device) "
+            "where every rank of the job has another one; or the model as it is before "
             "fully_shard()"
         )

@@ -410,5 +410,4 @@ def any_peers() -> PeerMemory | None:
 
     Nor one whose ranks have diverged, which would end the waits of others.
     """
-
     return next((peers for peers in tuple(_ALL) if not peers.is_over), None)
