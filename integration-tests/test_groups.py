@@ -104,21 +104,30 @@ class _Mpu:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_numbered", [False, True], ids=["same-names", "own-names"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "mark"), [(1, "allreduce"), (3, "allreduce"), (2, "moe")])
 def test_marked_experts_have_the_ranks_that_an_mpu_says(
-    group: Group, stage: int, is_numbered: bool
+    group: Group, stage: int, mark: str, is_numbered: bool
 ) -> None:
-    """In DeepSpeed's shape, by `allreduce` = False alone."""
+    """In DeepSpeed's shape, by `allreduce` = False alone, or by `moe` in a param group."""
     alone, _ = train_alone(4, STEPS)
     ranks = expert_ranks(dist.group.WORLD, 2)
     model = _marked(ranks, is_numbered=is_numbered).to(group.device)
+    optimizer = nadamw(model)
+    if mark == "moe":
+        everything = [*model.parameters()]
+        experts = [param for param in everything if not param.allreduce]
+        for param in experts:
+            del param.allreduce
+        dense = [param for param in everything if all(param is not each for each in experts)]
+        of_dense = optimizer.param_groups[0] | {"params": dense}
+        optimizer.param_groups[:] = [of_dense, of_dense | {"params": experts, "moe": True}]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = zero_engine.initialize(
-        model=model, optimizer=nadamw(model), config=config, mpu=_Mpu(ranks)
+        model=model, optimizer=optimizer, config=config, mpu=_Mpu(ranks)
     )
     for step in range(STEPS):
         engine.backward(loss_on(engine, step, group.rank))
@@ -126,6 +135,16 @@ def test_marked_experts_have_the_ranks_that_an_mpu_says(
     _check_trained(model, alone)
     buffers = [b.plan.ranks for b in find_sharded(model).buffers if b.plan.ranks]
     assert len({*buffers}) == 1  # all patterns of the same ranks share one name
+
+
+@pytest.mark.ranks(2)
+def test_a_moe_param_group_without_ranks_is_refused(group: Group) -> None:
+    """All ranks would get the values of the first."""
+    model = torch.nn.Linear(2, 2).to(group.device)
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()], "moe": True}], lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match=r"param group with moe=True.*groups="):
+        zero_engine.initialize(model=model, optimizer=optimizer, config=config)
 
 
 # Fields of ZeroConfig, and how near values stay.

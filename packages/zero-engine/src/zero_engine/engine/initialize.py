@@ -69,8 +69,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             otherwise.
         mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
             are those of its `get_model_parallel_group()` as well, where that has several ranks.
-            Parameters marked by `allreduce` = False have the ranks of its
-            `get_expert_data_parallel_group()`, unless `ZeroConfig.groups` says otherwise. Or a
+            Parameters marked by `allreduce` = False, or by `moe` = True in their param group, have
+            the ranks of its `get_expert_data_parallel_group()`, unless `ZeroConfig.groups` says
+            otherwise. Or a
             DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
             The other splits the model or, named "sp", "cp", "sequence" or the like, sequences:
             then the model is sharded over all of its ranks, which share samples, and gradients
@@ -143,7 +144,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     precision = settings.zero.precision
     if data.world_size != group.world_size:  # ranks that share a sequence add up their parts
         precision = evolve(precision or AS_IT_IS, mean_over=data.world_size)
-    own = settings.zero.groups or _expert_groups(model, mpu)
+    own = settings.zero.groups
+    if not own and group.world_size > 1:
+        own = _expert_groups(model, made, mpu)
     zero = evolve(settings.zero, wire=wire, precision=precision, groups=own)
     settings = evolve(settings, zero=zero)
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
@@ -385,15 +388,28 @@ def check_mpu(mpu: Any, *, what: str) -> None:
         )
 
 
-def _expert_groups(model: nn.Module, mpu: Any) -> dict[str, Group]:
+def _expert_groups(model: nn.Module, optimizer: Any, mpu: Any) -> dict[str, Group]:
     """Return the ranks of parameters that are marked as experts. Collective among them.
 
-    They are marked as Megatron's and DeepSpeed's are, by `allreduce` = False, and the mpu knows
-    their ranks. Names that differ in numbers alone make one pattern.
+    They are marked as Megatron's and DeepSpeed's are, by `allreduce` = False, or by `moe` = True in
+    their param group, and the mpu knows their ranks. Names that differ in numbers alone make one
+    pattern.
     """
     get = getattr(mpu, "get_expert_data_parallel_group", None)
     named = dict(model.named_parameters())
-    marked = {name for name, param in named.items() if getattr(param, "allreduce", True) is False}
+    groups = [group for group in getattr(optimizer, "param_groups", ()) if group.get("moe")]
+    in_groups = {id(param) for group in groups for param in group["params"]}
+    marked = {
+        name
+        for name, param in named.items()
+        if getattr(param, "allreduce", True) is False or id(param) in in_groups
+    }
+    if in_groups and get is None:
+        raise ConfigError(
+            f"initialize(): parameter {min(marked)!r} is in a param group with moe=True, and "
+            "nothing says which ranks have it: pass ZeroConfig(groups={'*.experts.*': group}), or "
+            "an mpu with get_expert_data_parallel_group()"
+        )
     if get is None or not marked:
         return {}
     group = _wrap(get(), "initialize(): mpu.get_expert_data_parallel_group()")
