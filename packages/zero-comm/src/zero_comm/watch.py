@@ -415,7 +415,7 @@ class SeenWait:
 
 def _keep_watch(of: ReferenceType[Watch]) -> None:
     seen = 0.0
-    while (watch := of()) is not None:
+    while (watch := of()) is not None and not watch.has_diverged:  # then there is nothing to find
         seen = watch.look(seen=seen)
         pause_s = watch.patience_s / _LOOKS_PER_PATIENCE
         del watch  # its group may go meanwhile
