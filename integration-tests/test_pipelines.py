@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from torch.distributed.pipelining import (
 )
 from zero_comm import CommError, Group
 from zero_comm.circles import break_connections
+from zero_engine.checkpoint import StopSignals
 from zero_partition import StateError
 
 pytestmark = pytest.mark.cpu_only("torch's schedules send over gloo here, between host tensors")
@@ -209,6 +213,61 @@ def test_what_is_no_checkpoint_of_all_stages_is_refused(
         zero_engine.save(tmp_path / "all", model, optimizer, step=0, stages=stages)
     assert not (tmp_path / "all").exists()
     zero_engine.save(tmp_path / f"{number}", model, optimizer, step=0)
+
+
+class _WithCount(nn.Linear):
+    """A module with a buffer that all stages name alike."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["buffers", "experts"])
+def test_names_that_several_ranks_have_go_on(group: Group, kind: str, tmp_path: Path) -> None:
+    """A buffer on both stages; experts that are others on each rank, and have the same names."""
+    mesh = _mesh(group)
+    alone = [dist.new_group([rank]) for rank in range(group.world_size)][group.rank]
+    number = str(mesh.get_local_rank("stage"))
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed + group.rank)
+        layers: dict[str, nn.Module] = {number: nn.Linear(WIDTH, WIDTH)}
+        if kind == "buffers":
+            layers["shared"] = layer = _WithCount()
+            layer.weight = layer.bias = None
+            layer.count.fill_(float(seed + group.rank))
+        else:
+            layers[f"experts{number}"] = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        model = nn.ModuleDict(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        groups = {"experts*": alone} if kind == "experts" else {}
+        zero_engine.shard(model, optimizer, ZeroConfig(2, groups=groups), group=mesh["data"])
+        return model, optimizer
+
+    model, optimizer = build(0)
+    zero_engine.save(tmp_path, model, optimizer, step=0, stages=mesh["stage"])
+    again, optimizer = build(10)
+    report = zero_engine.load(tmp_path, again, optimizer, stages=mesh["stage"])
+    assert report is not None and not report.unexpected
+    for param, other in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(zero_engine.full_param(param), zero_engine.full_param(other))
+    for buffer, other in zip(again.buffers(), model.buffers(), strict=True):
+        assert torch.equal(buffer, other)
+
+
+@pytest.mark.ranks(4)
+def test_all_stages_hear_of_a_signal(group: Group) -> None:
+    """Each stage asked its own ranks, and stopped at a step of its own."""
+    mesh = _mesh(group)
+    model = nn.Linear(WIDTH, WIDTH)
+    zero_engine.shard(model, None, ZeroConfig(1), group=mesh["data"])
+    with StopSignals(model, stages=mesh["stage"]) as stop:
+        assert stop.arrived() is None
+        if group.rank == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.arrived() == "SIGTERM"
 
 
 @pytest.mark.ranks(2)

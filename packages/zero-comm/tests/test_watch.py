@@ -272,7 +272,7 @@ def test_a_launch_on_another_group_tells_of_an_exception_before(
 def test_an_exception_on_a_group_that_was_destroyed_is_of_no_other(
     group: Group, transport: str
 ) -> None:
-    """As a notebook does that begins anew: nobody is left to be told."""
+    """A notebook that begins anew does so: nobody is left to be told."""
     switch = {SWITCH: "0"} if transport == MESSAGES else {}
     with mock.patch.dict(os.environ, switch):
         made = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)

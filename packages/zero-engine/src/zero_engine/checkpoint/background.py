@@ -31,6 +31,7 @@ from zero_engine.torch_private import version_of
 
 from .file_system import FILE_SYSTEM, FileSystem, naming, read_regular
 from .folder import together
+from .pipeline import ranks_of
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
 
@@ -440,6 +441,8 @@ class StopSignals:
     Args:
         model: That was sharded: its ranks tell each other.
         signals: Which.
+        stages: As for `zero_engine.save`: ranks of all stages tell each other then. Making it is
+            collective among them.
 
     Raises:
         zero_partition.StateError: The model is not sharded; or, from `with`, this is not the main
@@ -447,8 +450,14 @@ class StopSignals:
         ConfigError: `signals` are none.
     """
 
-    def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = _USUAL) -> None:
-        self._group = sharded_of(model, None, "StopSignals()").routes.all_ranks
+    def __init__(
+        self,
+        model: nn.Module,
+        signals: Iterable[signal.Signals] = _USUAL,
+        *,
+        stages: AnyRanks | None = None,
+    ) -> None:
+        self._group = ranks_of(sharded_of(model, None, "StopSignals()"), stages).group
         self._signals = tuple(signals)
         if not self._signals or not all(isinstance(s, signal.Signals) for s in self._signals):
             raise ConfigError(

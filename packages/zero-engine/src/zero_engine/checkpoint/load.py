@@ -194,8 +194,8 @@ def load(
     if checkpoint is None:
         return None
     with contextlib.closing(checkpoint.folder):
-        elsewhere = names_elsewhere(sharded, ranks)
-        checkpoint = _under_own_names(checkpoint, sharded, elsewhere, is_strict=is_strict)
+        named = partial(_under_own_names, checkpoint, sharded, names_elsewhere(sharded, ranks))
+        checkpoint = _on_all(partial(named, is_strict=is_strict), "load()", group)
         source, manifest = checkpoint.source, checkpoint.manifest
         source = source if has_state else evolve(source, states=None, own_said={})
         planned = plan_load(sharded, source, is_strict=is_strict)
@@ -260,6 +260,13 @@ def load(
         )
 
 
+def _on_all(act: Callable[[], T], what: str, group: Group) -> T:
+    """Do it on every rank; if it fails on one, none goes on. Collective."""
+    results: list[T] = []
+    together(lambda: results.append(act()), what=what, group=group)
+    return results[0]
+
+
 def _under_own_names(
     checkpoint: Checkpoint, sharded: ShardedModel, elsewhere: Collection[str], *, is_strict: bool
 ) -> Checkpoint:
@@ -298,8 +305,8 @@ def _under_own_names(
         ],
     )
     average = _renamed(checkpoint.average, sharded)
-    average = {name: of for name, of in average.items() if name not in elsewhere}
-    return evolve(checkpoint, source=without(source, elsewhere), average=average)
+    source, average = without(source, average, elsewhere)
+    return evolve(checkpoint, source=source, average=average)
 
 
 def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str, Any], list[Any]]:

@@ -14,11 +14,13 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from attrs import evolve, frozen
+from torch import Tensor
 from zero_comm import AnyRanks, Group, all_gather_json
 from zero_partition import StateError
 from zero_partition.seams import ShardedModel, StateSource
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _TIMEOUT_S: Final = 60.0
 
@@ -65,7 +67,12 @@ def ranks_of(sharded: ShardedModel, stages: AnyRanks | None) -> CheckpointRanks:
         mine = [of_stage.global_rank(rank) for rank in range(of_stage.world_size)]
     by_stage = all_gather_json(mine, group=of_stages, timeout_s=_TIMEOUT_S)
     every = set(chain.from_iterable(by_stage))
-    if len(every) != len(mine) * len(by_stage):
+    if of_stages.device.type != of_stage.device.type:
+        raise StateError(
+            f"stages: expected a group for tensors on {of_stage.device.type}, as that of the "
+            f"model's own ranks, got one for {of_stages.device.type} (rank {dist.get_rank()})"
+        )
+    if len({*map(len, by_stage)}) > 1 or len(every) != sum(map(len, by_stage)):
         raise StateError(
             "stages: expected ranks that have different stages, each sharded over as many ranks, "
             f"got ranks {by_stage} of the job by stage (rank {dist.get_rank()}); pass the "
@@ -81,13 +88,16 @@ _BY_NAME: Final = ("params", "optimizer", "ties")  # sections of a manifest, of 
 
 
 def join_stages(
-    content: dict[str, Any], buffers: Collection[str], sharded: ShardedModel, ranks: CheckpointRanks
+    content: dict[str, Any],
+    buffers: Mapping[str, Tensor],
+    sharded: ShardedModel,
+    ranks: CheckpointRanks,
 ) -> frozenset[str]:
     """Add to a manifest what the ranks of other stages say. Collective if there are stages.
 
     Args:
         content: Of the manifest, complete for this rank's stage.
-        buffers: Names of this rank's persistent buffers.
+        buffers: This rank's persistent ones.
         sharded: This rank's stage.
         ranks: Those that save.
 
@@ -105,7 +115,7 @@ def join_stages(
         "stage": ranks.stage,
         "problem": _find_problem(content),
         "content": {name: content[name] for name in sections} if is_first else None,
-        "buffers": [*buffers],
+        "buffers": {name: [*tensor.shape] for name, tensor in buffers.items()},
     }
     by_rank = all_gather_json(mine, group=ranks.group, timeout_s=_TIMEOUT_S)
     firsts = sorted((said for said in by_rank if said["content"]), key=lambda said: said["stage"])
@@ -116,6 +126,14 @@ def join_stages(
         if said["problem"]
     ]
     problems += _find_differences(by_stage)
+    shapes: dict[str, Any] = {}
+    for said in firsts:
+        for name, shape in said["buffers"].items():
+            if shapes.setdefault(name, shape) != shape:
+                problems.append(
+                    f"buffer {name!r} has shape {shapes[name]} on one stage and {shape} on stage "
+                    f"{said['stage']}; give it another name there, or persistent=False"
+                )
     if problems:
         raise StateError(f"save(stages=): {problems[0]}")
     for said in by_stage:
@@ -130,7 +148,8 @@ def join_stages(
 
 def _find_problem(content: Mapping[str, Any]) -> str:
     """Return what a checkpoint of several stages has no place for; "" if there is nothing."""
-    if (content["state_dict"] or {}).get("keys"):
+    layout = content["state_dict"]  # None: it is not known
+    if layout is None or layout["keys"] or layout["values"]:
         return (
             "modules change what state_dict() gives, by hooks or methods of their own, which is "
             "saved of one stage alone; leave out stages=, and save each stage to a folder"
@@ -179,24 +198,29 @@ def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[
     aliases = chain.from_iterable(place.plan.names for place in sharded.places)
     buffers = (name for name, _ in sharded.model.named_buffers(remove_duplicate=False))
     mine = {*aliases, *buffers, *(place.saved_name for place in sharded.places)}
-    mine |= sharded.routes.names_elsewhere
-    by_stage = all_gather_json(sorted(mine), group=ranks.stages, timeout_s=_TIMEOUT_S)
-    return frozenset(chain.from_iterable(by_stage)) - mine
+    # Of all ranks, as those of one stage may have different parameters.
+    by_rank = all_gather_json([ranks.stage, sorted(mine)], group=ranks.group, timeout_s=_TIMEOUT_S)
+    here, other = set[str](), set[str]()
+    for stage, names in by_rank:
+        (here if stage == ranks.stage else other).update(names)
+    return frozenset(other - here)
 
 
-def without(source: StateSource, names: Collection[str]) -> StateSource:
-    """Return a checkpoint's values but those of these names. Local."""
+def without(
+    source: StateSource, average: Mapping[str, T], names: Collection[str]
+) -> tuple[StateSource, Mapping[str, T]]:
+    """Return a checkpoint's values, and an average's, but those of these names. Local."""
     if not names:
-        return source
+        return source, average
     # A parameter that was tied, and has on this stage only a name that was not the first.
     here = {first: name for name, first in source.ties.items() if name not in names}
     here = {first: name for first, name in here.items() if first in names}
 
-    def rest(by_name: Mapping[str, T]) -> dict[str, T]:
+    def rest(by_name: Mapping[str, U]) -> dict[str, U]:
         chosen = (name for name in by_name if name in here or name not in names)
         return {here.get(name, name): by_name[name] for name in chosen}
 
-    return evolve(
+    kept = evolve(
         source,
         params=rest(source.params),
         buffers=rest(source.buffers),
@@ -211,3 +235,4 @@ def without(source: StateSource, names: Collection[str]) -> StateSource:
             for group in source.param_groups
         ],
     )
+    return kept, rest(average)

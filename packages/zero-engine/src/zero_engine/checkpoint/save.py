@@ -164,15 +164,10 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
             f"save(): expected the path of a folder that every rank sees, got {asked.folder!r} "
             f"(rank {group.rank}); pass the same one on all ranks"
         )
-    parts = plan_parts(
-        sharded,
-        has_state=asked.optimizer is not None,
-        has_frozen=not asked.exclude_frozen,
-        timeout_s=_TIMEOUT_S,
-    )
-    _describe_parts(content, parts)
-    buffers = _persistent_buffers(asked.model)
-    _add_other_ranks(content, sharded, [*parts.problems, *_misplaced(content, buffers, sharded)])
+    described: list[tuple[StateParts, dict[str, Tensor]]] = []
+    describe = partial(_describe, asked, sharded, content)
+    together(lambda: described.append(describe()), what="save()", group=group)
+    [(parts, buffers)] = described
     of_this_stage = join_stages(content, buffers, sharded, ranks)
     writer = CheckpointWriter(
         asked=asked,
@@ -188,6 +183,22 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         writer.abandon()
         raise
     return writer
+
+
+def _describe(
+    asked: SaveRequest, sharded: ShardedModel, content: dict[str, Any]
+) -> tuple[StateParts, dict[str, Tensor]]:
+    """Say in a manifest what a model has. Collective; returns its parts and persistent buffers."""
+    parts = plan_parts(
+        sharded,
+        has_state=asked.optimizer is not None,
+        has_frozen=not asked.exclude_frozen,
+        timeout_s=_TIMEOUT_S,
+    )
+    _describe_parts(content, parts)
+    buffers = _persistent_buffers(asked.model)
+    _add_other_ranks(content, sharded, [*parts.problems, *_misplaced(content, buffers, sharded)])
+    return parts, buffers
 
 
 def _content(asked: SaveRequest, sharded: ShardedModel, ranks: CheckpointRanks) -> dict[str, Any]:
@@ -340,6 +351,7 @@ def _batches(
     if is_first:
         yield from (_given_of(batch) for batch in parts.batches)
     others = _differing_buffers(buffers, group)
+    others |= {name: buffers[name] for name in buffers if name not in of_this_stage}
     if group.rank == 0:
         own_buffers = {name: buffers[name] for name in buffers if name in of_this_stage}
         yield from _whole_batches(own_buffers, "buffers")

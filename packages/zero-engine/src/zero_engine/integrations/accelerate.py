@@ -46,8 +46,8 @@ class ZeroAccelerator(Accelerator):
     `save_model`, `save_state` and `load_state`.
 
     With `parallelism_config`, parameters are sharded over the ranks of `dp_shard`, with replicas
-    over those of `dp_replicate`; a model that is split over `tp` is passed as `parallelize_module`
-    or transformers has left it.
+    over those of `dp_replicate`, and over these where there is no `dp_shard`. A model that is split
+    over `tp` is passed as `parallelize_module` or transformers has left it.
 
     Args:
         zero: How to distribute. When None, what a `DeepSpeedPlugin` says, given as
