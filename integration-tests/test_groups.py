@@ -25,7 +25,8 @@ from expert_models import (
 )
 from parity import ZeroConfig
 from torch import nn
-from zero_comm import DivergenceError, Group, all_gather_json
+from torch.distributed.device_mesh import init_device_mesh
+from zero_comm import DivergenceError, Group, all_gather_json, record_traffic
 from zero_comm.testing import equal, rely_on
 from zero_engine import ConfigError, FileError, Offload, Precision, Wire
 from zero_engine.checkpoint.folder import Checkpoint
@@ -374,8 +375,49 @@ def test_what_would_give_rank_0s_experts_for_all_is_refused(group: Group, stage:
             call()
     with pytest.raises(ConfigError, match="one process that has all"):
         zero_engine.verify(lambda: build_mixture(None), nadamw, [0], config, group=group)
-    with pytest.raises(PartitionError, match="without groups"):
-        zero_engine.plan(build_mixture(None), config, world_size=2)
+
+
+PLANNED: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"stage {stage}": (stage, {}) for stage in range(4)},
+    "masters": (2, {"precision": Precision(params=torch.bfloat16)}),
+    "host": (3, {"offload": Offload(optimizer="host", params="host")}),
+    "whole tensors": (1, {"cut": "tensor"}),
+    "codecs": (3, {"wire": Wire(params="int8")}),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", PLANNED)
+@pytest.mark.parametrize("is_mesh", [False, True], ids=["group", "mesh"])
+def test_a_plan_counts_the_ranks_of_experts(group: Group, case: str, is_mesh: bool) -> None:
+    """The bytes that a report of the sharded model says, and those that a step sends."""
+    stage, options = PLANNED[case]
+    ranks = expert_ranks(dist.group.WORLD, 2)
+    same: Any = ranks.same
+    if is_mesh:
+        kind, names = group.device.type, ("same", "expert")
+        same = init_device_mesh(kind, (2, 2), mesh_dim_names=names)["same"]
+    config = ZeroConfig(stage, groups={EXPERTS: same}, **options)
+    model = build_mixture(ranks).to(group.device)
+    optimizer = nadamw(model)
+    how: dict[str, Any] = {"world_size": 4, "optimizer": optimizer, "device": group.device}
+    planned = zero_engine.plan(model, config, **how)
+    assert planned.rank == group.rank
+    with pytest.raises(ConfigError, match="which has other parameters"):
+        zero_engine.plan(model, config, rank=group.rank ^ 1, **how)
+    zero_engine.shard(model, optimizer, config, group=group)
+    _train(model, optimizer, group.rank, range(2))
+    found = attrs.asdict(zero_engine.memory_report(model))
+    assert found == attrs.asdict(planned.memory.at_rest)
+    with record_traffic(group) as traffic:
+        _train(model, optimizer, group.rank, range(2, 3))
+    counted = traffic.operations.items()
+    sent = {name: (of.calls, of.sent.num_bytes) for name, of in counted if name != "agree"}
+    expected: dict[str, tuple[int, int]] = {}
+    for each in planned.traffic:
+        calls, num_bytes = expected.get(each.name, (0, 0))
+        expected[each.name] = calls + each.calls, num_bytes + each.sent.num_bytes
+    assert sent == expected
 
 
 @pytest.mark.ranks(4)

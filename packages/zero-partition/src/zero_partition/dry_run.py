@@ -105,13 +105,13 @@ def _operations_of(
     plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, num_gathers: int
 ) -> Iterator[tuple[str, int, tuple[Sent, Sent]]]:
     """Names, how often, and what all of these calls send inside a node and across."""
-    routes, layout = plan.routes, buffer.layout
+    routes, layout = plan.routes.of(buffer), buffer.layout
     is_sharded = plan.placements.optim is Placement.SHARDED
     shards = _Ranks(
         layout.splits,
         layout.payload_splits,
         routes.shard_rank(rank),
-        tuple(of // routes.per_node for of in range(routes.shards)),
+        routes.nodes,
     )
     if plan.resting[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
@@ -134,7 +134,7 @@ def _operations_of(
         return
     dtype = plan.precision.wire_of(buffer)
     codec = routes.wire.codec_of_gradients(dtype)
-    if codec is not None and routes.num_replicas == 1:
+    if codec is not None and routes.num_replicas == 1 and not routes.positions:
         hops = sent_by_levels(
             layout.splits,
             layout.payload_splits,
@@ -225,8 +225,7 @@ def plan_memory(
         home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
         home_disk_bytes: Likewise on disk.
     """
-    mine = plan.routes.shard_rank(rank)
-    counts = _Counts(plan, mine, has_offload=offload is not None)
+    counts = _Counts(plan, rank, has_offload=offload is not None)
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
@@ -263,7 +262,7 @@ def plan_memory(
     return PlannedMemory(
         at_rest=at_rest,
         before_step=before_step,
-        init_peak_bytes=_init_peak_bytes(plan, mine),
+        init_peak_bytes=_init_peak_bytes(plan, rank),
         step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
     )
 
@@ -290,7 +289,7 @@ def _encoded_bytes(plan: ModelPlan) -> int:
         sum(map(codec.wire_bytes, buffer.layout.splits))
         for unit in ahead
         for buffer in plan.units[unit].buffers
-        if (codec := plan.routes.codec_of(buffer)) is not None
+        if (codec := plan.routes.of(buffer).codec_of(buffer)) is not None
     )
 
 
@@ -331,7 +330,7 @@ class _Counts:
     """Bytes of what was added, by kind."""
 
     plan: ModelPlan
-    rank: int
+    rank: int  # of all that train the model
     has_offload: bool
     params: int = 0
     padding: int = 0
@@ -349,8 +348,8 @@ class _Counts:
     def add(self, index: int, buffer: BufferPlan) -> None:
         """One buffer of the unit at this position."""
         plan, layout, placement = self.plan, buffer.layout, self.plan.resting[index]
-        itemsize = buffer.dtype.itemsize
-        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        itemsize, rank = buffer.dtype.itemsize, plan.routes.of(buffer).shard_rank(self.rank)
+        payload, numel = layout.payload_splits[rank], layout.splits[rank]
         self.scalars += len(buffer.params) * itemsize
         if not (plan.rests.params and placement is Placement.SHARDED):
             is_whole = placement is Placement.REPLICATED
@@ -374,16 +373,17 @@ class _Counts:
             self.params += payload * itemsize
             self.padding += (numel - payload) * itemsize
         self._add_gradients(buffer, dtype)
-        self.loco += loco_bytes(plan, buffer, self.rank)
+        self.loco += loco_bytes(plan, buffer, rank)
         if not self.has_offload:
-            for param, shape in stepped_params(plan, buffer, self.rank):
+            for param, shape in stepped_params(plan, buffer, rank):
                 state, scalars = state_bytes(plan, param, shape, dtype)
                 self.state += state
                 self.scalars += scalars
 
     def _add_gradients(self, buffer: BufferPlan, dtype: torch.dtype) -> None:
         plan, layout = self.plan, buffer.layout
-        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        rank = plan.routes.of(buffer).shard_rank(self.rank)
+        payload, numel = layout.payload_splits[rank], layout.splits[rank]
         wire = plan.precision.wire_of(buffer)
         codec = plan.routes.wire.codec_of_gradients(wire)
         way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
@@ -446,7 +446,8 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
     """Bytes while one buffer of the unit at this position is laid down, and once it is."""
     layout, placement = buffer.layout, plan.resting[index]
     master = plan.rests.master_of(plan.precision, buffer, placement)
-    source, shard = (master or buffer.dtype).itemsize, layout.splits[rank]
+    own_rank = plan.routes.of(buffer).shard_rank(rank)
+    source, shard = (master or buffer.dtype).itemsize, layout.splits[own_rank]
     whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
     masters = shard * source if master is not None and not plan.rests.state else 0
     if not masters and plan.codec_of_updates(index, buffer) is not None:
@@ -500,6 +501,8 @@ def _sizes_of(
 ) -> Iterator[int]:
     """Of each run of elements that the rank gives, in bytes."""
     dtype = plan.rests.training_of(plan.precision, buffer, placement)
+    routes = plan.routes.of(buffer)
+    rank, num_ranks = routes.shard_rank(rank), routes.shards
     pieces = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
     is_whole = plan.placements.optim is Placement.REPLICATED
     for position, param in enumerate(buffer.params):
@@ -515,7 +518,7 @@ def _sizes_of(
                 continue
             numel = math.prod(entry.shape_for(shape))
             if is_whole:  # every rank has it: each gives an equal run
-                given = numel * (rank + 1) // plan.world_size - numel * rank // plan.world_size
+                given = numel * (rank + 1) // num_ranks - numel * rank // num_ranks
             elif entry.name == "step" or not entry.shape:  # one value for the whole parameter
                 given = numel if rank == owner else 0
             else:

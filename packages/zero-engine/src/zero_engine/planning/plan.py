@@ -55,7 +55,7 @@ def _plan_elsewhere(
         planned.resting,
         rests=planned.rests,
         precision=planned.precision,
-        rank_of=lambda _: rank,
+        rank_of=lambda buffer: planned.routes.of(buffer).shard_rank(rank),
         # There need be no such device here: what is on meta is not on the CPU, and that counts.
         device=device if device.type == "cpu" else torch.device("meta"),
         group_of=planned.group_of,
@@ -196,7 +196,8 @@ def plan(
         optimizer: A name as in DeepSpeed's files, a torch optimizer of the model, what makes one of
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
-        rank: Whose bytes; those of the rank that keeps most when None.
+        rank: Whose bytes; those of the rank that keeps most when None, and with `config.groups`
+            this rank's, whose groups they are.
         ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
             `config.wire` needs nodes it says so itself, or this does.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
@@ -244,11 +245,20 @@ def plan(
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )
-    if rank is None:
+    own = [set(of.positions) for of in planned.routes.of_groups.values()]
+    known = set.intersection(*own) if own else set(range(world_size))
+    if rank is not None and rank not in known:
+        raise ConfigError(
+            f"plan(): expected a rank of the groups in the configuration, of {sorted(known)}, got "
+            f"{rank}, which has other parameters; plan it where its groups are known"
+        )
+    if rank is None and own:
+        is_here = dist.is_initialized() and dist.get_rank() in known
+        rank = dist.get_rank() if is_here else min(known)
+    elif rank is None:
         trained = planned.trained_bytes_per_rank
         rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
-    mine = planned.routes.shard_rank(rank)
-    homes, passing_bytes = _plan_elsewhere(planned, mine, config.offload, made, device)
+    homes, passing_bytes = _plan_elsewhere(planned, rank, config.offload, made, device)
     traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
@@ -261,7 +271,7 @@ def plan(
         passing_bytes=passing_bytes,
         save=plan_save(planned, rank),
         traffic=traffic,
-        units=_rows(planned, mine, traffic),
+        units=_rows(planned, rank, traffic),
     )
 
 
@@ -277,7 +287,11 @@ def _rows(
                 name=unit.name or "(model)",
                 numel=unit.extent.numel,
                 whole_bytes=unit.num_bytes,
-                shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
+                shard_bytes=sum(
+                    buffer.dtype.itemsize
+                    * buffer.layout.splits[planned.routes.of(buffer).shard_rank(rank)]
+                    for buffer in unit.buffers
+                ),
                 gathers=max(gathers, default=0),
                 sent_bytes=sum(each.sent.num_bytes for each in mine),
             )

@@ -8,16 +8,17 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from torch import nn
-from zero_comm import Group, all_gather_json, check_agreement
+from zero_comm import AnyRanks, Group, all_gather_json, check_agreement
 
 from zero_partition.dtensors import has_parts
 from zero_partition.errors import PartitionError
 from zero_partition.optimizer.shards import describe_states
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import UnitPlan
-from zero_partition.plan.wire import OwnRanks, Routes, Wire, pattern_of
+from zero_partition.plan.wire import OwnRanks, PlannedRoutes, Routes, Wire, pattern_of
 from zero_partition.run.sharded_model import ShardedModel
 
 
@@ -98,7 +99,8 @@ def with_groups(
     whole, problem, names = routes.whole, "", {pattern: list[str]() for pattern in groups}
     try:
         ranks_of = find_ranks(model, groups) if groups or whole.world_size > 1 else {}
-        _check_combination(model, config.wire, groups, whole)
+        has_groups = any(group.world_size < whole.world_size for group in groups.values())
+        _refuse_beside(model, config.wire, has_groups=has_groups)
     except PartitionError as error:
         problem, ranks_of = str(error), {}
     for name, param in model.named_parameters():
@@ -142,6 +144,45 @@ def with_groups(
     return routes, ranks_of
 
 
+def plan_groups(
+    routes: PlannedRoutes, model: nn.Module, config: PartitionConfig
+) -> tuple[PlannedRoutes, dict[int, str]]:
+    """Do what `with_groups` does, for a plan. Local: groups are those that this rank would have.
+
+    Raises:
+        PartitionError: The patterns do not fit the parameters; groups do not divide the ranks, or
+            have ranks beyond them; or something else is not taken together with groups.
+    """
+    every = {pattern: _global_ranks(ranks) for pattern, ranks in config.groups.items()}
+    ranks_of = find_ranks(model, every) if every else {}
+    found, first = dict[str, PlannedRoutes](), dict[tuple[int, ...], str]()
+    for pattern, ranks in every.items():
+        if routes.whole % len(ranks) or max(ranks) >= routes.whole:
+            raise PartitionError(
+                f"groups[{pattern!r}]: expected ranks that are some of the {routes.whole} ranks of "
+                f"the model, as many as divide these, got {[*ranks]}"
+            )
+        if len(ranks) < routes.whole:
+            first.setdefault(ranks, pattern)
+            size = len(ranks)
+            own = evolve(routes, whole=size, shards=size, positions=ranks)
+            found[pattern] = own
+    _refuse_beside(model, config.wire, has_groups=bool(found))
+    alike = {pattern: first[own.positions] for pattern, own in found.items()}
+    ranks_of = {key: alike[pattern] for key, pattern in ranks_of.items() if pattern in alike}
+    return evolve(routes, of_groups=found, reads_peers=routes.reads_peers and not found), ranks_of
+
+
+def _global_ranks(ranks: AnyRanks) -> tuple[int, ...]:
+    """Return the ranks of the job in a group, in order. Local."""
+    if isinstance(ranks, dist.DeviceMesh):
+        return tuple(sorted(ranks.mesh.flatten().tolist()))
+    group = ranks.process_group if isinstance(ranks, Group) else ranks
+    if group is None:
+        return (dist.get_rank() if dist.is_initialized() else 0,)
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def _share_names(pattern: str, by_group: Sequence[Sequence[str]], whole: Group) -> bool:
     """Return whether all groups have parameters of the same names; False if all are different.
 
@@ -161,9 +202,7 @@ def _share_names(pattern: str, by_group: Sequence[Sequence[str]], whole: Group) 
     return False
 
 
-def _check_combination(
-    model: nn.Module, wire: Wire, groups: Mapping[str, Group], whole: Group
-) -> None:
+def _refuse_beside(model: nn.Module, wire: Wire, *, has_groups: bool) -> None:
     """Raise PartitionError for what is not supported together with groups. Local."""
     for is_there, what in (
         (wire.replicas, "Wire(replicas=True), or a mesh of two dimensions"),
@@ -171,7 +210,7 @@ def _check_combination(
         (wire.loco is not None, "Wire(loco=...)"),
         (has_parts(model), "a model of DTensors"),
     ):
-        if is_there and any(group.world_size < whole.world_size for group in groups.values()):
+        if is_there and has_groups:
             raise PartitionError(
                 f"expected {what} or ZeroConfig(groups=...), got both, which are not supported "
                 "together; leave one of them out"

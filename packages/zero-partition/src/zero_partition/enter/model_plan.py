@@ -25,6 +25,8 @@ from zero_partition.plan.wire import PlannedRoutes, plan_routes
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.residence import RestPlan
 
+from .groups import plan_groups
+
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
 # plan takes the order of its modules, each once, and in backward the reverse; what encloses others
 # is in use as long as they are. Where nothing trains before a unit, and nothing in it, no backward
@@ -62,7 +64,7 @@ class ModelPlan:
             buffer,
             self.resting[index],
             is_small=self.units[index].rests_whole,
-            num_shards=self.routes.shards,
+            num_shards=self.routes.of(buffer).shards,
         )
 
     @cached_property
@@ -129,19 +131,21 @@ def _plan(
     ranks_per_node: int | None,
     reads_peers: bool,
 ) -> ModelPlan:
-    if config.groups:
-        raise PartitionError(
-            f"expected a configuration without groups, got {', '.join(config.groups)}: what is "
-            "planned is the same on every rank; leave them out, which counts those parameters as "
-            "spread over all ranks"
-        )
     config.wire.check(config.placements, has_home=rests.params)
     routes = plan_routes(
         config.wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
     )
     config = as_it_holds(config, optimizer, world_size=routes.shards, has_home=rests.params)
+    routes, ranks_of = plan_groups(routes, model, config)
     planned = plan_model_units(
-        model, optimizer, config, world_size=routes.shards, rests=rests, may_be_meta=True
+        model,
+        optimizer,
+        config,
+        world_size=routes.shards,
+        rests=rests,
+        may_be_meta=True,
+        ranks_of=ranks_of,
+        num_shards={pattern: own.shards for pattern, own in routes.of_groups.items()},
     )
     at_rest = config.placements.params
     sharded = [unit for unit in planned if unit.resting(at_rest) is Placement.SHARDED]

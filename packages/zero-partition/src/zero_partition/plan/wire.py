@@ -402,6 +402,19 @@ class PlannedRoutes:
     has_secondary: bool = False  # whether nodes keep what they have gathered
     reads_peers: bool = False  # whether shards are read without their owners
     wire: Wire = AS_ONE  # in how many bits
+    # Of parameters with ranks of their own, by pattern; and of those: where they are in the whole.
+    of_groups: Mapping[str, PlannedRoutes] = field(factory=dict)
+    positions: tuple[int, ...] = ()
+
+    def of(self, plan: BufferPlan) -> PlannedRoutes:
+        """Return those of the parameters in a buffer."""
+        return self.of_groups[plan.ranks] if plan.ranks else self
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Return the node of each rank over which it is sharded."""
+        ranks = self.positions or range(self.shards)
+        return tuple(rank // self.per_node for rank in ranks)
 
     @property
     def num_replicas(self) -> int:
@@ -418,12 +431,12 @@ class PlannedRoutes:
         return self.wire.frozen if self.wire.rests_encoded(buffer, Placement.SHARDED) else None
 
     def shard_rank(self, rank: int) -> int:
-        """Which shard a rank of the whole keeps."""
-        return rank % self.shards
+        """Return which shard a rank of the whole keeps."""
+        return self.positions.index(rank) if self.positions else rank % self.shards
 
     def replica(self, rank: int) -> int:
-        """Which replica a rank of the whole is of; the first one's shards are saved."""
-        return rank // self.shards
+        """Return which replica a rank of the whole is of; the first one's shards are saved."""
+        return 0 if self.positions else rank // self.shards
 
 
 def plan_routes(
