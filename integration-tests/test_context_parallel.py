@@ -247,6 +247,7 @@ def test_losses_of_parts_are_added_up_on_request(group: Group, stage: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_torchs_context_parallel_trains_as_one_process(group: Group, stage: int) -> None:
