@@ -222,10 +222,7 @@ def _split(block: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "Saver"])
-def test_each_stage_takes_its_part_of_a_checkpoint(
-    group: Group, in_background: bool, tmp_path: Path
-) -> None:
+def test_each_stage_takes_its_part_of_a_checkpoint(group: Group, tmp_path: Path) -> None:
     """One of its own job, with random numbers, and one of a process that has the whole model."""
     mesh = _mesh()
     first = Pipeline(mesh, 2)
@@ -237,11 +234,8 @@ def test_each_stage_takes_its_part_of_a_checkpoint(
         block.scale.fill_(100.0 * group.rank + index)  # of which a file has one, and ranks theirs
     torch.manual_seed(1000 + group.rank)
     what: dict[str, Any] = {"step": 1, "extra": {"epoch": 3}, "average": average}
-    if in_background:
-        with zero_engine.Saver(tmp_path, first.model, first.optimizer, stages=stages) as saver:
-            saver.save(**what)
-    else:
-        zero_engine.save(tmp_path, first.model, first.optimizer, **what, stages=stages)
+    with zero_engine.Saver(tmp_path, first.model, first.optimizer, stages=stages) as saver:
+        saver.save(**what)
     drawn = torch.rand(3)
     first.train(1)
     expected = zero_engine.full_state_dict(first.model)

@@ -70,6 +70,9 @@ def _step(module: nn.Module, sample: Any) -> list[Tensor]:
     return [*outputs, *(t.grad for t in inputs if t.grad is not None)]
 
 
+_MOST_SAMPLES = 64  # of a module, evenly among all
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_computes_and_learns_as_it_does_plain(group: Group, name: str) -> None:
     info = MODULES[name]
@@ -80,7 +83,9 @@ def test_a_module_computes_and_learns_as_it_does_plain(group: Group, name: str) 
         "requires_grad": True,
         "training": True,
     }
-    for sample in info.module_inputs_func(info, **options):
+    samples = [*info.module_inputs_func(info, **options)]
+    # LinearCrossEntropyLoss has some hundreds, of every combination of its options.
+    for sample in samples[:: -(-len(samples) // _MOST_SAMPLES)]:
         made = sample.constructor_input
         torch.manual_seed(0)
         plain = info.module_cls(*made.args, **made.kwargs)
