@@ -83,7 +83,7 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
 def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(TOKENS, (ROWS, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # torch 2.11 compares strides
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
