@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 from zero_comm import CommError, Group
 from zero_comm.circles import break_connections
 from zero_engine.checkpoint import StopSignals
+from zero_engine.checkpoint.folder import Checkpoint
 from zero_partition import StateError
 
 pytestmark = pytest.mark.cpu_only("torch's schedules send over gloo here, between host tensors")
@@ -255,6 +256,47 @@ def test_names_that_several_ranks_have_go_on(group: Group, kind: str, tmp_path: 
         assert torch.equal(zero_engine.full_param(param), zero_engine.full_param(other))
     for buffer, other in zip(again.buffers(), model.buffers(), strict=True):
         assert torch.equal(buffer, other)
+
+
+@pytest.mark.ranks(4)
+def test_a_checkpoint_says_of_each_stage_what_it_would_say_of_it_alone(
+    group: Group, tmp_path: Path
+) -> None:
+    """Frozen parameters, ties and state that is no tensor; random numbers are of its own ranks."""
+    mesh = _mesh(group)
+    number = mesh.get_local_rank("stage")
+
+    def layers(numbers: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        found: dict[str, nn.Module] = {}
+        for n in numbers:
+            found |= {f"first{n}": nn.Linear(4, 4), f"second{n}": nn.Linear(4, 4)}
+            found[f"second{n}"].weight = found[f"first{n}"].weight
+            found[f"first{n}"].bias.requires_grad_(False)
+        model = nn.ModuleDict(found)
+        return model, torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad])
+
+    model, optimizer = layers([number])
+    zero_engine.shard(model, optimizer, ZeroConfig(2), group=mesh["data"])
+    sum(param.sum() for param in model.parameters() if param.requires_grad).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zero_engine.save(tmp_path, model, optimizer, step=1, stages=mesh["stage"])
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.frozen == {"first0.bias", "first1.bias"}
+    assert checkpoint.manifest.ties == {f"second{n}.weight": f"first{n}.weight" for n in (0, 1)}
+    checkpoint.folder.close()
+
+    whole, optimizer = layers([0, 1])
+    zero_engine.shard(whole, optimizer, ZeroConfig(1), group=group)
+    report = zero_engine.load(tmp_path, whole, optimizer)  # as many ranks, and no stages
+    assert report is not None and not report.restores_rngs
+    for name, param in model.named_parameters():
+        found = zero_engine.full_param(param)
+        for rank in (0, 2):  # calls of all ranks, for a parameter of each stage
+            chosen = name.replace(f"{number}.", f"{rank // 2}.")
+            other = zero_engine.full_param(whole.get_parameter(chosen))
+            assert torch.equal(found, other) or rank // 2 != number
 
 
 @pytest.mark.ranks(4)
