@@ -146,6 +146,8 @@ def test_a_moe_param_group_without_ranks_is_refused(group: Group) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     with pytest.raises(ConfigError, match=r"param group with moe=True.*groups="):
         zero_engine.initialize(model=model, optimizer=optimizer, config=config)
+    with pytest.raises(PartitionError, match=r"moe=True in its param group.*groups="):
+        zero_engine.shard(model, optimizer, ZeroConfig(1), group=group)
 
 
 # Fields of ZeroConfig, and how near values stay.

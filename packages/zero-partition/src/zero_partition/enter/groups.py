@@ -22,13 +22,18 @@ from zero_partition.plan.wire import OwnRanks, PlannedRoutes, Routes, Wire, patt
 from zero_partition.run.sharded_model import ShardedModel
 
 
-def find_ranks(model: nn.Module, patterns: Collection[str]) -> dict[int, str]:
+def find_ranks(
+    model: nn.Module, patterns: Collection[str], optimizer: torch.optim.Optimizer | None
+) -> dict[int, str]:
     """Return the pattern that matches a parameter, by id, where one does. Local.
 
     Raises:
         PartitionError: A pattern matches no parameter, or two match names of one; or a parameter is
-            marked as an expert of this rank (`allreduce` is False) and no pattern matches it.
+            marked as an expert of this rank (`allreduce` is False, or its param group has `moe` =
+            True) and no pattern matches it.
     """
+    of_experts = [group for group in getattr(optimizer, "param_groups", ()) if group.get("moe")]
+    in_groups = {id(param) for group in of_experts for param in group["params"]}
     found: dict[int, str] = {}
     names: dict[int, str] = {}
     used = set[str]()
@@ -41,12 +46,13 @@ def find_ranks(model: nn.Module, patterns: Collection[str]) -> dict[int, str]:
                 f"{found[id(param)] or 'the model'!r} and of {pattern or 'the model'!r}; name both "
                 "in one pattern"
             )
-        if not pattern and getattr(param, "allreduce", True) is False:
+        is_marked = getattr(param, "allreduce", True) is False or id(param) in in_groups
+        if not pattern and is_marked:
             raise PartitionError(
-                f"parameter {name!r} is marked as one that not all ranks have (allreduce=False), "
-                "and belongs to no group: all ranks would get the values of the first. Name its "
-                "ranks, as in ZeroConfig(groups={'*.experts.*': group}), where group has the ranks "
-                "with the same experts as this one"
+                f"parameter {name!r} is marked as one that not all ranks have (allreduce=False, or "
+                "moe=True in its param group), and belongs to no group: all ranks would get the "
+                "values of the first. Name its ranks, as in ZeroConfig(groups={'*.experts.*': "
+                "group}), where group has the ranks with the same experts as this one"
             )
     for pattern in patterns:
         if pattern not in used:
@@ -82,7 +88,11 @@ def check_same_groups(sharded: ShardedModel | None, groups: Mapping[str, Group])
 
 
 def with_groups(
-    routes: Routes, groups: Mapping[str, Group], model: nn.Module, config: PartitionConfig
+    routes: Routes,
+    groups: Mapping[str, Group],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: PartitionConfig,
 ) -> tuple[Routes, dict[int, str]]:
     """Add the routes of parameters that have ranks of their own. Collective.
 
@@ -98,7 +108,9 @@ def with_groups(
     """
     whole, problem, names = routes.whole, "", {pattern: list[str]() for pattern in groups}
     try:
-        ranks_of = find_ranks(model, groups) if groups or whole.world_size > 1 else {}
+        ranks_of = {}
+        if groups or whole.world_size > 1:
+            ranks_of = find_ranks(model, groups, optimizer)
         has_groups = any(group.world_size < whole.world_size for group in groups.values())
         _refuse_beside(model, config.wire, has_groups=has_groups)
     except PartitionError as error:
@@ -154,7 +166,7 @@ def plan_groups(
             have ranks beyond them; or something else is not taken together with groups.
     """
     every = {pattern: _global_ranks(ranks) for pattern, ranks in config.groups.items()}
-    ranks_of = find_ranks(model, every) if every else {}
+    ranks_of = find_ranks(model, every, None) if every else {}
     found, first = dict[str, PlannedRoutes](), dict[tuple[int, ...], str]()
     for pattern, ranks in every.items():
         if routes.whole % len(ranks) or max(ranks) >= routes.whole:

@@ -451,7 +451,7 @@ def _partition(
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
     parts = mesh_group_of(model.parameters())
     routes = evolve(routes, parts=parts, grid=grid_of(routes.whole, parts))
-    routes, ranks_of = with_groups(routes, groups, model, config)
+    routes, ranks_of = with_groups(routes, groups, model, optimizer, config)
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
