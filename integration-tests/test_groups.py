@@ -385,6 +385,7 @@ PLANNED: dict[str, tuple[int, dict[str, Any]]] = {
     "host": (3, {"offload": Offload(optimizer="host", params="host")}),
     "whole tensors": (1, {"cut": "tensor"}),
     "codecs": (3, {"wire": Wire(params="int8")}),
+    "encoded gradients": (2, {"wire": Wire(gradients="int8", levels=2)}),
 }
 
 

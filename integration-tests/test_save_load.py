@@ -570,3 +570,18 @@ def _measure_saving(group: Group, folder: str, where: str) -> tuple[int, int, in
         zero_engine.load(path / "saved", model, optimizer)
         loading = mark.rise_bytes()
     return report.num_bytes, saving, loading
+
+
+def test_a_report_counts_tensors_without_elements(tmp_path: Path) -> None:
+    """No file has a piece of them, and the manifest has them all the same."""
+    model = nn.Linear(3, 3)
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(2))
+    (model(torch.ones(2, 3)).sum() + model.empty.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = zero_engine.save(tmp_path, model, optimizer, step=1)
+    loaded = zero_engine.load(tmp_path, model, optimizer)
+    assert loaded is not None
+    assert saved.num_tensors == loaded.num_tensors == 3 * 4  # values, step and two moments

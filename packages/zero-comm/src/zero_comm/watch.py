@@ -36,7 +36,7 @@ _LOG: Final = logging.getLogger("zero_comm")
 
 @frozen
 class Purpose:
-    """What a collective is for, in words of whoever reads an error."""
+    """Purpose of a collective, in the words of an error."""
 
     what: str  # "gathering unit 'blocks.0'"
     remedy: str = ""  # what to do where a rank does not come to it
@@ -63,7 +63,7 @@ class Recorded(NamedTuple):
 
     @property
     def purpose(self) -> Purpose:
-        """What it is for."""
+        """Purpose of it, as errors say."""
         known = None if self.tag is None else self.purposes.get(self.tag)
         purpose = known or Purpose(self.operation)
         if self.version is None:
@@ -89,12 +89,12 @@ class Launch:
 
     @property
     def operation(self) -> str:
-        """What it does."""
+        """Name of the operation."""
         return self.recorded.operation
 
     @property
     def key(self) -> int:
-        """Its messages meet those of the same key."""
+        """Key of its messages, which meet those of the same key."""
         return self.recorded.key
 
     @property
@@ -104,7 +104,7 @@ class Launch:
 
     @property
     def purpose(self) -> Purpose:
-        """What it is for."""
+        """Purpose of it, as errors say."""
         return self.recorded.purpose
 
 
@@ -255,7 +255,7 @@ class Watch(ABC):
         return Launch(self, recorded)
 
     def sent(self) -> None:
-        """All messages of what this thread launched last are on their way."""
+        """Note that all messages of this thread's last launch are on their way."""
         _SENDING.pop(threading.get_ident(), None)
 
     def tell_of_exception(self, purpose: Purpose) -> None:
@@ -278,7 +278,7 @@ class Watch(ABC):
         self._waiting = (wait, time.monotonic(), threading.get_ident())
 
     def end(self) -> None:
-        """It blocks no more."""
+        """Note that this thread blocks no more."""
         self._waiting = None
 
     def error(self) -> DivergenceError | None:
@@ -320,7 +320,7 @@ class Watch(ABC):
         return f"Rank {peer} has failed before, and rank {chain[-1]} was the first. "
 
     def describe(self, in_flight: Callable[[], Collection[Launch]]) -> dict[str, str]:
-        """What was launched last on groups of this scope, by number, and what is waited for. Local.
+        """Describe the last launches on groups of this scope, by number, and the wait. Local.
 
         Args:
             in_flight: Finds all of this rank's launches that were not waited for yet; called when
@@ -402,7 +402,7 @@ class SeenWait:
             raise self.watch.verdict()
 
     def end(self) -> None:
-        """Nothing is lacking."""
+        """Note that nothing is lacking."""
         if self.watch is not None and self.told is not None:
             self.watch.end()
 

@@ -116,7 +116,7 @@ class PeerMemory:
 
     @property
     def whereabouts(self) -> JournalAddress:
-        """What peers need to know to read this rank's journal."""
+        """Address by which peers read this rank's journal."""
         return self._journal.whereabouts
 
     def meet(self, peers: Sequence[JournalAddress]) -> None:
@@ -238,18 +238,18 @@ class PeerMemory:
         self._journal.leave()
 
     def is_leaving(self, rank: int) -> bool:
-        """Whether a peer's program is over. Local."""
+        """Return whether a peer's program is over. Local."""
         where = self._peers.get(rank)
         header = None if where is None else self._look_at(rank, read_header)
         return header is not None and header[2]
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can come any more: a call was interrupted, or ranks have diverged."""
+        """Return whether nothing can come: a call was interrupted, or ranks have diverged."""
         return self.is_broken or (self.watch is not None and self.watch.has_diverged)
 
     def fence(self) -> None:
-        """What was written before is seen before what is written after: release, then acquire."""
+        """Order writes: peers see those before it first. A release, then an acquire."""
         self._journal.fence()
 
     def _missing(self, transfer: Transfer) -> list[int]:

@@ -31,7 +31,7 @@ from zero_engine.torch_private import version_of
 
 from .file_system import FILE_SYSTEM, FileSystem, naming, read_regular
 from .folder import together
-from .pipeline import ranks_of
+from .pipeline import CheckpointRanks
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
 
@@ -151,7 +151,7 @@ _LOG: Final = logging.getLogger(__name__)
 @final
 @frozen(kw_only=True)
 class Snapshot:
-    """What a save has blocked training for."""
+    """Copy in host memory for which a save has blocked training."""
 
     path: Path  # of the checkpoint's own folder, once it is complete
     num_bytes: int  # of host memory that this rank holds until then
@@ -275,7 +275,7 @@ class Saver:
         return under_way.finish()
 
     def close(self) -> None:
-        """As `wait`, and give back the memory of copies. Collective."""
+        """Wait, and give back the memory of copies. Collective."""
         try:
             self.wait()
         finally:
@@ -359,7 +359,7 @@ class _Background:
             writer.batches = []
 
     def _write(self) -> None:
-        """And tell rank 0, of a failure too."""
+        """Write this rank's files, and tell rank 0, of a failure too."""
         system, at, problem = self.writer.asked.system, self._said_by(self.writer.group.rank), ""
         try:
             if self.copying is not None:
@@ -377,7 +377,7 @@ class _Background:
                 system.write_file(path, content)
 
     def _sizes(self) -> dict[str, int]:
-        """Of all files there are by now."""
+        """Return the sizes of all files there are by now."""
         with suppress(OSError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(self.writer.path)}
         return {}
@@ -387,7 +387,7 @@ class _Background:
         return self.writer.path / f".written-{rank:05}"
 
     def _collect(self) -> list[dict[str, Any]]:
-        """What every rank has written, when all have. On rank 0's thread."""
+        """Return what every rank has written, when all have. On rank 0's thread."""
         found, writer, begun = [], self.writer, time.monotonic()
         seen, changed = None, begun
         for rank in range(writer.group.world_size):
@@ -457,7 +457,8 @@ class StopSignals:
         *,
         stages: AnyRanks | None = None,
     ) -> None:
-        self._group = ranks_of(sharded_of(model, None, "StopSignals()"), stages).group
+        sharded = sharded_of(model, None, "StopSignals()")
+        self._group = CheckpointRanks.of(sharded, stages).group
         self._signals = tuple(signals)
         if not self._signals or not all(isinstance(s, signal.Signals) for s in self._signals):
             raise ConfigError(

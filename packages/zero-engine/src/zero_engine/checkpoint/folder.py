@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from attrs import frozen
 from torch import Tensor
@@ -19,6 +19,8 @@ from zero_engine.errors import ConfigError, FileError
 from .file_system import OpenFolder, open_regular, read_regular
 from .manifest import MANIFEST, FileFacts, Manifest, TensorFacts, read_fields, read_manifest
 from .ranges import FileRun, Range, TensorFile
+
+T = TypeVar("T")
 
 LATEST: Final = "latest"
 REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one of the same tag
@@ -252,6 +254,13 @@ def check_folder(where: str, folder: Any) -> None:
     """A path that is not empty: that would be the working directory."""
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
+
+
+def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | None = None) -> T:
+    """Do as `together`, and return what `act` returned here, of any kind. Collective."""
+    results: list[T] = []
+    together(lambda: results.append(act()), what=what, group=group, timeout_s=timeout_s)
+    return results[0]
 
 
 def together(

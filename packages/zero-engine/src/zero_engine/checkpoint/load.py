@@ -27,8 +27,8 @@ from zero_partition.seams import (
 from zero_engine.errors import FileError
 from zero_engine.readers import find_reader, reader_for
 
-from .folder import Checkpoint, check_folder, find_complete, holds_parts, together
-from .pipeline import CheckpointRanks, names_elsewhere, ranks_of, without
+from .folder import Checkpoint, check_folder, find_complete, holds_parts, on_all, together
+from .pipeline import CheckpointRanks, names_elsewhere, without
 from .pretrained import holds_weights
 from .save import restore_rngs, sharded_of
 
@@ -94,7 +94,7 @@ def stop_unless_it_fits(
 @final
 @frozen(kw_only=True)
 class LoadReport:
-    """What was restored; `print` it."""
+    """Summary of what was restored; `print` it."""
 
     path: Path  # of the checkpoint's own folder
     step: int
@@ -179,7 +179,7 @@ def load(
     """
     check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
-    ranks, has_state = ranks_of(sharded, stages), optimizer is not None
+    ranks, has_state = CheckpointRanks.of(sharded, stages), optimizer is not None
     group = ranks.group
     checkpoint = open_together(
         lambda: _open(Path(folder), tag, missing_ok=missing_ok),
@@ -195,7 +195,7 @@ def load(
         return None
     with contextlib.closing(checkpoint.folder):
         named = partial(_under_own_names, checkpoint, sharded, names_elsewhere(sharded, ranks))
-        checkpoint = _on_all(partial(named, is_strict=is_strict), "load()", group)
+        checkpoint = on_all(partial(named, is_strict=is_strict), what="load()", group=group)
         source, manifest = checkpoint.source, checkpoint.manifest
         source = source if has_state else evolve(source, states=None, own_said={})
         planned = plan_load(sharded, source, is_strict=is_strict)
@@ -258,13 +258,6 @@ def load(
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
             engine=manifest.engine,
         )
-
-
-def _on_all(act: Callable[[], T], what: str, group: Group) -> T:
-    """Do it on every rank; if it fails on one, none goes on. Collective."""
-    results: list[T] = []
-    together(lambda: results.append(act()), what=what, group=group)
-    return results[0]
 
 
 def _under_own_names(
@@ -353,7 +346,7 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:
-    """What a path is that is no folder of checkpoints of ours, and what to call. Local."""
+    """Describe a path that is no folder of checkpoints of ours, and what to call. Local."""
     if path.is_file():
         return f"the file {path}; load_pretrained(model, path) reads files of weights"
     if holds_parts(path):

@@ -33,6 +33,44 @@ class CheckpointRanks:
     position: int  # number of this rank: those of the first stage are counted first
     stages: Group | None = None  # ranks with other stages, in the order of stages
 
+    @classmethod
+    def of(cls, sharded: ShardedModel, stages: AnyRanks | None) -> CheckpointRanks:
+        """Return the ranks that save or load together.
+
+        Local without stages, else collective over all ranks of all stages.
+
+        Args:
+            sharded: This rank's model, or its stage of one.
+            stages: Ranks that have the other stages, one of each.
+
+        Raises:
+            zero_comm.CommError: `stages` is no group, ProcessGroup or DeviceMesh of one dimension.
+            StateError: Stages are sharded over different numbers of ranks, or share ranks.
+        """
+        routes = sharded.routes
+        of_stages = None if stages is None else Group.of(stages)
+        if of_stages is None or of_stages.world_size == 1:
+            return cls(routes.all_ranks, routes.position)
+        of_stage = routes.all_ranks
+        mine = [dist.get_rank()]
+        if of_stage.process_group is not None:
+            mine = [of_stage.global_rank(rank) for rank in range(of_stage.world_size)]
+        by_stage = all_gather_json(mine, group=of_stages, timeout_s=_TIMEOUT_S)
+        every = set(chain.from_iterable(by_stage))
+        if of_stages.device.type != of_stage.device.type:
+            raise StateError(
+                f"stages: expected a group for tensors on {of_stage.device.type}, as that of the "
+                f"model's own ranks, got one for {of_stages.device.type} (rank {dist.get_rank()})"
+            )
+        if len({*map(len, by_stage)}) > 1 or len(every) != sum(map(len, by_stage)):
+            raise StateError(
+                "stages: expected ranks that have different stages, each sharded over as many "
+                f"ranks, got ranks {by_stage} of the job by stage (rank {dist.get_rank()}); pass "
+                "the dimension of the mesh along which stages differ, as in stages=mesh['stage']"
+            )
+        position = of_stages.rank * of_stage.world_size + routes.position
+        return cls(of_stages.spanning(every), position, of_stages)
+
     @property
     def num_stages(self) -> int:
         """Return the number of stages; 1 without a pipeline."""
@@ -42,44 +80,6 @@ class CheckpointRanks:
     def stage(self) -> int:
         """Return the number of the stage that this rank has."""
         return 0 if self.stages is None else self.stages.rank
-
-
-def ranks_of(sharded: ShardedModel, stages: AnyRanks | None) -> CheckpointRanks:
-    """Return the ranks that save or load together.
-
-    Local without stages, else collective over all ranks of all stages.
-
-    Args:
-        sharded: This rank's model, or its stage of one.
-        stages: Ranks that have the other stages, one of each.
-
-    Raises:
-        zero_comm.CommError: `stages` is no group, ProcessGroup or DeviceMesh of one dimension.
-        StateError: Stages are sharded over different numbers of ranks, or share ranks.
-    """
-    routes = sharded.routes
-    of_stages = None if stages is None else Group.of(stages)
-    if of_stages is None or of_stages.world_size == 1:
-        return CheckpointRanks(routes.all_ranks, routes.position)
-    of_stage = routes.all_ranks
-    mine = [dist.get_rank()]
-    if of_stage.process_group is not None:
-        mine = [of_stage.global_rank(rank) for rank in range(of_stage.world_size)]
-    by_stage = all_gather_json(mine, group=of_stages, timeout_s=_TIMEOUT_S)
-    every = set(chain.from_iterable(by_stage))
-    if of_stages.device.type != of_stage.device.type:
-        raise StateError(
-            f"stages: expected a group for tensors on {of_stage.device.type}, as that of the "
-            f"model's own ranks, got one for {of_stages.device.type} (rank {dist.get_rank()})"
-        )
-    if len({*map(len, by_stage)}) > 1 or len(every) != sum(map(len, by_stage)):
-        raise StateError(
-            "stages: expected ranks that have different stages, each sharded over as many ranks, "
-            f"got ranks {by_stage} of the job by stage (rank {dist.get_rank()}); pass the "
-            "dimension of the mesh along which stages differ, as in stages=mesh['stage']"
-        )
-    position = of_stages.rank * of_stage.world_size + routes.position
-    return CheckpointRanks(of_stages.spanning(every), position, of_stages)
 
 
 # ---- Saving ----
@@ -92,7 +92,7 @@ def join_stages(
     buffers: Mapping[str, Tensor],
     sharded: ShardedModel,
     ranks: CheckpointRanks,
-) -> frozenset[str]:
+) -> tuple[frozenset[str], int]:
     """Add to a manifest what the ranks of other stages say. Collective if there are stages.
 
     Args:
@@ -102,13 +102,14 @@ def join_stages(
         ranks: Those that save.
 
     Returns:
-        Names of the buffers that this stage saves: all but those that an earlier one has, too.
+        Names of the buffers that this stage saves, all but those that an earlier one has, too; and
+        how many buffers all stages save.
 
     Raises:
         StateError: On any rank there is something that is not saved of several stages.
     """
     if ranks.stages is None:
-        return frozenset(buffers)
+        return frozenset(buffers), len(buffers)
     is_first = sharded.routes.all_ranks.rank == 0
     sections = ("param_groups", "shared_state", "state_dict_extra", *_BY_NAME)
     mine = {
@@ -143,7 +144,7 @@ def join_stages(
         names = (said["param_groups"][number]["params"] for said in by_stage)
         group["params"] = [*chain.from_iterable(names)]
     earlier = chain.from_iterable(said["buffers"] for said in firsts[: ranks.stage])
-    return frozenset(buffers).difference(earlier)
+    return frozenset(buffers).difference(earlier), len(shapes)
 
 
 def _find_problem(content: Mapping[str, Any]) -> str:

@@ -41,10 +41,10 @@ from zero_engine.errors import ConfigError, FileError
 from zero_engine.sharding import has_optimizer
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
-from .folder import LATEST, together
+from .folder import LATEST, on_all, together
 from .limits import LARGEST_NUMBER, LONGEST_TAG_BYTES
 from .manifest import from_json, name_of, no_pieces, to_json
-from .pipeline import CheckpointRanks, join_stages, ranks_of
+from .pipeline import CheckpointRanks, join_stages
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
@@ -145,7 +145,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)
-    ranks = ranks_of(sharded, asked.stages)
+    ranks = CheckpointRanks.of(sharded, asked.stages)
     group = ranks.group
     _check_number("step", asked.step, 0)
     if asked.keep is not None:
@@ -164,11 +164,9 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
             f"save(): expected the path of a folder that every rank sees, got {asked.folder!r} "
             f"(rank {group.rank}); pass the same one on all ranks"
         )
-    described: list[tuple[StateParts, dict[str, Tensor]]] = []
     describe = partial(_describe, asked, sharded, content)
-    together(lambda: described.append(describe()), what="save()", group=group)
-    [(parts, buffers)] = described
-    of_this_stage = join_stages(content, buffers, sharded, ranks)
+    parts, buffers = on_all(describe, what="save()", group=group)
+    of_this_stage, num_buffers = join_stages(content, buffers, sharded, ranks)
     writer = CheckpointWriter(
         asked=asked,
         group=group,
@@ -176,6 +174,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         batches=list(
             _batches(asked, sharded, parts, buffers, ranks=ranks, of_this_stage=of_this_stage)
         ),
+        num_tensors=_num_tensors_in(content) + num_buffers,
     )
     try:
         writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
@@ -310,6 +309,13 @@ def _add_other_ranks(
 
 def _is_first_with(place: ParamRef) -> bool:
     return bool(place.buffer.plan.ranks) and place.whole.rank == 0
+
+
+def _num_tensors_in(content: Mapping[str, Any]) -> int:
+    """Return how many whole tensors of parameters and of optimizer state a manifest has."""
+    states = content["optimizer"].values()
+    entries = (said for of_param in states for said in of_param.values())
+    return len(content["params"]) + sum("value" not in said for said in entries)
 
 
 def _saveable(value: Any, where: str) -> Any:

@@ -31,7 +31,6 @@ _ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vecto
 _PARTIAL: Final = ".partial-"
 _PRUNED: Final = ".pruned-"
 _LOCK: Final = "lock"
-_OF_ALL_RANKS: Final = ("params", "optimizer", "buffers")  # sections with whole tensors
 _NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its job has just made it
 
 # NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
@@ -125,6 +124,7 @@ class CheckpointWriter:
     group: Group  # all ranks that write it
     content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
     batches: list[GivenBatch]  # what this rank writes
+    num_tensors: int  # whole ones, of all ranks
     path: Path = field(init=False)  # of the folder that is written to
     _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
 
@@ -233,10 +233,9 @@ class CheckpointWriter:
             linked = [f["bytes"] for n, f in mine.items() if (self.final / n).stat().st_nlink > 1]
         except OSError:  # pruned or replaced by now
             linked = []
-        pieces = (piece["path"] for of_rank in written for piece in of_rank["pieces"])
         return SaveReport(
             path=self.final,
-            num_tensors=len({tuple(path) for path in pieces if path[0] in _OF_ALL_RANKS}),
+            num_tensors=self.num_tensors,
             num_bytes=sum(f["bytes"] for of_rank in written for f in of_rank["files"].values()),
             linked_bytes=sum(linked),
         )

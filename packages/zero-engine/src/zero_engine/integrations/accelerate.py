@@ -156,7 +156,7 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several ranks; on CPUs only where their axes are named."""
+        """Return whether there are several ranks; on CPUs only where their axes are named."""
         has_axes = self.parallelism_config is not None
         return super().multi_device or (has_axes and self.use_distributed)
 

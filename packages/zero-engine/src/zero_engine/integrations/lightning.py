@@ -101,7 +101,7 @@ class _Zero:
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
-        """How many ranks get batches of their own, and which this is among them."""
+        """Number of ranks that get batches of their own, and which of them this is."""
         if self.device_mesh is None:
             return super().distributed_sampler_kwargs  # type: ignore[missing-attribute]
         of_data = self.device_mesh["data_parallel"]
