@@ -8,6 +8,8 @@ those that give another value in it. Then each change is on while tests that rea
 fails: files take turns, and in each those come first that have seen most per second. Without the
 change that test must pass again, else the session begins anew. A change that no test sees within
 `--seconds` of tests is printed with its line. What runs at import is not changed, nor are messages.
+`equal_changes.toml` lists changes that make no difference, with reasons; they are not run.
+`--device sim` runs tests on the simulated device, as `hatch run sim` does.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +196,16 @@ def changes(source: str, chosen: dict[int, int]) -> tuple[ast.Module, list[str]]
     pass_ = _Changes(chosen)
     tree = ast.fix_missing_locations(pass_.visit(ast.parse(source)))
     return tree, pass_.found
+
+
+def named(path: Path, change: str) -> tuple[str, str, str]:
+    """Return file, change and text of the line: what names a change when lines have moved."""
+    line, _, what = change.partition(": ")
+    return (
+        f"{path.parent.name}/{path.name}",
+        what,
+        path.read_text().splitlines()[int(line) - 1].strip(),
+    )
 
 
 def sources(module: str) -> dict[str, Path]:
@@ -426,6 +439,12 @@ def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
                 print(f"pytest ended with {ended}: {folder / f'out-{part}'}")
 
 
+def equal_changes() -> dict[tuple[str, str, str], str]:
+    """Return why a change makes no difference, by file, change and text of the line."""
+    said = tomllib.loads(Path(__file__).with_name("equal_changes.toml").read_text())
+    return {(each["file"], each["change"], each["line"]): each["why"] for each in said["change"]}
+
+
 def _forget(folder: Path) -> None:
     """What is to be done again: tests that have changed, and changes that none has seen."""
     unseen = {each["number"] for each in read(folder, "results") if not each["by"]}
@@ -456,46 +475,53 @@ def main() -> None:
     asked.add_argument("--seed", type=int, default=int(time.time()))
     asked.add_argument("--seconds", type=float, default=120, help="of tests for a change at most")
     asked.add_argument("--tests", nargs="+", default=["packages", "integration-tests"])
+    asked.add_argument("--device", default="cpu", help="of the tests with ranks")
     asked.add_argument(
         "--folder", type=Path, help="for what is found; again: only unseen changes, by all tests"
     )
     args = asked.parse_args()
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
-    lines, modules = {}, {}
+    lines, modules, equal, reasons = {}, {}, set[int](), equal_changes()
     for asked_for in args.modules:
         found = [
-            (name, at, f"{path.name}:{line}")
+            (name, at, path, line)
             for name, path in sources(asked_for).items()
             for at, line in enumerate(changes(path.read_text(), {})[1])
             if at not in modules.get(name, {})
         ]
-        for name, at, line in draw.sample(found, min(args.count, len(found))):
-            lines[len(lines) + 1] = (asked_for, line)
+        for name, at, path, line in draw.sample(found, min(args.count, len(found))):
+            lines[len(lines) + 1] = (asked_for, f"{path.name}:{line}")
             modules.setdefault(name, {})[at] = len(lines)
+            if named(path, line) in reasons:
+                equal.add(len(lines))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="mutate-"))
     for each in ("learnt", "changed"):
         (folder / each).mkdir(parents=True, exist_ok=True)
     _forget(folder)
     run = {"modules": modules, "seconds": args.seconds, "order": []}
     (folder / "run.json").write_text(json.dumps(run))
-    _run_sessions(folder, len(lines), args.tests)
-    run["order"] = draw.sample([*lines], len(lines))
+    tests = ["--device", args.device, *args.tests]
+    _run_sessions(folder, len(lines), tests)
+    run["order"] = draw.sample(sorted({*lines} - equal), len(lines) - len(equal))
     (folder / "run.json").write_text(json.dumps(run))
-    _run_sessions(folder, len(lines), args.tests)
+    _run_sessions(folder, len(lines), tests)
     results = {each["number"]: each for each in read(folder, "results")}
     said = []
     for module in args.modules:
-        mine = [number for number, (name, _) in lines.items() if name == module]
+        mine = [number for number in run["order"] if lines[number][0] == module]
         # One without a result ended its session, which a test run would see.
         unseen = [each for each in mine if each in results and not results[each]["by"]]
         said.append(f"{module} {len(mine) - len(unseen)} of {len(mine)}")
         for number in unseen:
             tried = f"{results[number]['tried']} of {results[number]['of']} tests"
             print(f"unseen: {module}: {lines[number][1]} ({tried})")
-    num_seen = sum(1 for each in lines if each not in results or results[each]["by"])
-    print(f"seed {args.seed}: seen {num_seen} of {len(lines)}: {', '.join(said)}")
-    sys.exit(num_seen < _ENOUGH * len(lines))
+    num_seen = sum(1 for each in run["order"] if each not in results or results[each]["by"])
+    print(
+        f"seed {args.seed}: seen {num_seen} of {len(run['order'])}: {', '.join(said)}; "
+        f"{len(equal)} more make no difference"
+    )
+    sys.exit(num_seen < _ENOUGH * len(run["order"]))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,27 @@ def test_frozen_parameters_rest_in_a_byte_each(group: Group) -> None:
     assert parity.live_bytes(at_least=CHUNK, at_most=expected) == expected
 
 
+def test_frozen_parameters_that_are_written_rest_rounded(group: Group) -> None:
+    """As do values that a checkpoint has, which are not those of the model that is built."""
+    model = parity.build(parity.Chain)
+    for layer in model.layers[1:]:
+        layer.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.layers[0].parameters(), fused=True)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, wire=Wire(frozen="int8")), group=group)
+    weight = model.layers[1].weight
+    values = torch.linspace(-3, 5, weight.numel(), device=group.device).view(weight.shape)
+    zero_engine.set_full_param(weight, values)
+
+    numel = weight.numel() // group.world_size
+    rounded = [
+        parse_codec("int8").decode(parse_codec("int8").encode(part), torch.empty_like(part))
+        for part in values.view(-1).split(numel)
+    ]
+    found = zero_engine.full_param(weight)
+    assert torch.equal(found.view(-1), torch.cat(rounded))
+    assert not torch.equal(found, values)
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
 @pytest.mark.ranks(4)
 def test_what_is_lost_is_told_by_unit(group: Group, codec: str) -> None:

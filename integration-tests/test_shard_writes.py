@@ -198,6 +198,31 @@ def test_parameters_written_through_data_are_what_masters_become(
         assert_close(value, found[1][name], rtol=0.02, atol=5e-3)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_one_write_through_data_is_kept_by_the_next_step(
+    group: Group, stage: int, num_before: int
+) -> None:
+    """Weights that are set once are the start of all that follows."""
+    found = []
+    for through in ("data", "no_grad"):
+        model, optimizer = _build()
+        precision = Precision(params=torch.bfloat16)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
+        for step in range(num_before + 1):
+            if step == num_before:
+                for param in model.parameters():
+                    with torch.no_grad():
+                        (param.data if through == "data" else param).fill_(0.375)
+            model(X.bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(zero_engine.full_state_dict(model))
+
+    for name, value in found[0].items():
+        assert equal(value, found[1][name])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_masters_reaches_what_the_model_computes_with(group: Group, stage: int) -> None:
     """Parameters of 16 bits are made of masters, and would stay what the step has made."""

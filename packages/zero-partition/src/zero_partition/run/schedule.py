@@ -307,7 +307,6 @@ class Schedule:
             )
         self._is_filling = True
         unit.unshard(self.pool)
-        self._is_filling = False
         self._prefetch()
 
     def _prefetch(self) -> None:
