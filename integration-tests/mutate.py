@@ -286,7 +286,7 @@ class Session:
         self.run = json.loads(Path(os.environ[_RUN]).read_text())
         with Path(os.environ[_STATE]).open("r+b") as file:
             self.flags = mmap.mmap(file.fileno(), 0)
-        self.failed = False
+        self.failed = self.was_late = False
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note a failure."""
@@ -304,6 +304,7 @@ class Session:
         """Run one test with change `number`; all fixtures but the session's end with it."""
 
         def late(*_: object) -> None:
+            self.was_late = True
             raise TimeoutError(f"more than {limit_s} s")
 
         self.failed = False
@@ -366,14 +367,16 @@ class Session:
                     break
                 if (left := left - (time.monotonic() - begun)) < 0:
                     break
-            is_sound = not by or not self._fails(items[by], 0, 600)
+            # What a late test has started may run on, until the session's processes are killed.
+            is_late = self.was_late
+            is_sound = not by or is_late or not self._fails(items[by], 0, 600)
             if is_sound or is_fresh:
                 self._write(
                     "results", {"number": number, "by": by, "tried": tried, "of": len(mine)}
                 )
             else:  # what came before may have broken this session
                 claim.unlink()
-            if not is_sound:
+            if is_late or not is_sound:
                 os._exit(9)
             is_fresh = False
 

@@ -101,6 +101,35 @@ def test_what_happens_is_what_the_report_says(
     assert any(is_ahead for _, is_ahead in happened) == may_prefetch
 
 
+def test_an_evaluation_gathers_ahead_from_its_first_unit_on(group: Group) -> None:
+    """Between two evaluations training goes on, in an order of its own."""
+    model, optimizer = parity.shard_chain(parity.by_messages(), ZeroConfig(3, window=3))
+    units = [unit for unit in find_sharded(model).units if unit.name.startswith("layers.")]
+    needs_no_wait: list[bool] = []  # as it is on its way, or its slot still has its values
+
+    def look(index: int) -> None:
+        if index < len(units):
+            unit = units[index]
+            needs_no_wait.append(unit.state.name == "GATHERING" or unit.is_resident)
+
+    for evaluation in range(3):
+        for _ in range(2):
+            parity.step_chain(model, optimizer)
+        handles = [model.register_forward_pre_hook(lambda *_: look(0))]
+        handles += [
+            layer.register_forward_hook(lambda *_, own=index: look(own + 1))
+            for index, layer in enumerate(model.layers)
+        ]
+        with torch.no_grad():
+            for _ in range(2):  # before the first, the step has begun to gather what it needs, too
+                needs_no_wait.clear()
+                model(torch.ones(1, WIDTH))
+        for handle in handles:
+            handle.remove()
+        if evaluation > 0:  # the first has no order to go by
+            assert needs_no_wait == [True] * NUM_BLOCKS
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("num_live", [1, 2, 3, 4])
 def test_a_limit_decides_what_is_whole_and_what_is_sent_again(group: Group, num_live: int) -> None:
