@@ -5,11 +5,11 @@ each module by `--seed`. All are compiled into the modules behind a switch that 
 test sessions keep their processes and ranks, and take one change after another. First every test
 runs with no change on, to learn how long it takes and which changes it reaches: of an expression,
 those that give another value in it. Then each change is on while tests that reach it run, until one
-fails: files take turns, and in each those come first that have seen most per second. Without the
-change that test must pass again, else the session begins anew. A change that no test sees within
-`--seconds` of tests is printed with its line. What runs at import is not changed, nor are messages.
-`equal_changes.toml` lists changes that make no difference, with reasons; they are not run.
-`--device sim` runs tests on the simulated device, as `hatch run sim` does.
+fails: files take turns, and in each those come first that reach little and have seen most per
+second. Without the change that test must pass again, else the session begins anew. A change that no
+test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
+nor are messages. `equal_changes.toml` lists changes that make no difference, with reasons; they are
+not run. `--device sim`, with `simulated-device` on PYTHONPATH, runs tests on that device.
 """
 
 from __future__ import annotations
@@ -349,7 +349,13 @@ class Session:
                 continue
             seen = collections.Counter(each["by"] for each in read(self.folder, "results"))
             mine = [each for each in tests if number in each["reached"] and each["test"] in items]
-            mine.sort(key=lambda each: (1 + seen[each["test"]]) / (1 + each["took"]), reverse=True)
+            # A test that reaches little is about what it reaches.
+            mine.sort(
+                key=lambda each: (
+                    (1 + seen[each["test"]]) / (1 + each["took"]) / len(each["reached"])
+                ),
+                reverse=True,
+            )
             turns: collections.Counter[str] = collections.Counter()
             order = []
             for each in mine:  # files take turns: their laws differ more than those within one

@@ -222,7 +222,8 @@ def test_memory_spreads_over_the_nodes_of_this_process(tmp_path: Path) -> None:
     assert spread(memory.data_ptr(), 8192, [0]) == ""
     # One node suffices to see the call accepted, or refused with its own words (seccomp).
     assert interleave(memory.data_ptr(), 8192, [0]) in ("", "mbind: Operation not permitted")
-    assert interleave(memory.data_ptr() + 1, 8192, [0]).startswith("mbind: ")
+    refusals = ("mbind: Invalid argument", "mbind: Operation not permitted")
+    assert interleave(memory.data_ptr() + 1, 8192, [0]) in refusals
 
 
 @pytest.mark.gpu
