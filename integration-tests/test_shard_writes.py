@@ -15,7 +15,6 @@ from zero_engine import Precision, ZeroConfig
 from zero_partition import StateError
 
 WIDTH: Final = 5
-X: Final = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 
 Params = list[nn.Parameter]
 
@@ -32,6 +31,10 @@ class Averaging(torch.optim.SGD):
             kept = param.clone()
             param.copy_(other)
             other.copy_(kept)
+
+
+def _x() -> Tensor:
+    return torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Params:
@@ -78,7 +81,7 @@ def _loop(model: nn.Module, optimizer: Averaging, write: Any, when: str) -> list
         optimizer.register_step_post_hook(lambda *_: write(optimizer))
     outputs = []
     for _ in range(3):
-        model(X.to(next(model.parameters()).dtype)).float().square().sum().backward()
+        model(_x().to(next(model.parameters()).dtype)).float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if when == "after the step":
@@ -86,7 +89,7 @@ def _loop(model: nn.Module, optimizer: Averaging, write: Any, when: str) -> list
         for read in READERS.values():
             if when == "after the step":
                 write(optimizer)
-            outputs.append(read(model, X.to(next(model.parameters()).dtype)).detach().float())
+            outputs.append(read(model, _x().to(next(model.parameters()).dtype)).detach().float())
         if when == "after evaluation":
             write(optimizer)
     return outputs
@@ -142,7 +145,7 @@ def test_what_would_be_of_this_ranks_elements_only_is_refused(group: Group, stag
                 raise AssertionError(name)
         assert param.as_subclass(Tensor).sum() == param.detach().clone().sum()
         assert type(param.detach() * 1) is Tensor
-    model(X).sum().backward()
+    model(_x()).sum().backward()
     optimizer.step()
 
 
@@ -158,7 +161,7 @@ def test_a_write_while_the_model_runs_is_refused(group: Group, stage: int) -> No
             _foreach(optimizer)
 
     handle = model[1].register_forward_hook(write)
-    model(X).sum().backward()
+    model(_x()).sum().backward()
     handle.remove()
     with zero_engine.unsharded(model):
         write()
@@ -181,7 +184,7 @@ def test_parameters_written_through_data_are_what_masters_become(
         precision = Precision(params=torch.bfloat16)
         zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
         for step in range(6):
-            model(X.bfloat16()).float().square().sum().backward()
+            model(_x().bfloat16()).float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             for param in model.parameters() if step >= first else ():
@@ -190,7 +193,7 @@ def test_parameters_written_through_data_are_what_masters_become(
                 else:
                     with torch.no_grad():
                         param.clamp_(-0.1, 0.1)
-        model(X.bfloat16()).float().square().sum().backward()
+        model(_x().bfloat16()).float().square().sum().backward()
         optimizer.step()
         found.append(zero_engine.full_state_dict(model))
 
@@ -214,7 +217,7 @@ def test_one_write_through_data_is_kept_by_the_next_step(
                 for param in model.parameters():
                     with torch.no_grad():
                         (param.data if through == "data" else param).fill_(0.375)
-            model(X.bfloat16()).float().square().sum().backward()
+            model(_x().bfloat16()).float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(zero_engine.full_state_dict(model))
@@ -234,11 +237,11 @@ def test_a_write_to_masters_reaches_what_the_model_computes_with(group: Group, s
         _loop(model, optimizer, write, "after the step")
         write(optimizer)
 
-        found = model(X.bfloat16())
+        found = model(_x().bfloat16())
         weights = zero_engine.full_state_dict(model)
 
         plain, _ = _build()
         if group.rank == 0:
             plain.load_state_dict(weights)
             plain.bfloat16()
-            assert equal(plain(X.bfloat16()), found), name
+            assert equal(plain(_x().bfloat16()), found), name

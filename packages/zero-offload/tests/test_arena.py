@@ -310,7 +310,7 @@ def test_nodes_are_those_whose_cores_this_process_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of other nodes is further away, and in a container may be somebody else's."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {5})
+    monkeypatch.setattr("os.sched_getaffinity", {0: {5}}.__getitem__)  # 0: this process
     for node, cores in {"node0": "3-4", "node1": "6-9", "node2": "0,5", "node3": "2-7"}.items():
         folder = tmp_path / "sys/devices/system/node" / node
         folder.mkdir(parents=True)
