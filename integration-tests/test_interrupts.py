@@ -5,10 +5,12 @@ At moments drawn by ZERO_SEED; at each line of ours by `hatch run interrupts`.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -31,6 +33,8 @@ from interrupts import (
 from torch import nn
 from zero_comm import CommError, Group
 from zero_partition import StateError
+from zero_partition.run.gradients import BufferGradients, GradientReducer
+from zero_partition.run.schedule import Schedule
 from zero_partition.run.unit import Unit
 from zero_partition.seams import find_sharded
 
@@ -44,24 +48,66 @@ def _moments(
 ) -> list[int]:
     """Return the moments at which to interrupt, in order; 1 is the first of `lines`.
 
-    "all" is each line of ours when it runs first and last and once between, with peers once: a
-    step runs a line some eight times, and all moments of all cells would take a day.
+    Each is at another line of ours. "all" is each line when it runs first and last and once
+    between, with peers once: a step runs a line some eight times, and all moments of all cells
+    would take a day.
     """
     draw = Random(SEED)
-    if ASKED != "all":
-        every = range(1, len(lines) + 1)
-        return sorted(draw.sample(every, min(int(ASKED or usually), len(every))))
     of_line = defaultdict(list)
     for moment, line in enumerate(lines, 1):
         of_line[line].append(moment)
-    chosen = [{draw.choice(at), *(() if has_peers else (at[0], at[-1]))} for at in of_line.values()]
+    of_lines = [*of_line.values()]
+    if ASKED != "all":
+        of_lines = draw.sample(of_lines, min(int(ASKED or usually), len(of_lines)))
+    has_ends = ASKED == "all" and not has_peers
+    chosen = [{draw.choice(at), *((at[0], at[-1]) if has_ends else ())} for at in of_lines]
     return sorted(set().union(*chosen))
+
+
+def _moments_within(lines: Sequence[tuple[str, int]], functions: Sequence[Any]) -> list[int]:
+    """Return the moments at which a line of these functions runs for the second time.
+
+    A step's first call of a function often finds nothing under way.
+    """
+    bodies = [(inspect.getsourcefile(each), *inspect.getsourcelines(each)) for each in functions]
+    spans = {(file, at) for file, text, start in bodies for at in range(start, start + len(text))}
+    times = Counter[tuple[str, int]]()
+    found = []
+    for moment, line in enumerate(lines, 1):
+        times[line] += 1
+        if line in spans and times[line] == 2:
+            found.append(moment)
+    return found
 
 
 @pytest.mark.ranks(1, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(group: Group, case: Case) -> None:
     """Of 600 moments in forward and backward 40 left an endless loop, or "a forward is running"."""
+    wrong = _wrong_after_zero_grad(case, partial(_moments, usually=100))
+    assert not wrong, f"seed {SEED}: {wrong}"
+
+
+# What holds a slot or a reduction that is begun and has not ended.
+_BETWEEN: Final = (
+    *(BufferGradients.launch, BufferGradients.advance, BufferGradients.finish),
+    *(GradientReducer.collect, Schedule._use, Schedule._prefetch, Schedule.before_backward),
+)
+_FEW_CASES: Final = ("stage-0", "stage-2-int8", "stage-3-two-slots")
+
+
+@pytest.mark.ranks(1, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("name", _FEW_CASES)
+def test_a_model_is_idle_whatever_was_begun_and_not_ended(group: Group, name: str) -> None:
+    """At every line of those, in each run of all tests."""
+    wrong = _wrong_after_zero_grad(CASES[name], partial(_moments_within, functions=_BETWEEN))
+    assert not wrong, wrong
+
+
+def _wrong_after_zero_grad(
+    case: Case, choose: Callable[[Sequence[tuple[str, int]]], list[int]]
+) -> list[str]:
+    """Interrupt forward and backward at the moments chosen; what went wrong at which."""
     model, optimizer = case.build(None)
     expected = _step(case, model, optimizer)
     with Interrupting() as counted:
@@ -69,7 +115,7 @@ def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(group: Group, 
     optimizer.zero_grad()
     wrong = []
 
-    for at in _moments(counted.lines, usually=100):
+    for at in choose(counted.lines):
         with interrupted(at) as interrupting:
             case.run(model, 7)
         outcome = ""
@@ -84,8 +130,7 @@ def test_a_model_is_idle_after_zero_grad_whatever_was_interrupted(group: Group, 
         if outcome:
             wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
             model, optimizer = case.build(None)
-
-    assert not wrong, f"seed {SEED}: {wrong}"
+    return wrong
 
 
 def _step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -186,12 +231,33 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
 
     Who was interrupted drops gradients and runs the step again. Who was not has run it once.
     """
-    case, rank = CASES[name], group.rank
+    choose = partial(_moments, usually=8, has_peers=True)
+    wrong = _wrong_of_ranks(group.rank, CASES[name], which, transport, choose)
+    assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
+
+
+@pytest.mark.ranks(2, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("name", _FEW_CASES)
+def test_ranks_go_on_whatever_was_begun_and_not_ended(group: Group, name: str) -> None:
+    """At every line of those, in each run of all tests."""
+    choose = partial(_moments_within, functions=_BETWEEN)
+    wrong = _wrong_of_ranks(group.rank, CASES[name], "both", "messages", choose)
+    assert not wrong, "\n".join(wrong)
+
+
+def _wrong_of_ranks(
+    rank: int,
+    case: Case,
+    which: str,
+    transport: str,
+    choose: Callable[[Sequence[tuple[str, int]]], list[int]],
+) -> list[str]:
+    """Interrupt a step at the moments chosen; what went wrong at which."""
     wrong, told = [], 0
     model: nn.Module | None = None
     with Interrupting() as counted:
         _step(case, *case.build(_group_of(transport)))
-    for at in _moments(_everyone(counted.lines)[0], usually=8, has_peers=True):
+    for at in choose(_everyone(counted.lines)[0]):
         if model is None:
             its_group = _group_of(transport)
             model, optimizer = case.build(its_group)
@@ -216,9 +282,8 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
             dist.destroy_process_group(its_group.process_group)  # which has parted
         if not all(each.startswith(("right", "told")) for each in outcomes):
             wrong.append(f"{interrupting.where} ({at}): {[each[:300] for each in outcomes]}")
-
-    assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
-    print(f"{name} {which} {transport}: {told} told")
+    print(f"{which} {transport}: {told} told")
+    return wrong
 
 
 @pytest.mark.ranks(2, timeout_s=LIMIT_S)

@@ -427,6 +427,23 @@ def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(group: Group) -> No
     _until(lambda: not {each for each in threading.enumerate() if "watch" in each.name} - threads)
 
 
+@each_world(2)
+def test_a_group_whose_ranks_have_parted_goes_too(group: Group, transport: str) -> None:
+    """It stayed with three threads of gloo, as what had not been read held it."""
+    switch = {SWITCH: "0"} if transport == MESSAGES else {}
+    with mock.patch.dict(os.environ, switch):
+        made = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)
+    with pytest.raises(DivergenceError):
+        _gather_and_reduction(made)
+    process_group = made.process_group
+    is_alive = weakref.ref(process_group)
+
+    dist.destroy_process_group(process_group)
+    del made, process_group
+
+    _until(lambda: is_alive() is None)
+
+
 def _until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON_S
     while not holds():

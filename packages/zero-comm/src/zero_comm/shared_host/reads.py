@@ -62,8 +62,11 @@ class Reads(Messages):
         launch: Launch,
     ) -> Handle[Tensor]:
         """See `Messages`."""
-        own, world_size, item_bytes = chunks[self.rank], self.world_size, buffer.element_size()
-        offset, size = offset_of(own, buffer), min(own.numel(), _READ_BYTES // item_bytes)
+        # `carry_out` must not hold `self` and with it the process group: PeerMemory, which the group
+        # keeps, holds on to it where ranks have parted, and nothing would free the two.
+        rank, world_size, own = self.rank, self.world_size, chunks[self.rank]
+        item_bytes, offset = buffer.element_size(), offset_of(own, buffer)
+        size = min(own.numel(), _READ_BYTES // item_bytes)
 
         def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
             scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
@@ -72,7 +75,7 @@ class Reads(Messages):
                 total = own
                 for other in range(world_size):
                     row = target = scratch[other % 2, : piece.stop - first]
-                    if other == self.rank:
+                    if other == rank:
                         row = own[piece]
                     else:
                         buffers[other].read_into(row, offset=offset + first * item_bytes)
