@@ -62,8 +62,8 @@ class Reads(Messages):
         launch: Launch,
     ) -> Handle[Tensor]:
         """See `Messages`."""
-        # `carry_out` must not hold `self` and with it the process group: PeerMemory, which the group
-        # keeps, holds on to it where ranks have parted, and nothing would free the two.
+        # `carry_out` must not hold `self`, which holds the process group. The group keeps its
+        # PeerMemory, which keeps `carry_out` where ranks have parted: nothing would free them.
         rank, world_size, own = self.rank, self.world_size, chunks[self.rank]
         item_bytes, offset = buffer.element_size(), offset_of(own, buffer)
         size = min(own.numel(), _READ_BYTES // item_bytes)
