@@ -69,6 +69,27 @@ def test_a_gradient_penalty_that_would_read_other_units_is_refused(group: Group)
     optimizer.step()
 
 
+def test_units_stay_whole_for_a_graph_of_gradients(group: Group) -> None:
+    """Its backward gathers nothing; and where buffers were given back it is refused."""
+    model = _Chain()
+    zero_engine.shard(model, parity.adamw(model), ZeroConfig(3, window=4), group=group)
+    units = find_sharded(model).units
+    x = _x(0, requires_grad=True)
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+
+    grad = gradient()
+    assert [unit.state.name for unit in units] == ["UNSHARDED"] * len(units)
+    grad.square().sum().backward()
+    assert "UNSHARDED" not in [unit.state.name for unit in units]
+
+    grad = gradient()
+    zero_engine.release_buffers(model)
+    with pytest.raises(StateError, match=r"release_buffers\(\) was called between"):
+        grad.square().sum().backward()
+
+
 # ---- Gradients that the user takes into his own hands ----
 
 

@@ -185,6 +185,18 @@ def test_other_values_may_stand_in_a_parameter_for_a_while(
     assert all((param == 3.0).all() for param in model.parameters())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_of_another_shape_is_refused(group: Group, stage: int) -> None:
+    """It could not be copied to where the step writes."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, min_unit_bytes=0), group=group)
+    model[1].weight.data = torch.ones(2 * WIDTH, WIDTH)
+    shape = rf"\({2 * WIDTH}, {WIDTH}\)"
+    with pytest.raises(StateError, match=rf"'1\.weight'.*memory was replaced \(shape {shape}"):
+        model(torch.ones(2, WIDTH))
+
+
 def _double_if_frozen(weight: nn.Parameter) -> None:
     if not weight.requires_grad:
         weight.data = weight.data * 2
@@ -212,6 +224,18 @@ def test_other_memory_of_a_frozen_parameter_has_the_same_values_or_is_refused(
     zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
     with pytest.raises(StateError, match=r"'0\.weight'"):
         model(torch.ones(2, WIDTH))
+
+
+def test_other_memory_of_a_trained_parameter_is_refused_whatever_is_in_it(group: Group) -> None:
+    """Of a frozen one the values are looked at, as bitsandbytes puts them elsewhere."""
+    model = nn.Sequential(*(Writes(_replace_by_a_copy) for _ in range(2)))
+    zero_engine.shard(model, None, ZeroConfig(3, min_unit_bytes=0), group=group)
+    with pytest.raises(StateError, match=r"'0\.weight'"):
+        model(torch.ones(2, WIDTH))
+
+
+def _replace_by_a_copy(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
 
 
 def _with_bias(module: Writes, x: Tensor) -> Tensor:

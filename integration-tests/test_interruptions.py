@@ -114,6 +114,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(
     [
         *parity.in_turn(["zero-grad", "forward"], [0, 1, 2])[::2],
         ("by-model", 0, (1, 3)),
+        ("by-hand", 0, (0, 1, 2, 3)),
     ],
 )
 def test_an_exception_in_backward_leaves_nothing_behind(
@@ -128,8 +129,12 @@ def test_an_exception_in_backward_leaves_nothing_behind(
         _fail_in_backward(model, block, group)
         if retry == "forward":  # zero_grad() comes after it, as in loops that begin with it
             parity.loss_of(model, parity.batch(51, 0, group.rank))
-        (model if retry == "by-model" else optimizer).zero_grad()
-        if retry != "by-model":  # which may put units to rest at the next forward
+        if retry == "by-hand":
+            for param in (*model.parameters(), *optimizer.param_groups[0]["params"]):
+                param.grad = None
+        else:
+            (model if retry == "by-model" else optimizer).zero_grad()
+        if retry not in ("by-model", "by-hand"):  # which may put units to rest at the next forward
             # The model's own may stay whole: a loss whose backward is to come may have read it.
             what = f"stage {stage}, after the accident"
             _assert_at_rest(find_sharded(model), what, but_for="(model)")

@@ -295,7 +295,8 @@ class Unit:
                 "parameters, as Embedding(max_norm=...) does, needs stage 2 or lower)"
             )
         else:
-            got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
+            kind = f"shape {tuple(param.shape)}, dtype {param.dtype}, device {param.device}"
+            got = f"its memory was replaced ({kind})"
         return (
             f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
             f"(rank {self.group.rank}). Convert, move and replace parameters before shard(): "
