@@ -123,6 +123,40 @@ def test_autograd_grad_gives_this_ranks_gradients_and_reduces_nothing(
     optimizer.step()
 
 
+class _BackwardInside(torch.autograd.Function):
+    """Runs a module again in backward, and a backward of its own, as recomputation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:  # type: ignore[override]
+        ctx.x, ctx.module = x.detach(), module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_backward_inside_of_autograd_grad_trains(group: Group, stage: int) -> None:
+    """The outer one gives gradients away, and the inner one leaves some in parameters."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for step in range(3):
+            x = _x(step, requires_grad=True)
+            y = _BackwardInside.apply(model.blocks[0](x), model.blocks[1]).square()
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(grad.sum().item())
+        return found
+
+    assert_trains_as_plain(group, _Chain, run, ZeroConfig(stage, min_unit_bytes=0))
+
+
 # ---- torch.func ----
 
 

@@ -59,6 +59,36 @@ def test_a_gradient_that_the_user_dropped_is_not_in_the_norm(group: Group, stage
     assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameters_grad_says_whether_the_optimizer_has_one(group: Group, stage: int) -> None:
+    """A backward that does not reach a parameter leaves what the user did to its gradient."""
+    _, model, optimizer = _sharded(group, stage)
+    _loss_of(model, 0).backward()
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = None
+    model[0](torch.ones(2, WIDTH)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[2].weight.grad is None
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_gradients_made_zero_between_micro_batches_are_not_in_the_sum(
+    group: Group, stage: int
+) -> None:
+    """`zero_grad(set_to_none=False)` inside no_sync(), then a batch that counts."""
+    plain, model, optimizer = _sharded(group, stage)
+    for step in range(2):
+        with zero_engine.no_sync(model):
+            _loss_of(model, 2 * step).backward()
+        optimizer.zero_grad(set_to_none=False)
+        _loss_of(model, 2 * step + 1).backward()
+        plain.zero_grad()
+        _loss_of(plain, 2 * step + 1).backward()
+        for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(zero_engine.full_grad(param), its.grad)
+        optimizer.zero_grad()
+
+
 class _Pauses(parity.PerParameter):
     """Plain descent that thinks for a while between the closure and the write."""
 
