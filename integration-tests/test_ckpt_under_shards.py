@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -13,6 +14,7 @@ import torch
 import training
 import zero_engine
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zero_ckpt import (
     MATMULS,
     Checkpointer,
@@ -28,8 +30,10 @@ from zero_ckpt import (
     inside,
     within_bytes,
 )
-from zero_comm import Group
+from zero_comm import Group, Handle, all_reduce_flat
+from zero_comm.testing import assert_close
 from zero_engine import Precision
+from zero_partition.run import gradients
 
 DIM = 12
 
@@ -279,3 +283,39 @@ def test_a_weight_may_be_an_argument(group: Group, stage: int, where: str, is_pa
             loss = each(ids) if where != "outside" else each.loss(each.encode(ids), ids)
             parity.finish_step(loss, by)
     training.assert_weights_of(model, plain, group=group, what=where)
+
+
+class _Returns(nn.Module):
+    """Comes back to its first block after each of the others."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[1:]:
+            x = self.run(block, self.run(self.blocks[0], x).tanh()).tanh()
+        return x.square().mean()
+
+
+def test_what_autograd_adds_while_a_reduction_travels_is_not_lost(group: Group) -> None:
+    """At stage 0 gradients are reduced where autograd leaves them, and come in several parts."""
+
+    def reduced_late(values: Tensor, **how: Any) -> Handle[Tensor]:
+        """What was there at the launch, written when somebody waits."""
+        return all_reduce_flat(values.clone(), **how).map(values.copy_)
+
+    plain = parity.build(lambda: _Returns(lambda function, x: function(x)))
+    model = parity.build(lambda: _Returns(partial(checkpoint, use_reentrant=True)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, parity.ZeroConfig(0, min_unit_bytes=0), group=group)
+    for step in range(3):  # the first shows the order in which units are reduced
+        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(step))
+        plain.zero_grad()
+        plain(x).backward()
+        optimizer.zero_grad()
+        with mock.patch.object(gradients, "all_reduce_flat", reduced_late):
+            model(x.requires_grad_()).backward()
+        for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(param.grad, its.grad)

@@ -89,6 +89,26 @@ def test_gradients_made_zero_between_micro_batches_are_not_in_the_sum(
         optimizer.zero_grad()
 
 
+def test_a_gradient_that_is_dropped_while_it_is_reduced_stays_dropped(group: Group) -> None:
+    """By a hook, at stage 0: what came next was added to it."""
+    plain, model, optimizer = _sharded(group, 0)
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            last = each[2].weight
+
+            def drop(_: Tensor, last: nn.Parameter = last) -> None:
+                last.grad = None
+
+            hook = each[0].weight.register_hook(drop)
+            _loss_of(each, step).backward()
+            hook.remove()
+            assert last.grad is None
+            _loss_of(each, step).backward()
+        for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(param.grad, its.grad)
+
+
 class _Pauses(parity.PerParameter):
     """Plain descent that thinks for a while between the closure and the write."""
 
