@@ -254,9 +254,10 @@ def _wrong_of_ranks(
 ) -> list[str]:
     """Interrupt a step at the moments chosen; what went wrong at which."""
     wrong, told = [], 0
-    model: nn.Module | None = None
+    model, optimizer = case.build(_group_of(transport))
     with Interrupting() as counted:
-        _step(case, *case.build(_group_of(transport)))
+        case.run(model, 7)
+    model = None
     for at in choose(_everyone(counted.lines)[0]):
         if model is None:
             its_group = _group_of(transport)
