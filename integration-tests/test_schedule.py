@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 import attrs
@@ -13,6 +15,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, record_traffic
+from zero_comm.testing import assert_close
 from zero_partition import StateError, memory_report, schedule_report
 from zero_partition.seams import find_sharded
 
@@ -171,6 +174,58 @@ def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group:
         optimizer.step()
 
     assert slots == [3 * 4 * BLOCK, 2 * 4 * BLOCK]  # at first, each enclosing unit has its own
+
+
+def test_slots_are_dealt_once_for_an_order_that_comes_again(group: Group) -> None:
+    """Else each step takes other memory, while its gathers have set out for the one before."""
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3, window=2))
+    units = [unit for unit in find_sharded(model).units if unit.name]
+    dealt = []
+    for _ in range(6):
+        parity.step_chain(model, optimizer)
+        dealt.append([unit.slot for unit in units])
+    assert all(slots == dealt[1] for slots in dealt[1:])
+
+
+class _Around(nn.Module):
+    """Computes around what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, inside: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:
+        return self.after(inside(self.before(x)))
+
+
+class _Through(nn.Module):
+    """A layer that is called before another one, or by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Around(), _Around()
+        self.is_inside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x, self.first) if self.is_inside else self.second(self.first(x))
+
+
+def test_units_of_one_slot_that_are_used_at_once_say_so(group: Group) -> None:
+    """One would compute with what the other's gather has left there."""
+    plain = _Through()
+    model = copy.deepcopy(plain)
+    config = ZeroConfig(3, units=["first", "second"], max_live_numel=2 * BLOCK, prefetch_numel=0)
+    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+    plain.is_inside = model.is_inside = True
+    with pytest.raises(StateError, match="first used one after the other and are now used at once"):
+        model(x)
+    zero_engine.release_buffers(model)
+    assert_close(model(x), plain(x))
 
 
 # ---- Small parameters ----
