@@ -121,8 +121,9 @@ def _wrong_after_zero_grad(
         outcome = ""
         try:
             optimizer.zero_grad()
-            if find_sharded(model).phase.name != "IDLE":
-                outcome = find_sharded(model).phase.name
+            sharded = find_sharded(model)
+            if sharded.phase.name != "IDLE" or sharded.schedule.is_running:
+                outcome = f"{sharded.phase.name}, is_running {sharded.schedule.is_running}"
             if not are_equal(_step(case, model, optimizer), expected):
                 outcome = "other values"
         except Exception as error:

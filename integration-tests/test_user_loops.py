@@ -336,7 +336,8 @@ LOOPS: dict[str, Callable[[nn.Module, Optimizer], list[float]]] = {
 def test_loops_train_as_in_plain_torch(group: Group, turn: int, loop: str) -> None:
     """A loop that works without us is not to be written anew."""
     configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
-    assert_trains_as_plain(group, _Net, LOOPS[loop], *configs)
+    merged = zero_engine.ZeroConfig(1 + turn % 3)  # small modules in one unit
+    assert_trains_as_plain(group, _Net, LOOPS[loop], *configs, merged)
 
 
 @pytest.mark.parametrize("window", [1, 3])

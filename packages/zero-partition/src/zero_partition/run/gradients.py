@@ -244,11 +244,9 @@ class BufferGradients:
         Raises:
             StateError: A gradient is not dense.
         """
-        params, found = self.buffer.params, {}
+        found = {}
         for position in self.waiting:
-            grad, guard = params[position].grad, self.guards[position]
-            if grad is guard:
-                grad, guard.received = guard.received, None
+            grad, self.guards[position].received = self._given_by_autograd(position), None
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
@@ -260,6 +258,10 @@ class BufferGradients:
             found[position] = grad
         self.waiting.clear()
         return found
+
+    def _given_by_autograd(self, position: int) -> Tensor | None:
+        grad, guard = self.buffer.params[position].grad, self.guards[position]
+        return guard.received if grad is guard else grad
 
     def take(self, grads: Mapping[int, Tensor]) -> None:
         """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
@@ -640,8 +642,9 @@ class BufferGradients:
                 "backward() has returned"
             )
         local = self.views[position] if state is LOCAL or state is ACCUMULATED else None
+        waiting = self._given_by_autograd(position) if position in self.waiting else None
         with torch.no_grad():
-            for grad in (local, target):
+            for grad in (local, waiting, target):
                 if grad is not None:
                     values = grad.device if isinstance(operand, Tensor) else None
                     operands = [operand.to(values)] if values is not None else [operand]
