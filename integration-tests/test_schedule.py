@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, record_traffic
 from zero_comm.testing import assert_close
 from zero_partition import StateError, memory_report, schedule_report
+from zero_partition.plan.slots import choose_slots
+from zero_partition.run import schedule
 from zero_partition.seams import find_sharded
 
 WIDTH = 64
@@ -177,14 +179,30 @@ def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group:
 
 
 def test_slots_are_dealt_once_for_an_order_that_comes_again(group: Group) -> None:
-    """Else each step takes other memory, while its gathers have set out for the one before."""
+    """Else every step plans anew."""
     model, optimizer = parity.shard_chain(group, ZeroConfig(3, window=2))
+    with mock.patch.object(schedule, "choose_slots", wraps=choose_slots) as plans:
+        times = []
+        for _ in range(5):
+            parity.step_chain(model, optimizer)
+            times.append(plans.call_count)
+    assert times[1:] == [times[1]] * 4 != [0] * 4
+
+
+def test_a_unit_rests_as_soon_as_backward_is_past_it(group: Group) -> None:
+    """Also where no other unit needs its memory."""
+    model, optimizer = parity.shard_chain(group, ZeroConfig(3, window=NUM_BLOCKS))
+    parity.step_chain(model, optimizer)
     units = [unit for unit in find_sharded(model).units if unit.name]
-    dealt = []
-    for _ in range(6):
-        parity.step_chain(model, optimizer)
-        dealt.append([unit.slot for unit in units])
-    assert all(slots == dealt[1] for slots in dealt[1:])
+    states: list[str] = []
+    model.layers[0].register_forward_hook(
+        lambda _m, _a, output: (
+            output.register_hook(lambda _: states.extend(unit.state.name for unit in units))
+            and None
+        )
+    )
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert states[2:] == ["SHARDED"] * (NUM_BLOCKS - 2)
 
 
 class _Around(nn.Module):

@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import parity
 import pytest
@@ -25,6 +26,7 @@ from training import assert_trains_as_plain
 from zero_comm import Group
 from zero_comm.testing import assert_close
 from zero_partition import AtRestError, PartitionError, StateError
+from zero_partition.run import gradients
 from zero_partition.seams import find_sharded
 
 WIDTH = 16
@@ -338,6 +340,13 @@ def test_loops_train_as_in_plain_torch(group: Group, turn: int, loop: str) -> No
     configs = [ZeroConfig(stage, window=2) for stage in (turn % 2 * 2, 3)]
     merged = zero_engine.ZeroConfig(1 + turn % 3)  # small modules in one unit
     assert_trains_as_plain(group, _Net, LOOPS[loop], *configs, merged)
+
+
+def test_a_gradient_that_is_scaled_within_a_backward_is_scaled_whole(group: Group) -> None:
+    """Also where it was taken from `param.grad`, and others of its unit are to come."""
+    with mock.patch.object(gradients, "MAX_WAITING", 1):
+        loop = _gradients_scaled_in_backward
+        assert_trains_as_plain(group, _Net, loop, zero_engine.ZeroConfig(2))
 
 
 @pytest.mark.parametrize("window", [1, 3])
