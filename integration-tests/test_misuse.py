@@ -100,7 +100,7 @@ def test_a_gradient_that_is_dropped_while_it_is_reduced_stays_dropped(group: Gro
             def drop(_: Tensor, last: nn.Parameter = last) -> None:
                 last.grad = None
 
-            hook = each[0].weight.register_hook(drop)
+            hook = each[1].weight.register_hook(drop)  # the last layer's is on its way
             _loss_of(each, step).backward()
             hook.remove()
             assert last.grad is None
