@@ -67,6 +67,7 @@ _OF_MODE: Final = pytest.mark.cpu_only("dynamo cannot trace the tests' mode of d
     ids=lambda f: f.__name__.strip("_"),
 )
 @pytest.mark.ranks(timeout_s=60.0)
+@pytest.mark.drawn(2)
 def test_what_is_compiled_before_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """Parameters change their memory at every use; compiled code must not take it for news."""
     stages = {_compile_in_place: (0, 2, 3), _compile_by_wrapping: (1,)}
@@ -130,6 +131,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")  # inductor's own
 @pytest.mark.ranks(timeout_s=280.0)
+@pytest.mark.drawn(2)
 def test_inductor_takes_parameters_where_they_are(group: Group) -> None:
     """Native code is made for strides and alignments; on others it copies, or is made again."""
     _compare(group, _compile_in_place, stages=(3,), is_before=True, backend="inductor")

@@ -72,6 +72,7 @@ CASES += [(3, name, number % 2, 1) for number, name in enumerate(OPTIONS) if nam
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("stage", "name", "is_numbered", "calls_all"), CASES)
+@pytest.mark.drawn(3)
 def test_experts_over_ranks_train_as_in_one_process(
     group: Group, stage: int, name: str, is_numbered: int, calls_all: int
 ) -> None:
@@ -213,6 +214,7 @@ def _check_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.drawn(2)
 def test_experts_with_numbers_of_their_own_go_on_however_they_are_spread(
     group: Group, stage: int, tmp_path: Path
 ) -> None:
@@ -260,6 +262,7 @@ def _spoil(model: nn.Module) -> None:
 @pytest.mark.parametrize("is_numbered", [False, True], ids=["same-names", "own-names"])
 @pytest.mark.parametrize("calls_all", [True, False], ids=["all-called", "chosen-called"])
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.drawn(3)
 def test_a_second_training_of_experts_goes_on(
     group: Group, stage: int, calls_all: bool, is_numbered: bool
 ) -> None:

@@ -166,6 +166,7 @@ def _traces(model: nn.Module) -> dict[str, object]:
 @pytest.mark.ranks(1, 2, timeout_s=120)
 @pytest.mark.parametrize("residence", RESIDENCES)
 @pytest.mark.parametrize("life", LIVES)
+@pytest.mark.drawn(4)
 def test_a_life_leads_where_plain_torchs_does(
     group: Group, tmp_path: Path, life: str, residence: str
 ) -> None:
@@ -263,6 +264,7 @@ class _Average:
 @pytest.mark.ranks(1, 2, timeout_s=120)
 @pytest.mark.parametrize("residence", RESIDENCES)
 @pytest.mark.parametrize("when", WHEN)
+@pytest.mark.drawn(2)
 def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
     group: Group, tmp_path: Path, when: str, residence: str
 ) -> None:

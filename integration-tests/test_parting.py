@@ -229,6 +229,7 @@ each_transport = pytest.mark.parametrize(
 
 @each_transport
 @pytest.mark.parametrize(("way", "training", "says"), _cases(PARTINGS))
+@pytest.mark.drawn(2)
 def test_ranks_that_part_are_told_before_a_second_step(
     ranks: Callable[[int], RankPool],
     tmp_path: Path,

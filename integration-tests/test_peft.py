@@ -142,6 +142,7 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=MARKS.get(name, ())) for name in METHODS]
 )
+@pytest.mark.drawn(2)
 def test_a_method_of_peft_is_trained_saved_loaded_and_merged(
     group: Group, tmp_path: Path, method: str
 ) -> None:

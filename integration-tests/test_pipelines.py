@@ -99,6 +99,7 @@ SCHEDULES = {ScheduleGPipe: 1, Schedule1F1B: 1, ScheduleInterleaved1F1B: 2}
 @pytest.mark.parametrize("is_reduced_once", [False, True], ids=["each-backward", "once"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.drawn(2)
 def test_a_pipeline_trains_as_one_process(
     group: Group, stage: int, schedule: Any, is_reduced_once: bool
 ) -> None:

@@ -241,6 +241,7 @@ def _kill_rank_behind(folder: Path, then: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["train", "save", "leave"])
+@pytest.mark.drawn(3)
 def test_the_death_of_a_rank_that_saves_in_the_background_is_named_soon(
     tmp_path: Path, then: str
 ) -> None:

@@ -104,6 +104,7 @@ def _build() -> tuple[nn.Module, Averaging]:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.drawn(2)
 def test_a_write_outside_the_step_is_everybodys(group: Group, stage: int) -> None:
     """The other ranks' copies never saw it: a clamp, decay by hand, a hook, a swap of weights."""
     for name, write in WRITES.items():

@@ -73,6 +73,7 @@ def _saved(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.drawn(3)
 def test_a_run_goes_on_on_any_mesh(group: Group, plan: str, stage: int, tmp_path: Path) -> None:
     """All values and state are what they were, whatever the parts, the ranks of each, the stage."""
     model, _, _ = _saved(tmp_path, group, plan, stage)

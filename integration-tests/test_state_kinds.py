@@ -181,6 +181,7 @@ def _forms(value: Any) -> Any:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn(3)
 def test_state_of_any_kind_resumes_in_another_layout(
     group: Group, tmp_path: Path, kind: str, place: str
 ) -> None:

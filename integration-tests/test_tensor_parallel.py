@@ -345,6 +345,7 @@ BESIDES: dict[str, tuple[dict[str, Any], float]] = {
     ("stage", "name"),
     [*((3, name) for name in BESIDES), *((1, name) for name in [*BESIDES][:4])],
 )
+@pytest.mark.drawn(2)
 def test_options_do_what_they_do_without(group: Group, name: str, stage: int) -> None:
     """No option knows that its parameters are parts."""
     options, difference = BESIDES[name]

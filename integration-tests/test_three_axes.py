@@ -152,6 +152,7 @@ def _mesh() -> DeviceMesh:
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize(("stage", "third"), [(1, "tensor"), (3, "tensor"), (3, "replicas")])
+@pytest.mark.drawn(2)
 def test_eight_ranks_train_as_one_process_and_go_on_as_four(
     group: Group, stage: int, third: str, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ _MOST_SAMPLES = 64  # of a module, evenly among all
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.drawn(4)
 def test_a_module_computes_and_learns_as_it_does_plain(group: Group, name: str) -> None:
     info = MODULES[name]
     torch.manual_seed(0)

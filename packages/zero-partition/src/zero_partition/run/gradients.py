@@ -244,9 +244,11 @@ class BufferGradients:
         Raises:
             StateError: A gradient is not dense.
         """
-        found = {}
+        params, found = self.buffer.params, {}
         for position in self.waiting:
-            grad, self.guards[position].received = self._given_by_autograd(position), None
+            grad, guard = params[position].grad, self.guards[position]
+            if grad is guard:
+                grad, guard.received = guard.received, None
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
@@ -258,10 +260,6 @@ class BufferGradients:
             found[position] = grad
         self.waiting.clear()
         return found
-
-    def _given_by_autograd(self, position: int) -> Tensor | None:
-        grad, guard = self.buffer.params[position].grad, self.guards[position]
-        return guard.received if grad is guard else grad
 
     def take(self, grads: Mapping[int, Tensor]) -> None:
         """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
@@ -642,7 +640,9 @@ class BufferGradients:
                 "backward() has returned"
             )
         local = self.views[position] if state is LOCAL or state is ACCUMULATED else None
-        waiting = self._given_by_autograd(position) if position in self.waiting else None
+        waiting = self.buffer.params[position].grad if position in self.waiting else None
+        if waiting is self.guards[position]:
+            waiting = waiting.received
         with torch.no_grad():
             for grad in (local, waiting, target):
                 if grad is not None:
