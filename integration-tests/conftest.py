@@ -1,7 +1,7 @@
 """Makes the oracle importable, and draws cases; the `ranks` fixture comes with zero-comm.
 
 Of a test marked `drawn(N)` one case of N runs where all tests do, drawn by ZERO_SEED, which the
-header shows. All run where tests are named on the command line, by `-k` or `::`, and with
+header shows. All run where a file or a test is named on the command line, with `-k`, and with
 ZERO_CASES=all, as before a release.
 """
 
@@ -36,7 +36,7 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop the cases that are not drawn."""
-    is_named = config.option.keyword or any("::" in each for each in config.args)
+    is_named = config.option.keyword or any(".py" in each for each in config.args)
     if is_named or os.environ.get("ZERO_CASES") == "all":
         return
     cases = defaultdict[tuple[str, int], list[pytest.Item]](list)

@@ -5,10 +5,9 @@ At moments drawn by ZERO_SEED; at each line of ours by `hatch run interrupts`.
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,11 +51,7 @@ def _moments(
     between, with peers once: a step runs a line some eight times, and all moments of all cells
     would take a day.
     """
-    draw = Random(SEED)
-    of_line = defaultdict(list)
-    for moment, line in enumerate(lines, 1):
-        of_line[line].append(moment)
-    of_lines = [*of_line.values()]
+    draw, of_lines = Random(SEED), [*_by_line(lines).values()]
     if ASKED != "all":
         of_lines = draw.sample(of_lines, min(int(ASKED or usually), len(of_lines)))
     has_ends = ASKED == "all" and not has_peers
@@ -65,18 +60,24 @@ def _moments(
 
 
 def _moments_within(lines: Sequence[tuple[str, int]], functions: Sequence[Any]) -> list[int]:
-    """Return the moments at which a line of these functions runs for the second time.
+    """Return a moment of each line of these functions that runs: the second, if it runs twice.
 
     A step's first call of a function often finds nothing under way.
     """
-    bodies = [(inspect.getsourcefile(each), *inspect.getsourcelines(each)) for each in functions]
-    spans = {(file, at) for file, text, start in bodies for at in range(start, start + len(text))}
-    times = Counter[tuple[str, int]]()
-    found = []
+    moments, found = _by_line(lines), list[int]()
+    for function in functions:
+        code = function.__code__
+        runs = [moments.get((code.co_filename, line), []) for *_, line in code.co_lines()]
+        assert any(runs), f"a step does not come to {code.co_qualname}"
+        found += [at[:2][-1] for at in runs if at]
+    return sorted(set(found))
+
+
+def _by_line(lines: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[int]]:
+    """Return the moments of each line, in order; 1 is the first of `lines`."""
+    found = defaultdict[tuple[str, int], list[int]](list)
     for moment, line in enumerate(lines, 1):
-        times[line] += 1
-        if line in spans and times[line] == 2:
-            found.append(moment)
+        found[line].append(moment)
     return found
 
 

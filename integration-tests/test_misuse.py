@@ -90,7 +90,7 @@ def test_gradients_made_zero_between_micro_batches_are_not_in_the_sum(
 
 
 def test_a_gradient_that_is_dropped_while_it_is_reduced_stays_dropped(group: Group) -> None:
-    """By a hook, at stage 0: what came next was added to it."""
+    """By a hook, at stage 0, where the next backward adds to what is there."""
     plain, model, _ = _sharded(group, 0)
     for step in range(3):
         for each in (plain, model):

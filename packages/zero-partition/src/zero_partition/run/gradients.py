@@ -640,9 +640,11 @@ class BufferGradients:
                 "backward() has returned"
             )
         local = self.views[position] if state is LOCAL or state is ACCUMULATED else None
-        waiting = self.buffer.params[position].grad if position in self.waiting else None
-        if waiting is self.guards[position]:
-            waiting = waiting.received
+        waiting = None
+        if self.shards_state and position in self.waiting:  # at stage 0 that is the target
+            waiting = self.buffer.params[position].grad
+            if waiting is self.guards[position]:
+                waiting = waiting.received
         with torch.no_grad():
             for grad in (local, waiting, target):
                 if grad is not None:
