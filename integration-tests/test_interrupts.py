@@ -96,8 +96,12 @@ _BETWEEN: Final = (
     *(GradientReducer.collect, Schedule._use, Schedule._prefetch, Schedule.before_backward),
 )
 _FEW_CASES: Final = ("stage-0", "stage-2-int8", "stage-3-two-slots")
+_OF_THIS_THREAD: Final = pytest.mark.cpu_only(
+    "a device's backward runs in a thread of its own, where no Ctrl-C comes"
+)
 
 
+@_OF_THIS_THREAD
 @pytest.mark.ranks(1, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("name", _FEW_CASES)
 def test_a_model_is_idle_whatever_was_begun_and_not_ended(group: Group, name: str) -> None:
@@ -240,6 +244,7 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
     assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
 
 
+@_OF_THIS_THREAD
 @pytest.mark.ranks(2, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("name", _FEW_CASES)
 def test_ranks_go_on_whatever_was_begun_and_not_ended(group: Group, name: str) -> None:
