@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import random
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, Literal
 
 import attrs
@@ -19,6 +23,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from zero_comm import CommError
+from zero_comm.shared_host import journal
 from zero_comm.testing import journal_capacity, local_peers, looking_alone, reads_refused
 
 
@@ -206,6 +211,49 @@ def test_a_journal_wraps_around(small_journals: Callable[[int], None], world_siz
                 for peer in memories
                 if peer is not exchange.memory
             }
+
+
+def test_an_exception_between_any_two_lines_loses_no_entry() -> None:
+    """One that was lost was waited for until the timeout, by the rank itself as by its peers."""
+    num_interrupts = 0
+    for at in itertools.count(1):
+        made = journal.Journal(2)
+        is_through = False
+        with contextlib.suppress(KeyboardInterrupt), _interrupted_at(at):
+            made.write((journal.OFFER, 7, 70), read_by_all=lambda head: head)
+            is_through = True
+        made.write((journal.OFFER, 8, 80), read_by_all=lambda head: head)
+        seen = journal.read_entries(0, made.head, 2, made.whereabouts)
+        begun, after = (journal.OFFER, 7, 70), (journal.OFFER, 8, 80)
+        assert seen in ([begun, after], [after])  # where it came before the first was noted
+        assert made.num_written == made.head == len(seen)
+        if is_through:
+            break
+        num_interrupts += 1
+    assert num_interrupts > 10
+
+
+@contextlib.contextmanager
+def _interrupted_at(line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at so many lines of the journal's from here."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != journal.__file__ or frame.f_code.co_name == "fence":
+            return None  # a body that is `pass` is left with its lock held, which no signal does
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_more_launches_than_the_journal_holds_all_arrive() -> None:

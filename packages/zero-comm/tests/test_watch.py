@@ -237,6 +237,31 @@ def test_a_rank_is_told_that_nobody_will_read_its_memory(group: Group, transport
 
 
 @each_world(2)
+def test_a_rank_that_waits_has_not_launched_what_an_exception_ended(
+    group: Group, transport: str
+) -> None:
+    """It waited for what its peer was to launch, and that for what it had counted and not sent."""
+    group = _watched(group, transport)
+    assert group.watch is not None
+    if not group.backend.composes_from_peers:
+        return  # one queue for all: whoever waits has launched what is before it
+    out = torch.zeros(group.world_size)
+    gathered = None
+    if group.rank == 0:
+        shard = torch.ones(1)
+        gathered = all_gather_flat(out, splits=[1, 1], group=group, shard=shard, tag=2)
+        interrupt = mock.patch.object(type(group.watch), "follow", side_effect=KeyboardInterrupt)
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            _gather(group, tag=1)
+    began = time.monotonic()
+
+    with pytest.raises(DivergenceError, match="ranks wait for each other"):
+        _gather(group, tag=1) if gathered is None else gathered.wait()
+
+    assert time.monotonic() - began < SOON_S
+
+
+@each_world(2)
 @pytest.mark.parametrize("is_joined", [False, True], ids=["apart", "joined"])
 def test_a_launch_on_another_group_tells_of_an_exception_before(
     group: Group, transport: str, is_joined: bool

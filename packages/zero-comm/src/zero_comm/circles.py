@@ -143,7 +143,7 @@ class CircleWatch(Watch):
         if call is None or self.error() is not None:  # found by a peer: it ends here too
             return
         self._beat += 1
-        launched, rank = dict(self.scope.launched), self.scope.rank
+        launched, rank = self.launched(), self.scope.rank
         mine = _Position(call.name, "", "", "", 0, rank, launched, "", call.needs, self._beat)
         store.set(self.key_of(str(rank)), json.dumps(asdict(mine)))
 
@@ -175,7 +175,7 @@ class CircleWatch(Watch):
     def _position(self, wait: Wait, thread: int) -> _Position:
         launch, purpose = wait.launch, wait.launch.purpose
         key, peer = self.counted_as(launch.key), self.in_scope(wait.peer)
-        call, launched = collective_call(thread), dict(self.scope.launched)
+        call, launched = collective_call(thread), self.launched()
         doing = call if call and purpose.what == launch.operation else purpose.what
         what = (doing, launch.recorded.size, purpose.remedy)
         return _Position(*what, key, launch.number, peer, launched, call)

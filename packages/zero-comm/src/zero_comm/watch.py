@@ -243,10 +243,11 @@ class Watch(ABC):
             _SENDING.pop(thread, None)  # last: an exception may come here as well
             if torn.watch.scope is scope:
                 raise self.error() or torn.watch.verdict()
+        number = scope.launched.get(name, 0) + 1
         if sends:  # before it is counted: what is counted and not sent would be waited for
             known = None if tag is None else self.purposes.get(tag)
-            _SENDING[thread] = _Sending(self, known or Purpose(operation))
-        number = scope.launched[name] = scope.launched.get(name, 0) + 1
+            _SENDING[thread] = _Sending(self, known or Purpose(operation), name, number)
+        scope.launched[name] = number
         scope.num_launched = at = scope.num_launched + 1
         what, torchs = (operation, tag, version, shape), self.sequence()
         recorded = Recorded(at, self.name, key, number, *what, torchs, call, self.purposes)
@@ -257,6 +258,14 @@ class Watch(ABC):
     def sent(self) -> None:
         """Note that all messages of this thread's last launch are on their way."""
         _SENDING.pop(threading.get_ident(), None)
+
+    def launched(self) -> dict[str, int]:
+        """Return how many launches of each name are on their way to peers, or have been."""
+        found = dict(self.scope.launched)
+        for each in tuple(_SENDING.values()):
+            if each.watch.scope is self.scope and each.name in found:
+                found[each.name] = min(found[each.name], each.number - 1)
+        return found
 
     def tell_of_exception(self, purpose: Purpose) -> None:
         """Tell every rank that peers wait for what this one will never send."""
@@ -373,10 +382,13 @@ class _Sending:
 
     watch: Watch
     purpose: Purpose
+    name: str  # that it is counted as
+    number: int
 
 
 # By thread, of whichever group: where an exception ends a launch, the next one tells the peers of
 # that group, which may be another than the one that is launched on, and then waits for the same.
+# A thread that waits instead has not launched it, as far as its peers are told.
 _SENDING: Final = dict[int, _Sending]()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 from weakref import finalize
@@ -40,9 +39,8 @@ class Journal:
 
     world_size: int
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
-    num_written: int = field(default=0, init=False)  # entries, those in the outbox included
     _words: ctypes.Array[ctypes.c_int64] = field(init=False)
-    _outbox: deque[Entry] = field(factory=deque, init=False)  # what has no room yet
+    _outbox: dict[int, Entry] = field(factory=dict, init=False)  # by number: what has no room yet
     _read_by_all: int = field(default=0, init=False)  # entries; a lower bound
     _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
 
@@ -58,33 +56,38 @@ class Journal:
         return JournalAddress(os.getpid(), ctypes.addressof(self._words), self.token)
 
     @property
+    def num_written(self) -> int:
+        """How many entries there are, those in the outbox included."""
+        return max(self.head, next(reversed(self._outbox), -1) + 1)
+
+    @property
     def head(self) -> int:
         """How many entries peers can see, or could until they were written over."""
         return self._words[_HEAD]
 
     def write(self, entry: Entry, *, read_by_all: Callable[[int], int]) -> None:
         """Append; what does not fit yet follows as peers read on. `read_by_all`: see `publish`."""
-        self._outbox.append(entry)
-        self.num_written += 1
+        self._outbox[self.num_written] = entry
         self.publish(read_by_all)
 
     def publish(self, read_by_all: Callable[[int], int]) -> None:
         """Let peers see what there is room for.
 
+        Where an exception ends it, the next call goes on: nothing is lost or comes twice.
+
         Args:
             read_by_all: How many of so many entries every peer has read; asked when there is none.
         """
-        head = self._words[_HEAD]
-        while self._outbox:
+        for head in range(self.head, self.num_written):
             if head - self._read_by_all >= _CAPACITY:
                 self._read_by_all = read_by_all(head)
                 if head - self._read_by_all >= _CAPACITY:
                     return
             start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
-            self._words[start : start + _ENTRY_WORDS] = self._outbox.popleft()
-            head += 1
+            self._words[start : start + _ENTRY_WORDS] = self._outbox[head]
             self.fence()  # neither the data nor the entry may be seen after the head
-            self._words[_HEAD] = head
+            self._words[_HEAD] = head + 1
+        self._outbox.clear()  # all are seen
 
     def note_read(self, rank: int, num_entries: int) -> None:
         """Say how many entries of a peer's journal this rank has read."""
