@@ -15,6 +15,7 @@ from torch import nn
 from zero_comm import Group
 from zero_comm.testing import assert_close
 from zero_partition import memory_report
+from zero_partition.planning import keeps_free_memory
 
 WIDTH = 64
 NUM_BLOCKS = 4
@@ -112,11 +113,14 @@ def test_the_peak_of_a_stage_3_step_is_the_sum_of_its_parts(group: Group, window
     slots = min(window, NUM_BLOCKS) * BLOCK_BYTES
     reduction = 2 * BLOCK_BYTES
     in_autograds_hands = BLOCK_BYTES  # one gradient, about to be copied
+    keeps = keeps_free_memory(group.device)
+    to_come = 0 if keeps else BLOCK_BYTES // 2  # the shard of that gradient
+    expected = at_rest + gradient_shards - to_come + slots + reduction + in_autograds_hands
     assert len(samples) == 4 * NUM_BLOCKS + 2
-    assert max(samples) == at_rest + gradient_shards + slots + reduction + in_autograds_hands
+    assert max(samples) == expected
     report = memory_report(model)
-    assert report.slots_bytes == slots
-    assert report.reduction_bytes == reduction + gradient_shards  # kept for the next step
+    assert report.slots_bytes == (slots if keeps else 0)
+    assert report.reduction_bytes == (reduction + gradient_shards if keeps else 0)
 
 
 def _chain(group: Group, stage: int, **options: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,11 +171,11 @@ def test_a_container_of_several_classes_is_whole_by_parts(group: Group) -> None:
         its_optimizer.step()
         its_optimizer.zero_grad()
         model(tokens[group.rank]).square().mean().backward()
+        slots = memory_report(model).slots_bytes
         optimizer.step()
         optimizer.zero_grad()
 
     largest = max(sum(param.nbytes for param in part.parameters()) for part in plain)
-    slots = memory_report(model).slots_bytes
     assert largest <= slots < 1.1 * largest
     weights = zero_engine.full_state_dict(model)
     for name in weights:

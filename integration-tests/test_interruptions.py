@@ -106,8 +106,8 @@ def test_an_exception_in_forward_leaves_nothing_behind(
             assert all(unit.state.name != "UNSHARDED" for unit in find_sharded(model).units)
 
         losses += parity.run_steps(model, optimizer, range(2, NUM_STEPS), rank=group.rank)
-        _assert_undisturbed(model, losses, expected, f"stage {stage}")
         assert _buffer_bytes(model) == bytes_before
+        _assert_undisturbed(model, losses, expected, f"stage {stage}")
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_an_exception_in_backward_leaves_nothing_behind(
             _assert_at_rest(find_sharded(model), what, but_for="(model)")
 
         losses += parity.run_steps(model, optimizer, range(2, NUM_STEPS), rank=group.rank)
-        _assert_undisturbed(model, losses, expected, f"stage {stage}")
         assert _buffer_bytes(model) == bytes_before
+        _assert_undisturbed(model, losses, expected, f"stage {stage}")
 
 
 def _assert_soon_none_is_whole(sharded: ShardedModel) -> None:

@@ -164,7 +164,7 @@ def test_bytes_and_files_know_of_norms_that_keep_their_dtype(group: Group, tmp_p
             empty,
             config,
             optimizer=_sgd(empty.parameters()),
-            device="cpu",
+            device=group.device,
             world_size=2,
             rank=group.rank,
             reads_peers=group.exchanges.reads_peers,

@@ -20,6 +20,7 @@ from zero_comm import Group, Loco, record_traffic
 from zero_engine import ModulePrecision, Precision, Wire
 from zero_engine.planning import Plan
 from zero_partition import PartitionError, memory_report
+from zero_partition.planning import keeps_free_memory
 from zero_partition.seams import find_sharded, loco_state, plan_parts
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -364,8 +365,10 @@ def test_the_peak_of_a_step_is_planned(group: Group) -> None:
         optimizer.register_step_pre_hook(sample)
         _chain_step(model, optimizer)
 
-        small = plan.memory.before_step.scalars_bytes
-        assert max(samples) == plan.memory.step_peak_bytes - small, f"stage {stage}"
+        peak = plan.memory.step_peak_bytes - plan.memory.before_step.scalars_bytes
+        # Elsewhere memory of the last gradient comes between the samples.
+        least = peak if keeps_free_memory(group.device) else peak - block_bytes
+        assert least <= max(samples) <= peak, f"stage {stage}"
         del model, optimizer
 
 

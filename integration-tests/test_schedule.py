@@ -18,6 +18,7 @@ from zero_comm import Group, all_gather_json, record_traffic
 from zero_comm.testing import assert_close
 from zero_partition import StateError, memory_report, schedule_report
 from zero_partition.plan.slots import choose_slots
+from zero_partition.planning import keeps_free_memory
 from zero_partition.run import schedule
 from zero_partition.seams import find_sharded
 
@@ -96,7 +97,7 @@ def test_what_happens_is_what_the_report_says(
         layer.register_forward_hook(lambda _m, _a, out, own=index: after_forward(out, own))
     optimizer.step()  # the first gathers may be launched as a step ends
     optimizer.zero_grad()
-    look(0)
+    model.register_forward_pre_hook(lambda *_: look(0))  # after ours, which may launch them too
     model(torch.ones(1, WIDTH)).sum().backward()
 
     rows = schedule_report(model).rows
@@ -144,7 +145,8 @@ def test_a_limit_decides_what_is_whole_and_what_is_sent_again(group: Group, num_
         for _ in range(4):
             with record_traffic(group) as traffic:
                 parity.step_chain(model, optimizer)
-            assert memory_report(model).slots_bytes == 4 * num_live * BLOCK
+            slots = 4 * num_live * BLOCK if keeps_free_memory(group.device) else 0
+            assert memory_report(model).slots_bytes == slots
         report = schedule_report(model)
 
         sent = sum(all_gather_json(traffic.payload_numel("all_gather"), group=group))

@@ -592,7 +592,7 @@ def test_a_plan_counts_this_ranks_parts(group: Group, stage: int) -> None:
         ZeroConfig(stage),
         world_size=mesh["data"],
         optimizer=optimizer,
-        device="cpu",
+        device=mesh.device_type,
         rank=mesh.get_local_rank("data"),
     )
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=mesh["data"])

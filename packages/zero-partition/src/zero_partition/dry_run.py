@@ -231,7 +231,7 @@ def plan_memory(
             counts.add(index, buffer)
     slots = choose_slots(plan.uses, plan.extents, plan.limits)
     num_ranks = plan.routes.whole
-    at_rest = MemoryReport(
+    working = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
         optimizer_bytes=counts.state + (offload.device_bytes if offload else 0),
@@ -252,18 +252,23 @@ def plan_memory(
         host_bytes=(offload.host_bytes if offload else 0) + home_host_bytes + counts.host_grads,
         disk_bytes=(offload.disk_bytes if offload else 0) + home_disk_bytes,
     )
-    before_step = evolve(
-        at_rest,
+    in_backward = evolve(
+        working,
         encoded_bytes=0,
         gradients_bytes=counts.grads,
-        padding_bytes=at_rest.padding_bytes + counts.shard_padding,
-        reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
+        padding_bytes=working.padding_bytes + counts.shard_padding,
+        reduction_bytes=working.reduction_bytes - counts.grads - counts.shard_padding,
     )
+    at_rest, before_step = working, in_backward
+    if not plan.keeps_free_memory:
+        at_rest = evolve(working, slots_bytes=0, encoded_bytes=0, reduction_bytes=0)
+        if plan.placements.optim is Placement.SHARDED:
+            before_step = evolve(in_backward, reduction_bytes=0)
     return PlannedMemory(
         at_rest=at_rest,
         before_step=before_step,
         init_peak_bytes=_init_peak_bytes(plan, rank),
-        step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
+        step_peak_bytes=in_backward.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
     )
 
 

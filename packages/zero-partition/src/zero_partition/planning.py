@@ -21,6 +21,7 @@ from zero_partition.optimizer.shards import (
     part_of_entry,
     plan_entry,
 )
+from zero_partition.plan.slots import keeps_free_memory
 
 __all__ = [
     "EntryInfo",
@@ -32,6 +33,7 @@ __all__ = [
     "TensorEntry",
     "choose_cuts",
     "choose_units",
+    "keeps_free_memory",
     "part_of_entry",
     "plan_entry",
     "plan_memory",

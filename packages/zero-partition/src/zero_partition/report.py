@@ -205,7 +205,7 @@ class ScheduleReport:
 
     rows: tuple[ScheduleRow, ...]
     peak_live_numel: int  # parameter elements that are whole at once, at most, in all slots
-    slots_bytes: int  # memory of all slots
+    slots_bytes: int  # of all slots while units are in use
 
 
 def schedule_report(model: nn.Module) -> ScheduleReport:
@@ -248,7 +248,9 @@ def schedule_report(model: nn.Module) -> ScheduleReport:
         sum(numels[gather.unit] for gather in gathers if _is_live(gather, position))
         for position in range(len(order.recorded))
     ]
-    return ScheduleReport(tuple(rows), max(live, default=0), schedule.pool.num_bytes)
+    of_units = (sharded.units[gather.unit].slot for gather in gathers)
+    slots_bytes = sum(slot.num_bytes for slot in {slot for slot in of_units if slot is not None})
+    return ScheduleReport(tuple(rows), max(live, default=0), slots_bytes)
 
 
 def traffic_report(model: nn.Module) -> Traffic:

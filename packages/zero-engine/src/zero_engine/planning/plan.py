@@ -26,6 +26,7 @@ from zero_partition.planning import (
     PlannedMemory,
     PlannedOperation,
     PlannedSave,
+    keeps_free_memory,
     plan_memory,
     plan_model,
     plan_save,
@@ -244,6 +245,7 @@ def plan(
         rests=homes_of(config.offload, device).rests_on(device),
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
+        keeps_free_memory=keeps_free_memory(device),
     )
     own = [set(of.positions) for of in planned.routes.of_groups.values()]
     known = set.intersection(*own) if own else set(range(world_size))

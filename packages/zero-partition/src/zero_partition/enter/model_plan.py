@@ -47,6 +47,7 @@ class ModelPlan:
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
     user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
+    keeps_free_memory: bool  # as on the CPU; see NOTE(free memory) in plan.slots
 
     @property
     def world_size(self) -> int:
@@ -91,6 +92,7 @@ def plan_model(
     rests: RestPlan = RestPlan(),  # noqa: B008 - frozen
     ranks_per_node: int | None = None,
     reads_peers: bool = False,
+    keeps_free_memory: bool = False,
     **options: Any,
 ) -> ModelPlan:
     """Plan what `partition` with the same arguments would do. Local; allocates nothing.
@@ -104,6 +106,7 @@ def plan_model(
         ranks_per_node: Neighbours in rank order that share a node, where `config.wire` does not
             say; all do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
+        keeps_free_memory: Whether memory that is free between steps stays, as it does on the CPU.
         **options: Fields of the configuration, in place of those in `config`.
 
     Raises:
@@ -118,6 +121,7 @@ def plan_model(
             rests=rests,
             ranks_per_node=ranks_per_node,
             reads_peers=reads_peers,
+            keeps_free_memory=keeps_free_memory,
         )
 
 
@@ -130,6 +134,7 @@ def _plan(
     rests: RestPlan,
     ranks_per_node: int | None,
     reads_peers: bool,
+    keeps_free_memory: bool,
 ) -> ModelPlan:
     config.wire.check(config.placements, has_home=rests.params)
     routes = plan_routes(
@@ -166,6 +171,7 @@ def _plan(
         group_of=group_of_names(model, optimizer),
         state=StatePlan(),
         user_bytes={name: param.nbytes for name, param in model.named_parameters()},
+        keeps_free_memory=keeps_free_memory,
     )
     if optimizer is None:
         return partial_plan

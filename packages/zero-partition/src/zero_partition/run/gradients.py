@@ -34,7 +34,7 @@ from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.precision import Scaling
-from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
+from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool, keeps_free_memory
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientGuard, GradientShard
@@ -64,10 +64,6 @@ T = TypeVar("T")
 # reduced before is reduced again with what came since, as DDP does. A mean of equal numbers is
 # that number. A sum of them is not, so it is refused. While the buffer is being reduced a guard
 # stands there too: what arrives then is added when the reduction has ended.
-
-# NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it
-# back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
-# back.
 
 # NOTE(norms): gradients that leave the device are measured while they are still there. Such a norm
 # holds as long as nobody else has the gradient's elements, and we do not write to it, which its
@@ -161,11 +157,11 @@ class BufferGradients:
     has_launched: bool = field(default=False, init=False)  # in this backward
     reduction: Handle[Tensor] | None = field(default=None, init=False)  # in flight
     _advances: bool = field(default=False, init=False)  # it does, or an exception has ended that
-    shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
+    shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
     structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
     _most_waiting: int = field(init=False)
-    _views_at: int = field(default=0, init=False)  # address of what they view
+    _viewed: Tensor | None = field(default=None, init=False)  # all of what they view
     _scaling: Scaling = field(init=False)
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
     _lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
@@ -215,12 +211,13 @@ class BufferGradients:
 
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
-        if not self.views or memory.data_ptr() != self._views_at:  # usually the same slot again
-            views, address = self.buffer.views_of(memory), memory.data_ptr()
+        viewed = memory if slot is None else slot.memory
+        if not self.views or viewed is not self._viewed:  # usually the same slot again
+            views = self.buffer.views_of(memory)
             if not self.shards_state and (others := self.routes.others):
                 views = tuple(GradientShard.over(view, others) for view in views)
             # In one statement: an interrupt between them would leave views of other memory.
-            self.views, self._views_at = views, address
+            self.views, self._viewed = views, viewed
         self.accumulator, self.slot = memory, slot
 
     def leave_accumulator(self) -> None:
@@ -228,13 +225,11 @@ class BufferGradients:
         if self.slot is not None:
             self.slot.owner = None
         elif self.accumulator is not None:
-            self.views = ()  # nothing else keeps that memory
+            self._forget_views()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 
-    def forget_address(self) -> None:
-        """The accumulator may lie elsewhere now; the views are its own all the same."""
-        if self.accumulator is not None:
-            self._views_at = self.accumulator.data_ptr()
+    def _forget_views(self) -> None:
+        self.views, self._viewed = (), None
 
     def find_waiting(self) -> dict[int, Tensor]:
         """Return what autograd left in `param.grad`, by position; it does not wait any more.
@@ -405,14 +400,14 @@ class BufferGradients:
             ) from error
 
     def _ensure_shard(self) -> Tensor:
-        """Memory for this rank's part, made at first use; see NOTE(shards)."""
+        """Memory for this rank's part, made at first use."""
         if self.shard is None:
             buffer = self.buffer
             numel, dtype = buffer.shard_numel, buffer.training.dtype
             if self.home is not None:
                 self.shard = self.home.allocate(numel, dtype)
             else:
-                self.shard = torch.zeros(numel, dtype=dtype, device=buffer.group.device)
+                self.shard = torch.empty(numel, dtype=dtype, device=buffer.group.device)
             parts = buffer.parts_of(self.shard)
             groups = self.routes.holders
             self.parts = tuple(GradientShard.over(part, groups) for part in parts)
@@ -652,13 +647,20 @@ class BufferGradients:
                     operands = [operand.to(values)] if values is not None else [operand]
                     getattr(grad, operation)(*(o for o in operands if o is not None))
 
-    def release(self) -> None:
-        """Give memory back that holds no gradient which somebody waits for."""
+    def leave_memory(self) -> None:
+        """Let go of memory that holds no gradient which somebody waits for."""
         holds = self.holds_gradients
         if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
-            self.views = ()
-        if not holds:
+        if not holds and self.home is None:
+            self.shard, self.parts = None, ()
+
+    def release(self) -> None:
+        """Likewise, where it is on the host too, and forget what slots it had."""
+        self.leave_memory()
+        if self.accumulator is None:
+            self._forget_views()
+        if not self.holds_gradients:
             self.shard, self.parts = None, ()
             self._norms.clear()
 
@@ -825,6 +827,7 @@ class GradientReducer:
         self._forget_turns()
         self.finish_without_gradients()
         self._has_earlier = True
+        self._release_free()
 
     def before_step(self) -> None:
         """Reduce what `no_sync` left behind; drop what the user dropped."""
@@ -900,7 +903,7 @@ class GradientReducer:
         plan, pool, num_bytes = g.buffer.plan, self.pool, g.wire_bytes
         if self.placement is Placement.REPLICATED or not self.sync:
             dtype = g.buffer.training.dtype  # several backwards may be added up here
-            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=pool.device)
+            memory = torch.empty(plan.layout.numel, dtype=dtype, device=pool.device)
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
@@ -1024,6 +1027,7 @@ class GradientReducer:
             self._leave_accumulators(self.gradients)
             self._has_earlier = False
             self.finish_without_gradients()
+            self._release_free()
 
     def drop(self, *, set_to_none: bool) -> None:
         """Do what `zero_grad` does to gradients that are not in the optimizer's hands."""
@@ -1034,6 +1038,7 @@ class GradientReducer:
             self.gradients if set_to_none else [g for g in self.gradients if not g.has_local]
         )
         self._has_earlier = False
+        self._release_free()
 
     def release(self) -> None:
         """Give reduction buffers back; gradients that somebody waits for stay."""
@@ -1041,6 +1046,13 @@ class GradientReducer:
             g.release()
         if not any(g.slot for g in self.gradients):
             self.pool.release()
+
+    def _release_free(self) -> None:
+        """Give back on a device what is free until the next backward; see NOTE(free memory)."""
+        if not keeps_free_memory(self.pool.device):
+            for g in self.gradients:
+                g.leave_memory()
+            self.pool.empty()
 
     # ---- Bytes of it ----
 

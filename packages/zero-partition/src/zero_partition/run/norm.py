@@ -250,21 +250,16 @@ def _total_norm(
     reducer = sharded.reducer
     is_sum = math.isfinite(norm_type)
     neutral = math.inf if norm_type == -math.inf else 0.0
-    parts = []
-    for grad, norm in zip(grads, _norms_of(grads, norm_type), strict=True):
-        wide = norm.to(torch.float64)
-        if not grad.counts:  # on another rank; an inf or nan, and no more, is left, as nan
-            parts.append(0 * wide + neutral)
-        elif norm_type == 2.0:
-            parts.append(wide.square())
-        else:
-            parts.append(wide.pow(norm_type) if is_sum else wide)
     local = torch.full((1,), neutral, dtype=torch.float64, device=sharded.group.device)
-    if parts:
-        stacked = torch.stack(parts)
-        extreme = stacked.max() if norm_type > 0 else stacked.min()
+    if grads:
+        norms = torch.stack(_norms_of(grads, norm_type)).to(torch.float64)
+        powers = norms.pow(norm_type) if is_sum else norms.clone()
+        for i, grad in enumerate(grads):
+            if not grad.counts:  # on another rank; an inf or nan, and no more, is left, as nan
+                powers[i] = 0 * norms[i] + neutral
+        extreme = powers.max() if norm_type > 0 else powers.min()
         # If gradients are on the host, it does not wait for what the device has to do before.
-        local[0].copy_(stacked.sum() if is_sum else extreme, non_blocking=True)
+        local[0].copy_(powers.sum() if is_sum else extreme, non_blocking=True)
     if reducer.shards_state or sharded.routes.of_groups:
         local = _combine(local, norm_type, sharded.group, reducer)
     for ranks in others:

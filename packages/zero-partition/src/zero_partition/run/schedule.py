@@ -22,6 +22,7 @@ from zero_partition.plan.slots import (
     SlotPool,
     Use,
     choose_slots,
+    keeps_free_memory,
     plan_gathers,
     slot_bytes,
     slot_conflicts,
@@ -238,11 +239,23 @@ class Schedule:
         if is_filling:  # what was launched, and nobody waits for, may yet write to slots' memory
             self.release()
 
+    def leave_memory(self) -> None:
+        """Graphs made so far end: give slots back for a while; see NOTE(free memory)."""
+        if keeps_free_memory(self.device) or any(map(self.is_in_use, self._sharded)):
+            return
+        self._generation += 1
+        self._reshard_idle()
+        for slot in self.pool.slots:  # first: who has one believes that it has memory
+            slot.release()
+        for unit in self._sharded:
+            unit.forget_memory()
+
     def step(self) -> None:
-        """The optimizer has stepped: launch the first gathers of the next forward."""
+        """The optimizer has stepped: deal slots, and where they stay, launch the first gathers."""
         for unit in self.units:
             if self.is_in_use(unit):
                 return
+        self.leave_memory()
         self._restart(is_training=True)
         recorded = self.training.recorded
         if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)
@@ -251,7 +264,8 @@ class Schedule:
             else:
                 self._dealt_for = recorded
                 self._deal(choose_slots(recorded, self.extents, self._limits_of_now()))
-        self._prefetch()
+        if keeps_free_memory(self.device):
+            self._prefetch()
 
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
@@ -376,11 +390,6 @@ class Schedule:
 
     def _check_current(self, call: Call) -> None:
         unit = call.unit
-        if unit.placement is Placement.SHARDED and self._generation != call.generation:
-            raise StateError(
-                f"unit {unit.name!r}: release_buffers() was called between this graph's forward "
-                "and its backward; run the forward again"
-            )
         if unit.is_held and not call.was_held:
             raise StateError(
                 f"unit {unit.name!r}: backward inside unsharded() or GatheredParameters of a graph "
@@ -392,4 +401,9 @@ class Schedule:
                 f"unit {unit.name!r}: its parameters were changed between this graph's forward and "
                 "its backward (by optimizer.step() or load_state_dict()), so its gradients would "
                 "be wrong; run the forward again"
+            )
+        if unit.placement is Placement.SHARDED and self._generation != call.generation:
+            raise StateError(
+                f"unit {unit.name!r}: release_buffers() was called between this graph's forward "
+                "and its backward, or a step was begun; run the forward again"
             )

@@ -738,6 +738,7 @@ class ShardedModel:
         self.compare_launches("optimizer.step()")
         self.take_gradients()
         self.begin_write()
+        self.schedule.leave_memory()
         self._follow_writes()
         self._is_stepping = True
         self._watch_shards(is_watched=False)

@@ -195,11 +195,16 @@ class Unit:
         self.reshard()
         self._slot_version = -1
 
+    def forget_memory(self) -> None:
+        """The memory of its slot is given back; the slot stays assigned."""
+        self.reshard()
+        self._full, self._views, self._slot_version = [], [], -1
+
     def release_slot(self) -> None:
         """Forget the slot, whose memory is given back."""
         if self.placement is Placement.SHARDED:
-            self.reshard()
-            self.slot, self._full, self._views, self._slot_version = None, [], [], -1
+            self.forget_memory()
+            self.slot = None
         if self.secondary is not None:
             self.secondary.release()
 

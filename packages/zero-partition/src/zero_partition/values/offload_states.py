@@ -183,8 +183,6 @@ def _have_moved(sharded: ShardedModel) -> None:
     """All is in memory again, wherever that is. Collective where peers were kept from reading."""
     for buffer in sharded.buffers:
         buffer.forget_addresses()
-    for g in sharded.reducer.gradients:
-        g.forget_address()
     if sharded.exposure is not None and sharded.exposure.is_writing:
         sharded.exposure.move()
         sharded.exposure.end_write()  # versions of units stay: no value has changed
