@@ -12,8 +12,9 @@ import torch
 import zero_engine
 from residences import Blocks, Cell, cpu_adam, sharded
 from torch import Tensor
-from zero_comm import Group
+from zero_comm import Group, all_gather_json
 from zero_comm.testing import assert_close
+from zero_engine import Offload, ZeroConfig
 from zero_partition.seams import find_sharded
 
 
@@ -81,3 +82,22 @@ def test_a_norm_is_kept_until_somebody_writes(tmp_path: Path) -> None:
 
         assert norms and None not in norms
         optimizer.zero_grad()
+
+
+def test_one_gradient_may_be_written_of_many_that_are_on_the_host(group: Group) -> None:
+    """Its norm is of the host then, and those of the others are of the device."""
+    model = parity.build(Blocks)
+    optimizer = parity.adamw(model)
+    config = ZeroConfig(2, min_unit_bytes=0, offload=Offload(optimizer="host"))
+    zero_engine.shard(model, optimizer, config, group=group)
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    shards = [param for each in optimizer.param_groups for param in each["params"]]
+    one = next(shard for shard in shards if shard.numel() and shard.grad is not None)
+    one.grad.mul_(2)  # and no other is looked at, which may be a write
+
+    found = zero_engine.clip_grad_norm_(model, 1e9)
+
+    grads = [param.grad for param in shards if param.grad is not None]
+    own = sum(grad.double().square().sum().item() for grad in grads)
+    expected = sum(all_gather_json(own, group=group)) ** 0.5
+    assert_close(found.cpu().double(), torch.tensor(expected, dtype=torch.float64, device="cpu"))

@@ -252,7 +252,10 @@ def _total_norm(
     neutral = math.inf if norm_type == -math.inf else 0.0
     local = torch.full((1,), neutral, dtype=torch.float64, device=sharded.group.device)
     if grads:
-        norms = torch.stack(_norms_of(grads, norm_type)).to(torch.float64)
+        parts = _norms_of(grads, norm_type)
+        if len({part.device for part in parts}) > 1:  # one was written on the host, where it rests
+            parts = [part.to(sharded.group.device) for part in parts]
+        norms = torch.stack(parts).to(torch.float64)
         powers = norms.pow(norm_type) if is_sum else norms.clone()
         for i, grad in enumerate(grads):
             if not grad.counts:  # on another rank; an inf or nan, and no more, is left, as nan
