@@ -12,9 +12,11 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
+from zero_partition.seams import find_sharded
 
 STEPS = 4
 WIDTH = 6
+UNITS = ["up", *(f"layers.{i}" for i in range(4)), *(f"experts.{i}" for i in range(3)), "down"]
 
 
 class Branches(nn.Module):
@@ -34,6 +36,12 @@ class Branches(nn.Module):
             if (way >> index) % 2:
                 x = x + layer(x).tanh()
         return self.down(x + self.experts[way % 3](x))
+
+
+class _Watched(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.unit.state.name == "UNSHARDED"
+        return super().forward(x)
 
 
 def _way(step: int, rank: int) -> int:
@@ -96,6 +104,35 @@ def test_ranks_on_different_ways_train_as_under_ddp(group: Group, case: str) -> 
         whole = zero_engine.full_state_dict(model)
         if group.rank == 0:
             assert_close(whole, dict(plain.state_dict()), **exactly)
+
+
+@pytest.mark.parametrize("transport", ["reads", "messages"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_units_that_no_step_before_has_used_are_whole(
+    group: Group, window: int, transport: str
+) -> None:
+    """What is gathered ahead took the slot of the unit whose use began, if no order had that.
+
+    Its parameters were then gathered one by one, or read as NaN after an interruption.
+    """
+    over = group if transport == "reads" else parity.by_messages()
+    model, plain = parity.build(Branches), parity.build(Branches)
+    for layer in (*model.layers, *model.experts):
+        layer.__class__ = _Watched
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = ZeroConfig(3, window=window, min_unit_bytes=0, units=UNITS)
+    zero_engine.shard(model, optimizer, config, group=over)
+    for unit in find_sharded(model).units:
+        model.get_submodule(unit.plan.name).unit = unit
+    its_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    for way in (15, 15, 15, 11, 15, 15, 7, 5, 1, 1, 1, 8, 4, 2):  # the same on every rank
+        loss, expected = model(x, way).square().mean(), plain(x, way).square().mean()
+        assert_close(loss, expected)
+        for each, step in ((loss, optimizer), (expected, its_optimizer)):
+            each.backward()
+            step.step()
+            step.zero_grad()
 
 
 @pytest.mark.parametrize("stage", _STAGES)

@@ -321,17 +321,22 @@ class Schedule:
             )
         self._is_filling = True
         unit.unshard(self.pool)
-        self._prefetch()
+        self._prefetch(used=unit)
 
-    def _prefetch(self) -> None:
-        """Start the gathers that are due at this moment. Collective with its peers' same call."""
+    def _prefetch(self, used: Unit | None = None) -> None:
+        """Start the gathers that are due at this moment. Collective with its peers' same call.
+
+        Args:
+            used: A unit whose use begins, and is not counted yet; it may be in no order.
+        """
         trace = self._trace
         self._is_filling = True
         launches = trace.plan(self.gathers(trace)) if trace.launches is None else trace.launches
         for index in launches.get(trace.position, ()):
             unit = self.units[index]
             owner = unit.slot.owner if unit.slot is not None else None
-            is_taken = owner is not None and owner is not unit and self.is_in_use(owner)
+            is_of_other = owner is not None and owner is not unit
+            is_taken = is_of_other and (owner is used or self.is_in_use(owner))
             if unit.slot is None or is_taken:
                 break  # and launch none that follow: one sequence on every rank
             unit.start_unshard(self.pool)
