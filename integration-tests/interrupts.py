@@ -98,8 +98,10 @@ def _without_signals(code: CodeType) -> frozenset[int]:
     nothing = {each.offset for each in found if each.opname == "NOP"}
     none = [each.opname == "LOAD_CONST" and each.argval is None for each in found]
     threes = zip(none, none[1:], none[2:], strict=False)
-    exits = {found[at].offset for at, is_exit in enumerate(threes) if all(is_exit)}
-    return frozenset(exits | nothing)
+    exits = [at for at, is_exit in enumerate(threes) if all(is_exit)]
+    # Where a body returns, what it returns is put aside first.
+    exits += [at - 1 for at in exits if found[at - 1].opname == "SWAP"]
+    return frozenset({found[at].offset for at in exits} | nothing)
 
 
 # ---- What is interrupted ----

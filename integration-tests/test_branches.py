@@ -111,9 +111,9 @@ def test_ranks_on_different_ways_train_as_under_ddp(group: Group, case: str) -> 
 def test_units_that_no_step_before_has_used_are_whole(
     group: Group, window: int, transport: str
 ) -> None:
-    """What is gathered ahead took the slot of the unit whose use began, if no order had that.
+    """A gather ahead took the slot of the unit whose use began, if that was in no recorded order.
 
-    Its parameters were then gathered one by one, or read as NaN after an interruption.
+    Its parameters were then gathered one by one, at their uses.
     """
     over = group if transport == "reads" else parity.by_messages()
     model, plain = parity.build(Branches), parity.build(Branches)

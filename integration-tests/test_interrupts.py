@@ -36,6 +36,7 @@ from zero_partition.run.gradients import BufferGradients, GradientReducer
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.unit import Unit
 from zero_partition.seams import find_sharded
+from zero_partition.torch_private import plain_call
 
 ASKED: Final = os.environ.get("ZERO_INTERRUPTS", "")  # moments of each test, or "all"
 SEED: Final = int(os.environ["ZERO_SEED"])
@@ -212,6 +213,14 @@ def test_an_interrupted_save_leaves_nothing_that_the_next_does_not_remove(
             wrong.append(f"{interrupting.where} ({at}): {sorted(names)}")
 
     assert not wrong, f"seed {SEED}: {wrong}"
+
+
+def test_no_moment_leaves_a_with_statement_entered() -> None:
+    """As no signal does: from there on parameters at rest were read as NaN, and found wrong."""
+    for at in range(1, 10):
+        with interrupted(at):
+            plain_call(abs, (-1,), {})
+        assert torch._C._is_torch_function_enabled(), f"moment {at}"
 
 
 # ---- Two ranks ----

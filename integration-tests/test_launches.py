@@ -1,4 +1,4 @@
-"""What a step gives a device to do, against DDP, and what memory of it rests between steps."""
+"""Kernels and copies that a step launches on a device, against DDP."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def _launches(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]):
+def _launches(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]
+) -> tuple[int, int]:
     """Return kernels and copies of a steady step."""
     import simulated_device  # only it counts
 

@@ -236,17 +236,14 @@ def test_a_rank_is_told_that_nobody_will_read_its_memory(group: Group, transport
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.cpu_only("elsewhere one queue has all: who waits has launched what is before it")
 @each_world(2)
 def test_a_rank_that_waits_has_not_launched_what_an_exception_ended(
     group: Group, transport: str
 ) -> None:
     """It waited for what its peer was to launch, and that for what it had counted and not sent."""
     group = _watched(group, transport)
-    assert group.watch is not None
-    if not group.backend.composes_from_peers:
-        return  # one queue for all: whoever waits has launched what is before it
-    out = torch.zeros(group.world_size)
-    gathered = None
+    out, gathered = torch.zeros(group.world_size), None
     if group.rank == 0:
         shard = torch.ones(1)
         gathered = all_gather_flat(out, splits=[1, 1], group=group, shard=shard, tag=2)

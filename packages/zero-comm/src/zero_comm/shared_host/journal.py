@@ -40,7 +40,7 @@ class Journal:
     world_size: int
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
     _words: ctypes.Array[ctypes.c_int64] = field(init=False)
-    _outbox: dict[int, Entry] = field(factory=dict, init=False)  # by number: what has no room yet
+    _outbox: dict[int, Entry] = field(factory=dict, init=False)  # by number, until all are seen
     _read_by_all: int = field(default=0, init=False)  # entries; a lower bound
     _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
 

@@ -320,8 +320,9 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
 
 
 _SAME_UNITS: Final = (
-    "where messages carry the values, every rank must use the same units in the same order: call "
-    "set_leaf_modules() on the module that chooses among these, before shard()"
+    "every rank must run as many backwards and steps, and where messages carry the values, use the "
+    "same units in the same order: call set_leaf_modules() on the module that chooses among these, "
+    "before shard()"
 )
 _SAME_STEPS: Final = "every rank must run as many backwards and steps: a rank without a batch "
 _CALL: Final = "calls backward_without_batch(model) in place of forward and backward"
