@@ -87,9 +87,9 @@ class _Block(nn.Sequential):
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, vocabulary: int = 500) -> None:
         super().__init__()
-        self.embed = nn.Embedding(500, 16)
+        self.embed = nn.Embedding(vocabulary, 16)
         self.gate = nn.Linear(16, 16, bias=False)
         self.blocks = nn.ModuleList(_Block() for _ in range(4))
 
@@ -145,7 +145,10 @@ def test_rows_and_blocks_even_out_what_whole_tensors_left_uneven() -> None:
 
 def test_repeated_blocks_become_units() -> None:
     """Users should not have to name the layers of a transformer."""
-    assert choose_units(_Net(), max_unit_bytes=2**30) == tuple(f"blocks.{i}" for i in range(4))
+    blocks = tuple(f"blocks.{i}" for i in range(4))
+    assert choose_units(_Net(), max_unit_bytes=2**30) == ("embed", *blocks)  # larger than a block
+    small = _Net(vocabulary=8)
+    assert choose_units(small, max_unit_bytes=2**30) == blocks
 
 
 def _layers(num: int) -> list[nn.Module]:
@@ -176,7 +179,7 @@ CONTAINERS: Final[dict[str, tuple[Callable[[], nn.Module], list[str]]]] = {
     "one child": (lambda: nn.Sequential(nn.Linear(16, 16)), []),
     "towers": (
         lambda: nn.ModuleDict({"text": _Net(), "head": nn.Linear(16, 16)}),
-        [f"text.blocks.{i}" for i in range(4)] + ["head"],
+        ["text.embed", *(f"text.blocks.{i}" for i in range(4)), "head"],
     ),
 }
 
@@ -204,7 +207,7 @@ def test_every_parameter_is_in_one_unit_and_tied_ones_in_what_encloses_both() ->
     params = [[param for buffer in unit.buffers for param in buffer.params] for unit in plans]
     names = sorted(param.name for of_unit in params for param in of_unit)
     assert names == sorted(name for name, _ in model.named_parameters())
-    assert [unit.is_outer for unit in plans] == [True, False, False, False, False]
+    assert [unit.is_outer for unit in plans] == [True, *[False] * 5]
     assert ("blocks.0.1.weight", "blocks.2.1.weight") in {param.names for param in params[0]}
 
 

@@ -145,7 +145,7 @@ def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another() -> None
 def test_a_bound_of_the_schedule_that_is_none_is_refused() -> None:
     """It would be found in the middle of a step."""
     bounds: list[tuple[str, Any, int]] = [
-        *(("window", value, 1) for value in (0, None, True)),
+        *(("window", value, 1) for value in (0, 1.5, True)),
         *(("max_live_numel", 0, 1), ("prefetch_numel", -1, 0)),
         *(("max_reuse_numel", 1.5, 0), ("read_ahead", None, 0)),
     ]

@@ -126,6 +126,7 @@ class ZeroConfig:
         precision: Dtypes of parameters, masters and gradients; as they are when None.
         window: Stage 3: units that may be whole at a time, the one in use included; those that
             enclose others do not count. More hides more communication and costs their bytes.
+            None: three on the CPU, two elsewhere.
         max_live_numel: Stage 3, in place of `window`: parameter elements that may be whole at a
             time, those of units that enclose others included.
         prefetch_numel: Stage 3: parameter elements whose gathers may be launched ahead of their
@@ -176,7 +177,7 @@ class ZeroConfig:
     min_unit_bytes: int = field(default=2**16, validator=at_least(0, int), kw_only=True)
     cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
     precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
-    window: int = field(default=3, validator=at_least(1, int), kw_only=True)
+    window: int | None = field(default=None, validator=at_least(1, int), kw_only=True)
     max_live_numel: int | None = field(default=None, validator=at_least(1, int), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)

@@ -230,7 +230,7 @@ def plan_memory(
         for buffer in unit.buffers:
             counts.add(index, buffer)
     slots = choose_slots(plan.uses, plan.extents, plan.limits)
-    num_ranks = plan.routes.whole
+    num_ranks, reductions = plan.routes.whole, _plan_reductions(plan)
     working = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
@@ -238,7 +238,7 @@ def plan_memory(
         padding_bytes=counts.padding,
         slots_bytes=sum(slot_bytes(slots, plan.extents)),
         secondary_bytes=_secondary_bytes(plan, rank),
-        reduction_bytes=_pool_bytes(plan)
+        reduction_bytes=reductions.pool.num_bytes
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
@@ -268,7 +268,10 @@ def plan_memory(
         at_rest=at_rest,
         before_step=before_step,
         init_peak_bytes=_init_peak_bytes(plan, rank),
-        step_peak_bytes=in_backward.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
+        step_peak_bytes=in_backward.total_bytes
+        + reductions.peak_bytes
+        - reductions.pool.num_bytes
+        + max(counts.on_their_way, _publishing_bytes(plan)),
     )
 
 
@@ -392,6 +395,8 @@ class _Counts:
         wire = plan.precision.wire_of(buffer)
         codec = plan.routes.wire.codec_of_gradients(wire)
         way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
+        if _is_adopted(plan, buffer):
+            way = 0
         if codec is not None:
             way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
@@ -410,18 +415,28 @@ class _Counts:
         self.on_their_way = max(self.on_their_way, way)
 
 
-def _pool_bytes(plan: ModelPlan) -> int:
-    """Of slots that gradients are collected in; they come in the reverse order of parameters."""
-    if plan.placements.grads is Placement.REPLICATED:
-        return 0
+def _is_adopted(plan: ModelPlan, buffer: BufferPlan) -> bool:
+    """Whether its gradient is not copied to be reduced; see `BufferPlan.is_one_param`."""
+    is_sharded = plan.placements.grads is Placement.SHARDED
+    is_scaled = plan.precision.scaling_of(plan.routes.whole).divisor_before != 1.0
+    is_as_it_travels = not is_scaled and plan.precision.wire_of(buffer) == buffer.dtype
+    return is_sharded and is_as_it_travels and buffer.is_one_param
+
+
+def _plan_reductions(plan: ModelPlan) -> ReductionPlan:
+    """Two backwards, in which gradients come in the reverse order of parameters."""
     of_param: dict[str, PlannedGradients] = {}
-    for unit in plan.units:
+    for unit in plan.units if plan.placements.grads is Placement.SHARDED else ():
         for buffer in unit.buffers:
             if buffer.trainable:
-                itemsize = plan.precision.wire_of(buffer).itemsize
-                gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
+                num_bytes = buffer.layout.numel * plan.precision.wire_of(buffer).itemsize
+                is_adopted = _is_adopted(plan, buffer)
+                gradients = PlannedGradients(num_bytes, unit.is_outer, is_adopted)
                 of_param |= {param.name: gradients for param in buffer.params}
-    reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))
+    reduction = ReductionPlan.of(
+        list({id(each): each for each in of_param.values()}.values()),
+        keeps_free_memory=plan.keeps_free_memory,
+    )
     for _ in range(2):  # the second backward finds other slots free than the first
         missing = Counter(map(id, of_param.values()))
         for name in reversed([name for name in plan.user_bytes if name in of_param]):
@@ -432,7 +447,7 @@ def _pool_bytes(plan: ModelPlan) -> int:
             if not missing[id(gradients)]:
                 reduction.launch(gradients)
         reduction.flush()
-    return reduction.pool.num_bytes
+    return reduction
 
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:

@@ -157,7 +157,7 @@ def _plan(
     buffers = [buffer for unit in sharded for buffer in unit.buffers]
     if any(buffer.travel or routes.resting_codec_of(buffer) for buffer in buffers):
         routes = evolve(routes, reads_peers=False)
-    limits = config.limits
+    limits = config.limits.with_window(keeps_free_memory=keeps_free_memory)
     partial_plan = ModelPlan(
         units=planned,
         uses=plan_uses(model, planned),

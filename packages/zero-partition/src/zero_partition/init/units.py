@@ -103,12 +103,14 @@ def choose_units(
     is not worth its hooks and messages: it stays with what encloses it, unless it is a block of a
     container that is larger than `max_unit_bytes`.
 
-    What is in no container stays with the model itself; modules that own more than `max_unit_bytes`
-    of it become units of their own, and so do the blocks inside a block that is larger than that.
+    What is in no container stays with the model itself. Modules that own more of it than the
+    largest unit, or than `max_unit_bytes`, become units of their own: the model's own parameters
+    are whole during all of a step. So do the blocks inside a block that is larger than that.
     Leaf modules (`set_leaf_modules`) become units as they are; one without a forward, such as a
     ModuleList, is no unit, and nothing inside it is.
     """
     chosen: list[str] = []
+    large_bytes = max_unit_bytes
     first = {module: name for name, module in model.named_modules()}  # of those in several places
 
     def visit(module: nn.Module, name: str) -> None:
@@ -131,14 +133,20 @@ def choose_units(
                     visit(child, path)
             else:
                 num_chosen = len(chosen)
-                if may_be_unit and _bytes_of(child, recurse=False) > max_unit_bytes:
+                if may_be_unit and _bytes_of(child, recurse=False) > large_bytes:
                     chosen.append(path)
                 visit(child, path)
                 is_single = classes.total() > 1 and len(chosen) == num_chosen
                 if is_single and may_be_unit and not is_small:
                     chosen.append(path)
 
-    if model not in _LEAVES:
+    if model in _LEAVES:
+        return ()
+    visit(model, "")
+    if chosen:
+        modules = dict(model.named_modules())
+        large_bytes = min(max_unit_bytes, max(_bytes_of(modules[name]) for name in chosen))
+        chosen.clear()
         visit(model, "")
     return tuple(chosen)
 

@@ -365,6 +365,12 @@ class BufferPlan:
         """Bytes of the whole buffer, padding included."""
         return self.layout.numel * self.dtype.itemsize
 
+    @property
+    def is_one_param(self) -> bool:
+        """Whether one contiguous parameter is all of it, so that its gradient is too."""
+        first, *others = self.params
+        return not others and first.strides is None and first.shape.numel() == self.layout.numel
+
 
 class _Kind(NamedTuple):
     """Common properties of the parameters in one buffer."""

@@ -82,6 +82,7 @@ class ExecutionOrder:
         return self.position
 
 
+_WINDOW: Final = 3  # units that are whole at a time on the CPU, if no window is given
 ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
 
 
@@ -101,7 +102,8 @@ class Limits:
 
     Args:
         window: Units that may be whole at a time, the one in use included; those that enclose
-            others do not count.
+            others do not count. None: three on the CPU, and two elsewhere, where a gather needs
+            nothing of the device that computes meanwhile.
         max_live_numel: Elements that may be whole at a time, those of units that enclose others
             included. Takes the place of `window` where it is given.
         prefetch_numel: Elements of units whose gather was launched before their use and is not yet
@@ -115,11 +117,21 @@ class Limits:
         PartitionError: Names the bound, what was expected and what came.
     """
 
-    window: int = field(default=3, validator=_at_least(1, or_none=False))
+    window: int | None = field(default=None, validator=_at_least(1))
     max_live_numel: int | None = field(default=None, validator=_at_least(1), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     read_ahead: int = field(default=2, validator=_at_least(0, or_none=False), kw_only=True)
+
+    def with_window(self, *, keeps_free_memory: bool) -> Limits:
+        """The same with the window that holds where none was given; see NOTE(free memory)."""
+        default = _WINDOW if keeps_free_memory else _WINDOW - 1
+        return self if self.window is not None else evolve(self, window=default)
+
+    @property
+    def num_whole(self) -> int:
+        """The window: units that may be whole at a time."""
+        return _WINDOW if self.window is None else self.window
 
     def where_shards_are_read(self) -> Limits:
         """The same where peers' shards can be read without them.
@@ -190,7 +202,7 @@ def slot_conflicts(
     if limits.max_live_numel is not None:
         return 0
     shared = sum(any(not extents[unit].is_outer for unit in group) for group in groups)
-    return max(0, shared - limits.window)
+    return max(0, shared - limits.num_whole)
 
 
 def _spread(
@@ -271,7 +283,10 @@ def _whole_moments(
     """When each unit is whole; see NOTE(colouring)."""
     whole: dict[int, int] = {}
     live = [0] * len(uses)  # at each position, in what the limit counts
-    limit, counts_numel = limits.max_live_numel or limits.window, limits.max_live_numel is not None
+    limit, counts_numel = (
+        limits.max_live_numel or limits.num_whole,
+        limits.max_live_numel is not None,
+    )
 
     def weight(unit: int) -> int:
         return extents[unit].numel if counts_numel else int(not extents[unit].is_outer)
@@ -330,8 +345,8 @@ def _fits(numel: int, limit: int | None) -> bool:
 
 # NOTE(free memory): on the CPU memory that is free until the next step stays. Giving it back and
 # faulting its pages in again cost 5% of a step. On a device it goes back to the allocator, which
-# keeps it for whoever comes next: slots of parameters when the optimizer steps, whole gradients
-# when they are reduced, shards of gradients when these are dropped. Views of reduction slots stay,
+# keeps it for whoever comes next: slots of parameters when the optimizer steps, reduction slots
+# when nobody has them, shards of gradients when these are dropped. Views of reduction slots stay,
 # whose storage has no memory meanwhile. Those of parameters do not: a graph that is out of date may
 # read them before it is told so, and keeps what it reads.
 
@@ -354,7 +369,7 @@ class Slot(Generic[Owner]):
     last_use: int = -1
 
     def allocate(self, device: torch.device) -> Tensor:
-        """The memory, made at first use and after `empty`."""
+        """The memory, made at first use and after `leave`."""
         if self.memory is None:
             self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         elif not self.has_memory:
@@ -366,10 +381,10 @@ class Slot(Generic[Owner]):
         """Whether it takes memory now."""
         return self.memory is not None and self.memory.untyped_storage().nbytes() > 0
 
-    def empty(self) -> None:
-        """Let it take no memory, and nobody have it, until `allocate`; see NOTE(free memory)."""
+    def leave(self) -> None:
+        """Let nobody have it until `allocate`, and take no memory; see NOTE(free memory)."""
         self.owner = None  # first: who has it believes that it has memory
-        if self.memory is not None:
+        if self.memory is not None and not keeps_free_memory(self.memory.device):
             self.memory.untyped_storage().resize_(0)
 
     def release(self) -> None:
@@ -450,12 +465,6 @@ class SlotPool(Generic[Owner]):
         slot.last_use = self._clock
         return slot
 
-    def empty(self) -> None:
-        """Let slots that nobody has take no memory."""
-        for slot in self.slots:
-            if slot.owner is None:
-                slot.empty()
-
     def release(self) -> None:
         """Give all memory back and forget who had which slot; it is allocated again when taken."""
         for slot in self.slots:
@@ -472,6 +481,7 @@ class PlannedGradients:
 
     num_bytes: int  # as they travel
     is_outer: bool
+    is_adopted: bool  # see `BufferPlan.is_one_param`
     slot: Slot[PlannedGradients] | None = None
 
 
@@ -480,27 +490,30 @@ class ReductionPlan:
     """A backward in which gradients come buffer by buffer."""
 
     pool: SlotPool[PlannedGradients]
+    keeps_free_memory: bool
+    peak_bytes: int = field(default=0, init=False)
     _in_flight: list[PlannedGradients] = field(factory=list, init=False)
 
     @classmethod
-    def of(cls, gradients: Sequence[PlannedGradients]) -> ReductionPlan:
+    def of(cls, gradients: Sequence[PlannedGradients], *, keeps_free_memory: bool) -> ReductionPlan:
         """Nothing has come yet."""
         pool: SlotPool[PlannedGradients] = SlotPool.plan(
-            [each.num_bytes for each in gradients if not each.is_outer],
+            [each.num_bytes for each in gradients if not (each.is_outer or each.is_adopted)],
             num_slots=REDUCTION_SLOTS,
             device=torch.device("meta"),
             is_busy=lambda owner: owner.slot is not None,
         )
-        return cls(pool)
+        return cls(pool, keeps_free_memory)
 
     def collect(self, gradients: PlannedGradients) -> None:
         """The first of them comes."""
-        alone, num_bytes = gradients.is_outer, gradients.num_bytes
+        alone, num_bytes = gradients.is_outer or gradients.is_adopted, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
         slot = self.pool.take(num_bytes, alone=alone, again=True)
         slot.owner, gradients.slot = gradients, slot
         slot.allocate(self.pool.device)
+        self.peak_bytes = max(self.peak_bytes, self.pool.num_bytes)
 
     def launch(self, gradients: PlannedGradients) -> None:
         """The last of them has come."""
@@ -515,5 +528,8 @@ class ReductionPlan:
 
     def _finish(self) -> None:
         gradients = self._in_flight.pop(0)
-        if gradients.slot is not None:
-            gradients.slot.owner, gradients.slot = None, None
+        slot, gradients.slot = gradients.slot, None
+        if slot is not None and (gradients.is_adopted or not self.keeps_free_memory):
+            slot.leave()
+        elif slot is not None:
+            slot.owner = None

@@ -47,7 +47,8 @@ T = TypeVar("T")
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
 # into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
 # memory traffic per element where a zero-filled buffer that autograd adds into costs 16
-# (docs/decisions/0004-gradients-are-copied-on-arrival.md).
+# (docs/decisions/0004-gradients-are-copied-on-arrival.md). A gradient that is all of its buffer is
+# not copied: it is the accumulator, and a reduction to shards only reads it.
 
 # NOTE(waiting): a copy by itself costs a Python call, and as much as all the rest of a tiny layer's
 # backward. So gradients of small parameters wait in `param.grad` and are copied together: as soon
@@ -148,6 +149,7 @@ class BufferGradients:
     states: list[GradState] = field(init=False)  # of each parameter's gradient; changed here only
     guards: tuple[GradientGuard, ...] = field(init=False)  # see NOTE(guards)
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
+    adopts: bool = field(init=False)  # the one gradient may be the accumulator
     flush_threshold: int = field(init=False)  # when so many wait, they are taken
     num_local: int = field(default=0, init=False)  # parameters whose state is LOCAL
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
@@ -175,6 +177,11 @@ class BufferGradients:
         self.targets = buffer.shard_params if self.shards_state else buffer.params
         self.wire_bytes = buffer.plan.layout.numel * buffer.wire_dtype.itemsize
         self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
+        is_as_it_travels = self._scaling.divisor_before == 1.0 and (
+            buffer.wire_dtype == buffer.plan.dtype
+        )
+        are_sharded = self.config.placements.grads is Placement.SHARDED
+        self.adopts = are_sharded and is_as_it_travels and buffer.plan.is_one_param
         plans = enumerate(buffer.plan.params)
         self.structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
         self.flush_threshold = self._most_waiting = min(len(self.targets), MAX_WAITING)
@@ -220,10 +227,20 @@ class BufferGradients:
             self.views, self._viewed = views, viewed
         self.accumulator, self.slot = memory, slot
 
+    def adopt(self, grads: Mapping[int, Tensor]) -> bool:
+        """Collect in the one gradient that is all of the buffer, if it is; see NOTE(arrival)."""
+        if self.accumulator is not None or not self.adopts:
+            return False
+        (grad,) = grads.values()
+        is_ours = type(grad) is Tensor and not grad.requires_grad and grad.is_contiguous()
+        if is_ours and grad.dtype == self.buffer.wire_dtype:
+            self.use_accumulator(grad.view(-1), None)
+        return self.accumulator is not None
+
     def leave_accumulator(self) -> None:
         """Collect nowhere until `use_accumulator`."""
         if self.slot is not None:
-            self.slot.owner = None
+            self.slot.leave()
         elif self.accumulator is not None:
             self._forget_views()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
@@ -263,7 +280,7 @@ class BufferGradients:
         again: tuple[list[Tensor], list[Tensor]] = [], []
         for position, grad in grads.items():
             view, state = views[position], states[position]
-            if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
+            if self.slot is not None or grad.data_ptr() != view.data_ptr():  # else it is in place
                 is_first = state is NONE or (state is REDUCED and self.shards_state)
                 into, out_of = first if is_first else again
                 into.append(view)
@@ -719,7 +736,7 @@ class GradientReducer:
             if buffer.plan.trainable
         )
         self.lenders = tuple(g for g in self.gradients if g.structured)
-        ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
+        ring = [g.wire_bytes for g in self.gradients if not (g.unit.plan.is_outer or g.adopts)]
         self.pool = SlotPool.plan(
             ring if self.placement is Placement.SHARDED else (),
             num_slots=REDUCTION_SLOTS,
@@ -775,7 +792,8 @@ class GradientReducer:
         if g.reduction is not None:  # again in one backward: a nested one, of a checkpoint
             self._end(g)
             g.refuse_to_sum_again()
-        self._ensure_accumulator(g)
+        if not (self.sync and g.adopt(grads)):
+            self._ensure_accumulator(g)
         self.has_collected = True
         g.take(grads)
         if self.sync and g.is_full:
@@ -1052,7 +1070,6 @@ class GradientReducer:
         if not keeps_free_memory(self.pool.device):
             for g in self.gradients:
                 g.leave_memory()
-            self.pool.empty()
 
     # ---- Bytes of it ----
 

@@ -98,6 +98,7 @@ class Schedule:
     _unreachable: set[int] = field(factory=set, init=False)  # with calls that returned nothing
 
     def __attrs_post_init__(self) -> None:
+        self.limits = self.limits.with_window(keeps_free_memory=keeps_free_memory(self.device))
         self.training = self._trace = ExecutionOrder(len(self.units))
         self.evaluation = ExecutionOrder(len(self.units))
         self._sharded = [unit for unit in self.units if unit.placement is Placement.SHARDED]
@@ -382,7 +383,7 @@ class Schedule:
             reverse=True,
         )
         room = self.limits.max_live_numel
-        count = self.limits.window
+        count = self.limits.num_whole
         if room is not None:
             live = accumulate(extent.numel for extent in inner)
             room -= sum(extent.numel for extent in self.extents.values() if extent.is_outer)
