@@ -394,7 +394,8 @@ class _Counts:
         payload, numel = layout.payload_splits[rank], layout.splits[rank]
         wire = plan.precision.wire_of(buffer)
         codec = plan.routes.wire.codec_of_gradients(wire)
-        way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
+        numels = [param.shape.numel() for param in buffer.params]
+        way = (max if plan.keeps_free_memory else sum)(numels) * buffer.dtype.itemsize
         if _is_adopted(plan, buffer):
             way = 0
         if codec is not None:
@@ -441,9 +442,9 @@ def _plan_reductions(plan: ModelPlan) -> ReductionPlan:
         missing = Counter(map(id, of_param.values()))
         for name in reversed([name for name in plan.user_bytes if name in of_param]):
             gradients = of_param[name]
-            if gradients.slot is None:
-                reduction.collect(gradients)
             missing[id(gradients)] -= 1
+            if gradients.slot is None and (plan.keeps_free_memory or not missing[id(gradients)]):
+                reduction.collect(gradients)
             if not missing[id(gradients)]:
                 reduction.launch(gradients)
         reduction.flush()

@@ -472,7 +472,9 @@ class SlotPool(Generic[Owner]):
         self.extra.clear()
 
 
-REDUCTION_SLOTS: Final = 2  # one fills while the other travels
+def reduction_slots(keeps_free_memory: bool) -> int:
+    """Of gradients, in turns. One fills while the other travels, or is taken when it is full."""
+    return 2 if keeps_free_memory else 1
 
 
 @define(eq=False)
@@ -499,7 +501,7 @@ class ReductionPlan:
         """Nothing has come yet."""
         pool: SlotPool[PlannedGradients] = SlotPool.plan(
             [each.num_bytes for each in gradients if not (each.is_outer or each.is_adopted)],
-            num_slots=REDUCTION_SLOTS,
+            num_slots=reduction_slots(keeps_free_memory),
             device=torch.device("meta"),
             is_busy=lambda owner: owner.slot is not None,
         )
@@ -518,7 +520,7 @@ class ReductionPlan:
     def launch(self, gradients: PlannedGradients) -> None:
         """The last of them has come."""
         self._in_flight.append(gradients)
-        while len(self._in_flight) > REDUCTION_SLOTS - 1:
+        while len(self._in_flight) > 1:
             self._finish()
 
     def flush(self) -> None:

@@ -34,7 +34,7 @@ from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.precision import Scaling
-from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool, keeps_free_memory
+from zero_partition.plan.slots import Slot, SlotPool, keeps_free_memory, reduction_slots
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientGuard, GradientShard
@@ -53,7 +53,9 @@ T = TypeVar("T")
 # NOTE(waiting): a copy by itself costs a Python call, and as much as all the rest of a tiny layer's
 # backward. So gradients of small parameters wait in `param.grad` and are copied together: as soon
 # as no more is missing, or MAX_WAITING wait, or a large one arrives, or backward has ended. At most
-# MAX_WAITING x SMALL_BYTES of a buffer wait (docs/decisions/0015-small-gradients-wait.md).
+# MAX_WAITING x SMALL_BYTES of a buffer wait (docs/decisions/0015-small-gradients-wait.md). Where
+# memory is not kept between uses (see NOTE(free memory) in plan.slots) large ones wait too: their
+# slot is taken when what they were computed from is free, and the reduction before has ended.
 
 # NOTE(guards): between backwards a guard stands in `param.grad` of each gradient that is sharded or
 # waits to be. It is taken away when a backward begins, so that autograd gives its gradients away;
@@ -151,6 +153,7 @@ class BufferGradients:
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
     adopts: bool = field(init=False)  # the one gradient may be the accumulator
     flush_threshold: int = field(init=False)  # when so many wait, they are taken
+    large_wait: bool = field(init=False)  # to be copied into a slot together with the others
     num_local: int = field(default=0, init=False)  # parameters whose state is LOCAL
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     accumulator: Tensor | None = field(default=None, init=False)  # whole and local; maybe a slot
@@ -181,6 +184,7 @@ class BufferGradients:
             buffer.wire_dtype == buffer.plan.dtype
         )
         are_sharded = self.config.placements.grads is Placement.SHARDED
+        self.large_wait = are_sharded and not keeps_free_memory(buffer.group.device)
         self.adopts = are_sharded and is_as_it_travels and buffer.plan.is_one_param
         plans = enumerate(buffer.plan.params)
         self.structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
@@ -739,7 +743,7 @@ class GradientReducer:
         ring = [g.wire_bytes for g in self.gradients if not (g.unit.plan.is_outer or g.adopts)]
         self.pool = SlotPool.plan(
             ring if self.placement is Placement.SHARDED else (),
-            num_slots=REDUCTION_SLOTS,
+            num_slots=reduction_slots(keeps_free_memory(self.routes.whole.device)),
             device=self.routes.whole.device,
             is_busy=lambda owner: owner.has_local or owner.reduction is not None,
         )

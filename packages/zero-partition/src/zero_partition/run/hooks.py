@@ -360,7 +360,8 @@ def arrival_hook(
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)
         is_followed = len(others[0]()) > 1
-        if is_large or is_followed or len(waiting) >= gradients.flush_threshold:
+        is_at_once = is_large and not (gradients.large_wait and gradients.accumulator is None)
+        if is_at_once or is_followed or len(waiting) >= gradients.flush_threshold:
             sharded.reducer.collect(gradients)
         if is_followed:
             gradients.guard((position,))
