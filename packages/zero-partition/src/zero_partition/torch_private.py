@@ -191,10 +191,10 @@ def plainly() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def is_viewed(tensor: Tensor) -> bool:
-    """Whether another tensor, or an array, shares this tensor's memory."""
+def num_viewers(tensor: Tensor) -> int:
+    """Return how many tensors, arrays and graphs have this tensor's memory, itself included."""
     storage = tensor.untyped_storage()  # it counts too
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def has_views(storage: torch.UntypedStorage) -> bool:

@@ -28,7 +28,7 @@ from zero_partition.plan.wire import whole_of
 from zero_partition.stand_in import VALUES, NameOnly, end_export, export, names_of, tensors_among
 from zero_partition.torch_private import (
     forward_pre_hooks,
-    is_viewed,
+    num_viewers,
     own_parameters,
     plainly,
     state_dict_hooks,
@@ -143,7 +143,7 @@ def can_be_sharded(param: nn.Parameter) -> bool:
 def _is_ready(param: nn.Parameter, keep: Sequence[Tensor] | None) -> bool:
     if not can_be_sharded(param):
         return False
-    return keep is None or not (is_viewed(param) or any(param is kept for kept in keep))
+    return keep is None or not (num_viewers(param) > 1 or any(param is kept for kept in keep))
 
 
 def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:

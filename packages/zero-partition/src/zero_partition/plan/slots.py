@@ -345,10 +345,11 @@ def _fits(numel: int, limit: int | None) -> bool:
 
 # NOTE(free memory): on the CPU memory that is free until the next step stays. Giving it back and
 # faulting its pages in again cost 5% of a step. On a device it goes back to the allocator, which
-# keeps it for whoever comes next: slots of parameters when the optimizer steps, reduction slots
-# when nobody has them, shards of gradients when these are dropped. Views of reduction slots stay,
-# whose storage has no memory meanwhile. Those of parameters do not: a graph that is out of date may
-# read them before it is told so, and keeps what it reads.
+# keeps it for whoever comes next: slots of parameters when the gradients of their unit are there
+# or else when the optimizer steps, reduction slots when nobody has them, shards of gradients when
+# these are dropped. Our views stay, and their storage has no memory meanwhile. Somebody else may
+# have views of a slot of parameters: a graph that will run again, or is out of date and not told so
+# yet. Such memory stays as long as there are any.
 
 Owner = TypeVar("Owner")
 
@@ -367,6 +368,7 @@ class Slot(Generic[Owner]):
     memory: Tensor | None = None  # 1-D uint8
     owner: Owner | None = None
     last_use: int = -1
+    num_views: int = 0  # of the memory, that its owners keep
 
     def allocate(self, device: torch.device) -> Tensor:
         """The memory, made at first use and after `leave`."""
@@ -389,7 +391,7 @@ class Slot(Generic[Owner]):
 
     def release(self) -> None:
         """Give the memory back. Views that somebody kept keep it alive, but are stale."""
-        self.memory, self.owner = None, None
+        self.memory, self.owner, self.num_views = None, None, 0
 
 
 @define(eq=False)

@@ -828,6 +828,13 @@ class GradientReducer:
         else:
             g.set_local(position, value)
 
+    def has_all(self, unit: Unit) -> bool:
+        """Whether all of a unit's gradients have arrived in this backward."""
+        return all(
+            g.has_launched or g.num_local + len(g.waiting) == len(g.targets)
+            for g in self._of_unit[unit.index]
+        )
+
     # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----
 
     def finish_without_gradients(self) -> None:

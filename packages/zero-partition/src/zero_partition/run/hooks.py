@@ -362,6 +362,8 @@ def arrival_hook(
         is_followed = len(others[0]()) > 1
         is_at_once = is_large and not (gradients.large_wait and gradients.accumulator is None)
         if is_at_once or is_followed or len(waiting) >= gradients.flush_threshold:
+            if gradients.large_wait and sharded.reducer.has_all(gradients.unit):
+                sharded.schedule.end_use(gradients.unit)
             sharded.reducer.collect(gradients)
         if is_followed:
             gradients.guard((position,))

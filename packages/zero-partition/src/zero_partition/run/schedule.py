@@ -182,6 +182,18 @@ class Schedule:
                 other.unit.reshard()
         self._use(call.unit, "backward")
 
+    def end_use(self, unit: Unit) -> None:
+        """All gradients of a unit are there: on a device, give its slot's memory back.
+
+        Unless backward may come to the unit once more, or a graph keeps views of it.
+        """
+        is_called_again = unit.index in self._called_again
+        if is_called_again or unit.depth or self.keeps_whole or not self.was_reached(unit):
+            return
+        unit.leave_slot()
+        if unit.slot is not None and unit.slot.owner is None:
+            self._active = [call for call in self._active if call.unit is not unit]
+
     def note_unreachable(self, unit: Unit) -> None:
         """Note a call that returned nothing that backward could come back through."""
         self._unreachable.add(unit.index)

@@ -22,7 +22,7 @@ from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
-from zero_partition.torch_private import own_parameters, plain_access, version_of
+from zero_partition.torch_private import num_viewers, own_parameters, plain_access, version_of
 
 
 @define(eq=False, repr=False)
@@ -195,6 +195,15 @@ class Unit:
         self.reshard()
         self._slot_version = -1
 
+    def leave_slot(self) -> None:
+        """Reshard, and give the slot's memory back if nobody else has a view of it. Local."""
+        slot = self.slot
+        if slot is None or slot.memory is None or slot.owner is not self:
+            return
+        self.reshard()
+        if num_viewers(slot.memory) == slot.num_views + 1:  # `memory` itself
+            slot.leave()
+
     def forget_memory(self) -> None:
         """The memory of its slot is given back; the slot stays assigned."""
         self.reshard()
@@ -319,9 +328,11 @@ class Unit:
         if previous is not None:
             previous.give_up_slot()
         self.slot.owner = self
-        if not self._full:
-            with torch.inference_mode(False):  # they outlive the mode that is on now
-                self._view_slot(self.slot.allocate(pool.device))
+        with torch.inference_mode(False):  # views outlive the mode that is on now
+            memory = self.slot.allocate(pool.device)
+            if not self._full:
+                self._view_slot(memory)
+                self.slot.num_views += len(self._full) + sum(map(len, self._views))
 
     def _view_slot(self, memory: Tensor) -> None:
         self._full = [
