@@ -173,8 +173,9 @@ def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group:
     _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
     slots = []
     for _ in range(2):
-        model(torch.ones(2, WIDTH)).sum().backward()
+        loss = model(torch.ones(2, WIDTH)).sum()
         slots.append(memory_report(model).slots_bytes)
+        loss.backward()
         optimizer.step()
 
     assert slots == [3 * 4 * BLOCK, 2 * 4 * BLOCK]  # at first, each enclosing unit has its own
@@ -259,7 +260,8 @@ def test_small_parameters_rest_whole_and_are_not_gathered(group: Group) -> None:
     """Each kind of byte is where the options say, and a step gathers the large ones only."""
     model = parity.build(_with_biases)
     optimizer = torch.optim.Adam(model.parameters())
-    zero_engine.shard(model, optimizer, ZeroConfig(3, small_param_numel=WIDTH), group=group)
+    config = ZeroConfig(3, small_param_numel=WIDTH, window=3)
+    zero_engine.shard(model, optimizer, config, group=group)
     for _ in range(3):
         parity.step_chain(model, optimizer)
     assert all(layer.bias.isfinite().all() for layer in model)  # whole between steps

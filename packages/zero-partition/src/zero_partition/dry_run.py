@@ -262,8 +262,9 @@ def plan_memory(
     at_rest, before_step = working, in_backward
     if not plan.keeps_free_memory:
         at_rest = evolve(working, slots_bytes=0, encoded_bytes=0, reduction_bytes=0)
+        before_step = evolve(in_backward, slots_bytes=0)
         if plan.placements.optim is Placement.SHARDED:
-            before_step = evolve(in_backward, reduction_bytes=0)
+            before_step = evolve(before_step, reduction_bytes=0)
     return PlannedMemory(
         at_rest=at_rest,
         before_step=before_step,

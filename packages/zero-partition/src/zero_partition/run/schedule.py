@@ -229,6 +229,7 @@ class Schedule:
         self._unreachable.clear()
         self._backward += 1
         self._reshard_idle()
+        self._leave_slots()
 
     def abandon_backward(self) -> None:
         """An exception ended a backward: nothing is in use. Waits for no other rank.
@@ -256,12 +257,28 @@ class Schedule:
         """Graphs made so far end: give slots back for a while; see NOTE(free memory)."""
         if keeps_free_memory(self.device) or any(map(self.is_in_use, self._sharded)):
             return
-        self._generation += 1
         self._reshard_idle()
-        for slot in self.pool.slots:  # first: who has one believes that it has memory
+        self._leave_slots()
+        viewed = [slot for slot in self.pool.slots if slot.has_memory]
+        if viewed:
+            self._generation += 1
+        for slot in viewed:  # first: who has one believes that it has memory
             slot.release()
         for unit in self._sharded:
-            unit.forget_memory()
+            if unit.slot in viewed:
+                unit.forget_memory()
+
+    def _leave_slots(self) -> None:
+        """On a device, let what is in slots be gathered again, and memory go that nobody views.
+
+        The former on every rank alike; which memory goes depends on who has views of it here.
+        """
+        if keeps_free_memory(self.device):
+            return
+        for unit in self._sharded:
+            if not self.is_in_use(unit):
+                unit.leave_slot()
+                unit.forget_values()
 
     def step(self) -> None:
         """The optimizer has stepped: deal slots, and where they stay, launch the first gathers."""
