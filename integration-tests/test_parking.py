@@ -25,6 +25,7 @@ from zero_comm import Group
 from zero_comm.testing import equal
 from zero_engine import Precision
 from zero_partition import StateError, StateKind
+from zero_partition.planning import keeps_free_memory
 from zero_partition.seams import find_sharded, offload_states, reload_states
 
 ALL = tuple(StateKind)
@@ -161,8 +162,11 @@ def test_parked_bytes_are_those_of_the_formula(group: Group) -> None:
         for _ in range(2):
             parity.finish_step(model(x).float().square().mean(), optimizer)
         model(x).float().square().mean().backward()
+        # At stage 3 on a device parameters are rounded from masters, and kept while these are away.
+        is_rounded = stage == 3 and not keeps_free_memory(group.device)
+        kept = {StateKind.MASTERS: 2 * part if is_rounded else 0}
         expected = {
-            StateKind.PARAMS: 2 * (part if stage == 3 else numel),
+            StateKind.PARAMS: 0 if is_rounded else 2 * (part if stage == 3 else numel),
             StateKind.MASTERS: 4 * part,
             StateKind.GRADS: 4 * part,
             StateKind.OPTIM: 8 * part,
@@ -174,7 +178,7 @@ def test_parked_bytes_are_those_of_the_formula(group: Group) -> None:
             offload_states(model, backup, [kind])
 
             assert sum(backup.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
-            assert before - parity.live_bytes(at_least=1024) == num_bytes
+            assert before - parity.live_bytes(at_least=1024) == num_bytes - kept.get(kind, 0)
             assert zero_partition.memory_report(model).parked_bytes == num_bytes
             reload_states(model)
             assert parity.live_bytes(at_least=1024) == before
@@ -405,3 +409,22 @@ def _solo(stage: int) -> Training:
 def _solo_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     x = torch.linspace(-1, 1, 128).view(2, 64)
     parity.finish_step(model(x).square().mean(), optimizer)
+
+
+def test_a_forward_without_masters_computes_with_what_they_round_to(group: Group) -> None:
+    """Text is generated while all that only training needs is away, and training goes on."""
+    for stage in (1, 2, 3):
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=MASTERS), group=group)
+        x = torch.randn(4, 64, dtype=torch.bfloat16)
+        parity.finish_step(model(x).float().square().mean(), optimizer)
+        with torch.no_grad():
+            before = model(x)
+        offload_states(model, PoisonedBackup(), [StateKind.MASTERS, StateKind.OPTIM])
+        with torch.no_grad():
+            assert equal(model(x), before), f"stage {stage}"
+        reload_states(model)
+        with torch.no_grad():
+            assert equal(model(x), before), f"stage {stage}"
+        parity.finish_step(model(x).float().square().mean(), optimizer)

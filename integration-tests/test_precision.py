@@ -20,6 +20,7 @@ from zero_comm import Group, record_traffic
 from zero_comm.testing import assert_close, equal
 from zero_engine import Precision
 from zero_partition import PartitionError, StateError, memory_report
+from zero_partition.planning import keeps_free_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -291,7 +292,10 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_are_those_of_the_paper(group: Group, stage: int) -> None:
-    """ZeRO, arXiv 1910.02054, section 3.1: 2 for parameters, 12 for master and moments."""
+    """ZeRO, arXiv 1910.02054, section 3.1: 2 for parameters, 12 for master and moments.
+
+    At stage 3 on a device the 2 are spared: parameters are rounded from masters where they travel.
+    """
     model = parity.build(parity.Chain)
     optimizer = parity.adamw(model)
     config = ZeroConfig(stage, precision=Precision(params=BF16))
@@ -300,7 +304,8 @@ def test_bytes_are_those_of_the_paper(group: Group, stage: int) -> None:
         parity.finish_step(model(torch.ones(1, 64, dtype=BF16)).sum(), optimizer)
     report, numel = memory_report(model), sum(param.numel() for param in model.parameters())
 
-    assert report.params_bytes == 2 * numel // (2 if stage == 3 else 1)
+    in_shards = 2 * numel // 2 if keeps_free_memory(group.device) else 0
+    assert report.params_bytes == (in_shards if stage == 3 else 2 * numel)
     assert report.optimizer_bytes == 12 * numel // 2
     assert report.gradients_bytes == 0
 

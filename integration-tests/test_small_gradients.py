@@ -166,3 +166,48 @@ def _count(kind: str, action: Callable[[], object], *, within: str = PACKAGE) ->
     finally:
         sys.settrace(previous)
     return found
+
+
+# ---- One gradient that is all of its buffer ----
+
+
+class _Stacked(nn.Module):
+    """Two layers of one parameter each, whose gradients are parts of one tensor of autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, keep: list[Tensor]) -> Tensor:
+        both = torch.cat([layer.weight for layer in self.layers])
+        both.retain_grad()
+        keep.append(both)
+        return torch.tanh(x @ both.T)
+
+
+def test_a_gradient_that_is_not_copied_is_not_written_to_either(group: Group) -> None:
+    """Autograd may give away a part of what somebody else looks at."""
+
+    def run(model: nn.Module, kept: list[Tensor]) -> None:
+        for micro in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(micro))
+            model(x, kept).square().mean().backward()
+
+    torch.manual_seed(0)
+    plain = _Stacked()
+    torch.manual_seed(0)
+    model = _Stacked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = ("layers.0", "layers.1")
+    zero_engine.shard(model, optimizer, ZeroConfig(2, units=units), group=group)
+    expected: list[Tensor] = []
+    found: list[Tensor] = []
+    run(plain, expected)
+    run(model, found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert equal(ours.grad, theirs.grad)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    weights = zero_engine.full_state_dict(model)
+    for name, value in plain.state_dict().items() if group.rank == 0 else ():
+        assert equal(weights[name], value), name

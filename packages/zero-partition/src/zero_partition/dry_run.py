@@ -360,7 +360,10 @@ class _Counts:
         itemsize, rank = buffer.dtype.itemsize, plan.routes.of(buffer).shard_rank(self.rank)
         payload, numel = layout.payload_splits[rank], layout.splits[rank]
         self.scalars += len(buffer.params) * itemsize
-        if not (plan.rests.params and placement is Placement.SHARDED):
+        master = plan.rests.master_of(plan.precision, buffer, placement)
+        is_sharded = placement is Placement.SHARDED
+        is_rounded = master is not None and not (self.has_offload or plan.keeps_free_memory)
+        if not (is_sharded and (plan.rests.params or (buffer.trainable and is_rounded))):
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
             used, unused = mine * itemsize, (all_mine - mine) * itemsize
@@ -373,7 +376,6 @@ class _Counts:
         if not buffer.trainable:
             return
         self.num_flags += len(buffer.params)
-        master = plan.rests.master_of(plan.precision, buffer, placement)
         dtype = master or buffer.dtype
         if master is not None and not self.has_offload:
             self.state += payload * dtype.itemsize
@@ -481,7 +483,8 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
         return whole + converted + masters, converted + masters + scalars
     codec = plan.routes.resting_codec_of(buffer)
     kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
-    resting = 0 if plan.rests.params else kept
+    is_rounded = masters and not plan.keeps_free_memory  # from masters: nothing else rests
+    resting = 0 if plan.rests.params or is_rounded else kept
     return whole + shard * source, resting + masters + scalars
 
 

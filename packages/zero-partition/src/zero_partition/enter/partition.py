@@ -43,6 +43,7 @@ from zero_partition.optimizer.shards import (
 )
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, Span, UnitPlan, in_batches
+from zero_partition.plan.slots import keeps_free_memory
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes, Wire, pattern_of, ranks_of
 from zero_partition.run.gradients import GradientReducer
@@ -203,7 +204,8 @@ def _lay_down(
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
     resting: Store
-    if codec is not None and masters is not None:
+    is_rounded = whole is None and not keeps_free_memory(group.device) and home is None
+    if masters is not None and (codec is not None or is_rounded):
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:
         resting = InMemory(values.to(plan.dtype, copy=True))

@@ -18,7 +18,7 @@ from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import placeholder, rest_type_of
 from zero_partition.torch_private import plain_access, version_of
 
-from .store import Store
+from .store import Rounded, Store
 
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 NUM_LOOKS: Final = 3  # so often values are compared, for writes that no version tells of
@@ -378,6 +378,8 @@ class FlatBuffer:
         which bitsandbytes puts there.
         """
         versions, resting = tuple(map(version_of, self.params)), self.resting.memory
+        if isinstance(self.resting, Rounded):
+            resting = self.resting.read()
         is_comparable = (
             resting is not None and self.gather_codec is None and not self.plan.trainable
         )

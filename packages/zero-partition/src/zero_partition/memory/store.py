@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, final
 
 import torch
-from attrs import field, frozen
+from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import AbstractCodec
 
@@ -91,7 +91,7 @@ class InMemory(Store):
 
 
 @final
-@frozen(eq=False)
+@define(eq=False)
 class Rounded(Store):
     """Nothing of its own: what masters on the device round to.
 
@@ -100,9 +100,22 @@ class Rounded(Store):
 
     masters: Tensor
     dtype: torch.dtype
+    memory: Tensor | None = field(default=None, init=False)  # while masters are away
+
+    def fetch(self, place: Tensor) -> None:
+        if self.memory is None:
+            place.copy_(self.masters)
 
     def read(self) -> Tensor:
-        return self.masters.to(self.dtype, copy=True)
+        return self.masters.to(self.dtype, copy=True) if self.memory is None else self.memory
+
+    def keep(self) -> None:
+        """Have memory until `let_go`, since the masters go somewhere else."""
+        self.memory = self.read()
+
+    def let_go(self) -> None:
+        """The masters are here again."""
+        self.memory = None
 
     def write(self, values: Tensor) -> None:
         pass

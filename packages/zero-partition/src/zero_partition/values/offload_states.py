@@ -14,6 +14,7 @@ from zero_comm import collective
 
 from zero_partition.chained import members_of, with_state_dict_hooks
 from zero_partition.errors import StateError
+from zero_partition.memory.store import Rounded
 from zero_partition.nested import map_tensors
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ModelPhase, ShardedModel
@@ -73,9 +74,14 @@ def offload_states(
             if sharded.exposure is not None:
                 sharded.exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
+            if StateKind.MASTERS in kinds and StateKind.PARAMS not in kinds:
+                for store in _rounded(sharded):
+                    store.keep()
             storages = _find_storages(sharded, kinds)
             _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
+        for store in _rounded(sharded):
+            store.let_go()
         backup.close()
         raise
     parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
@@ -114,10 +120,18 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
             parked.storages[0].put_back(parked.backup, non_blocking=non_blocking)
             del parked.storages[0]
         _have_moved(sharded)
+    for store in _rounded(sharded):
+        store.let_go()
     for remove in parked.removers:
         remove()
     sharded.parked = None
     parked.backup.close()
+
+
+def _rounded(sharded: ShardedModel) -> list[Rounded]:
+    """What parameters are rounded from that rest nowhere else."""
+    stores = [buffer.resting for buffer in sharded.buffers if buffer.whole is None]
+    return [store for store in stores if isinstance(store, Rounded)]
 
 
 def _check_idle(sharded: ShardedModel) -> None:
