@@ -485,7 +485,11 @@ class Job:
     folder: Path
     life: Life
     agents: list[subprocess.Popen[bytes]] = field(factory=list)
-    _read: int = 0  # bytes of the file
+    _read: int = field(init=False)  # bytes of the file; those of jobs before are not of this one
+
+    def __attrs_post_init__(self) -> None:
+        said = self.folder / "said"
+        self._read = said.stat().st_size if said.exists() else 0
 
     def start(self, *options: str, before: Sequence[str] = (), network: str = "lo") -> None:
         """An agent, here or by `before` elsewhere."""
