@@ -20,6 +20,7 @@ SUITES: Final = {  # and the module that has it
     "swap": "bench_disk",  # a pipelined step from disk, against the disk and the step alone
     "saving": "bench_saving",  # save and load, against torch.save, torch's checkpoints and the disk
     "codecs": "bench_comm",  # encoding and decoding, against a copy of the same memory
+    "device": "bench_device",  # a step on a cluster of accelerators, simulated: ours, FSDP2, DDP
     "collectives": "bench_comm",  # compositions of collectives against the built-in ones
 }
 

@@ -31,8 +31,8 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 
 def load() -> None:
@@ -50,11 +50,17 @@ import torch.distributed as dist  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
+from simulated_device.rates import DEVICES, Rates  # noqa: E402
+
 if not _IS_BUILDING:
     from simulated_device._extension import extension
 
 __all__ = [
+    "DEVICES",
+    "Rates",
+    "Span",
     "default_device",
+    "host_seconds",
     "kernels_without_meta",
     "launches",
     "set_memory_limit",
@@ -62,8 +68,70 @@ __all__ = [
     "set_options",
     "set_sync_debug_mode",
     "take_host_waits",
+    "take_spans",
     "take_unordered_uses",
+    "time_on",
 ]
+
+_timed_on: Rates | None = None
+
+
+class Span(NamedTuple):
+    """When a task ran, in seconds of the timed mode."""
+
+    name: str  # as in `launches()`
+    stream: str
+    start: float
+    end: float
+
+
+def time_on(rates: Rates) -> None:
+    """Begin the timed mode: from now on nothing computes, and a clock says how long all would take.
+
+    Each task ends at once, at a time that is its own: after the task before it on its stream, what
+    that stream waits for, and the host's launch. So streams run beside each other. The host's clock
+    goes on by its processor time, and to the end of what it waits for. Memory is only counted:
+    values are zeros, or what they were, and a host that decides by them decides so.
+
+    Groups that are made from now on, of "simccl" and of gloo, are this process alone, whatever
+    their size: all ranks are taken to do the same at the same time. So
+    `init_process_group("cpu:gloo,sim:simccl", store=FakeStore(), rank=0, world_size=64)` needs no
+    other process; the store is that of `torch.testing._internal.distributed.fake_pg`.
+    """
+    global _timed_on  # noqa: PLW0603 - of this process
+    _timed_on = rates
+    products = {name: rate * rates.efficiency for name, rate in rates.products.items()}
+    names = ("launch_s", "host_factor", "kernel_s", "memory", "host_link", "node_link")
+    names += ("network", "node_hop_s", "network_hop_s")
+    given = {name: float(getattr(rates, name)) for name in names}
+    extension.set_rates(given | {"other_products": products["float32"]}, products)
+    extension.set_options(False, False, False)
+    extension.set_mode("timed", 0, 0.0)
+    dist.distributed_c10d.ProcessGroupGloo = _LoneGloo  # type: ignore[misc] - it would find peers
+
+
+class _IsLone(type):
+    def __instancecheck__(cls, made: object) -> bool:
+        return isinstance(made, extension.Lone)
+
+
+class _LoneGloo(metaclass=_IsLone):
+    """What torch makes for gloo in the timed mode: no peers are looked for."""
+
+    def __new__(cls, _: Any, rank: int, size: int, **__: Any) -> Any:
+        lone = extension.Lone(rank, size)
+        lone.options = SimpleNamespace()
+        return lone
+
+
+def host_seconds() -> float:
+    """Return how far the host is in the timed mode, in seconds since it began."""
+    return extension.host_seconds()
+
+
+def take_spans() -> list[Span]:
+    """Return what has run in the timed mode since the last call, in the order of launches."""
+    return [Span(*span) for span in extension.take_spans()]
 
 
 def set_mode(
@@ -79,6 +147,10 @@ def set_mode(
     """
     if not 0 <= chance < 1:
         raise ValueError(f"expected a chance from 0 to below 1, got {chance}")
+    global _timed_on  # noqa: PLW0603 - of this process
+    if _timed_on is not None:
+        _timed_on = None
+        dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo  # type: ignore[misc]
     extension.set_mode(mode, seed, chance)
 
 
@@ -169,8 +241,15 @@ class default_device(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _make_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
-    return extension.SimCCL(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
+def _make_backend(given: Any, _: Any) -> dist.Backend:
+    rank, size = given.group_rank, given.group_size
+    if _timed_on is None:
+        inner = dist.ProcessGroupGloo(given.store, rank, size, given.timeout)
+        return extension.SimCCL(rank, size, inner, 1)
+    inner = extension.Lone(rank, size)
+    members = given.global_ranks_in_group or range(size)
+    num_nodes = len({member // _timed_on.ranks_per_node for member in members})
+    return extension.SimCCL(rank, size, inner, num_nodes)
 
 
 def _register() -> None:
@@ -181,7 +260,7 @@ def _register() -> None:
     torch._register_device_module("sim", torch_module)
     sys.modules["torch.sim"] = torch_module
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
+    dist.Backend.register_backend("simccl", _make_backend, extended_api=True, devices=["sim"])
     # Before the interpreter ends: workers must not run while torch is being destroyed.
     atexit.register(extension.end_process)
     mode, _, seed = os.environ.get("SIM_MODE", "late").partition(":")

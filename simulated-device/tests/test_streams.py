@@ -65,7 +65,7 @@ def test_a_chance_must_end(chance: float):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="eager, late or random"):
+    with pytest.raises(ValueError, match="eager, late, random or timed"):
         simulated_device.set_mode("later")  # type: ignore[arg-type]
 
 

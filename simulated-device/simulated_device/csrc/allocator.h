@@ -325,6 +325,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     Device device(kSim, current_device);
     if (size == 0) return {nullptr, nullptr, &free, device};
     Engine::get().check_not_forked();
+    HostPause pause;
     Lock lock;
     char* start = heap(current_device).allocate(lock, size, current_stream(current_device));
     return {start, start, &free, device};
@@ -342,8 +343,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void copy_data(void* target, const void* source, size_t size) const override {
     Lock lock;
     char *to = kernel_view(target), *from = kernel_view(source);
-    Point point = Engine::get().launch(lock, current_stream(current_device),
-                                       {.name = "copy", .run = [=] { memcpy(to, from, size); }});
+    Task task{.name = "copy", .run = [=] { memcpy(to, from, size); }};
+    if (Engine::get().is_timed())
+      task.seconds = Engine::get().rates.kernel(2.0 * static_cast<double>(size), 0, at::kFloat);
+    Point point = Engine::get().launch(lock, current_stream(current_device), std::move(task));
     auto extent = [&](const void* address) {
       return Extent{static_cast<char*>(const_cast<void*>(address)), size};
     };

@@ -25,8 +25,9 @@ namespace sim {
 
 class SimCCL final : public c10d::Backend {
  public:
-  SimCCL(int rank, int size, intrusive_ptr<Backend> inner)
-      : Backend(rank, size), inner_(std::move(inner)) {}
+  // The group's ranks lie on `num_nodes` nodes, as many on each.
+  SimCCL(int rank, int size, intrusive_ptr<Backend> inner, int num_nodes)
+      : Backend(rank, size), inner_(std::move(inner)), num_nodes_(num_nodes) {}
   ~SimCCL() override {
     Lock lock;
     for (auto [peer, stream] : streams_) Engine::get().close(stream);
@@ -313,6 +314,7 @@ class SimCCL final : public c10d::Backend {
 
   // Launches on the stream of all ranks, or on that of the messages between this rank and a peer.
   WorkPtr start(Launch launch, int peer) {
+    HostPause pause;
     DeviceIndex device = device_of_group(launch);
     if (peer == kAllRanks) sequence_++;
     auto stash = std::make_shared<Tensors>(launch.reads);
@@ -327,7 +329,9 @@ class SimCCL final : public c10d::Backend {
       TORCH_CHECK_WITH(DistBackendError, !is_aborted_, "simccl: the group was aborted");
       StreamIndex index = stream_to(device, peer);
       stream = stream_of(device, engine.stream(index).id);
-      Point point = engine.launch(lock, index, make_task(launch, index, peer, stash),
+      Task task = make_task(launch, index, peer, stash);
+      if (engine.is_timed()) time(task, launch);
+      Point point = engine.launch(lock, index, std::move(task),
                                   {engine.moment(current_stream(device))});
       for (const Tensor& tensor : launch.reads) note_use(tensor, false, point, launch.name);
       for (const Tensor& tensor : launch.writes) note_use(tensor, true, point, launch.name);
@@ -338,6 +342,29 @@ class SimCCL final : public c10d::Backend {
     }
     work->complete_future(stream, values);
     return work;
+  }
+
+  // Says how long a launch takes: every kind as a ring that passes on its bytes.
+  void time(Task& task, const Launch& launch) const {
+    double total = 0, moved = 0;
+    for (const Transfer& transfer : launch.transfers) {
+      const Header& header = transfer.header;
+      double to = 0, from = 0;
+      for (int other = 0; other < size_; other++) {
+        if (other == rank_) continue;
+        to += static_cast<double>(header.bytes_to[other]);
+        from += static_cast<double>(header.bytes_from[other]);
+      }
+      double passed = std::max(to, from);
+      moved += to + from;
+      if (header.kind == Kind::all_reduce) passed *= 2.0 / size_;
+      total += Engine::get().rates.ring(passed, size_, num_nodes_);
+    }
+    for (const Message& message : launch.messages)
+      total += Engine::get().rates.ring(static_cast<double>(message.bytes.numel()), 2,
+                                        num_nodes_ > 1 ? 2 : 1);
+    task.seconds = total;
+    task.is_small = moved <= kSmallMovedBytes && launch.messages.empty();
   }
 
   DeviceIndex device_of_group(const Launch& launch) {
@@ -356,7 +383,8 @@ class SimCCL final : public c10d::Backend {
     auto& engine = Engine::get();
     StreamIndex index = engine.index_of(device, engine.new_stream_id());
     // A group of one waits for nobody: its exchanges run as kernels do.
-    if (size_ > 1) engine.start_worker(index);
+    // Nor does any where nothing runs: all ranks are taken to be as far as this one.
+    if (size_ > 1 && !engine.is_timed()) engine.start_worker(index);
     return streams_[peer] = index;
   }
 
@@ -374,7 +402,8 @@ class SimCCL final : public c10d::Backend {
       if (!messages.empty())
         peers.send_and_receive(header, messages, peer == kAllRanks ? kCoalesced : kSingle);
     };
-    if (size_ == 1) return {.name = launch.name, .run = [exchange] { exchange(nullptr); }};
+    if (size_ == 1 || Engine::get().is_timed())
+      return {.name = launch.name, .run = [exchange] { exchange(nullptr); }};
     return {.name = launch.name, .exchange = [exchange](Lock& lock) { exchange(&lock); }};
   }
 
@@ -401,6 +430,7 @@ class SimCCL final : public c10d::Backend {
   }
 
   intrusive_ptr<Backend> inner_;  // of the CPU, over the same ranks
+  int num_nodes_;
   DeviceIndex device_ = -1;       // of all launches; set by the first
   std::map<int, StreamIndex> streams_;  // by peer, kAllRanks for collectives; made when first used
   std::optional<Launch> coalesced_;     // what an open coalescing block has collected

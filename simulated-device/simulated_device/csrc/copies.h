@@ -12,7 +12,16 @@ inline Point launch_copy(Lock& lock, StreamIndex stream, std::string_view name, 
                          const Tensor& from, const c10::Storage& keeps_alive = {},
                          const std::vector<Moment>& after = {}) {
   auto run = [to, from, keeps_alive]() mutable { to.copy_(from); };
-  return Engine::get().launch(lock, stream, {.name = name, .run = std::move(run)}, after);
+  Task task{.name = name, .run = std::move(run)};
+  const Rates& rates = Engine::get().rates;
+  double bytes = static_cast<double>(to.nbytes());
+  if (Engine::get().is_timed()) {
+    double moved = bytes + static_cast<double>(from.nbytes());
+    task.seconds =
+        name == "copy" ? rates.kernel(moved, 0, at::kFloat) : rates.host_copy(bytes);
+    task.is_small = moved <= kSmallMovedBytes;
+  }
+  return Engine::get().launch(lock, stream, std::move(task), after);
 }
 
 inline void copy_within_device(const Tensor& target, const Tensor& source) {
@@ -84,6 +93,7 @@ inline void copy_to_host(const Tensor& target, const Tensor& source, bool non_bl
 }
 
 inline Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
+  HostPause pause;
   if (self.is_same(given) || self.numel() == 0) return self;
   TORCH_CHECK_NOT_IMPLEMENTED(!given.is_meta(), "Cannot copy out of meta tensor; no data!");
   TORCH_CHECK((is_sim(self) || self.is_cpu()) && (is_sim(given) || given.is_cpu()),
@@ -109,6 +119,7 @@ inline Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
 
 // Returns a tensor's only number to the host: item(), float(), bool().
 inline at::Scalar local_scalar_dense(const Tensor& self) {
+  HostPause pause;
   Tensor value = kernel_operand(self);
   Lock lock;
   auto& engine = Engine::get();

@@ -175,6 +175,7 @@ class Call {
   void replace_parts(const Tensor& target, const Tensor& value) const;
   void write(const Tensor& target, const Tensor& value) const;
   void launch(Stack& stack);
+  void time(Task& task, const std::vector<Tensor>& made) const;
 
   const OperatorHandle& op_;
   const OperatorTraits& traits_;
@@ -402,12 +403,40 @@ inline void Call::launch(Stack& stack) {
   };
   {
     Lock lock;
-    Point point = Engine::get().launch(lock, current_stream(device_.index()),
-                                       {.name = traits_.name, .run = std::move(run)});
+    Task task{.name = traits_.name, .run = std::move(run)};
+    if (Engine::get().is_timed()) time(task, made);
+    Point point =
+        Engine::get().launch(lock, current_stream(device_.index()), std::move(task));
     note_uses(point);
     for (const Tensor& tensor : made) note_use(tensor, true, point, traits_.name);
   }
   for (IValue& result : results) torch::jit::push(stack, std::move(result));
+}
+
+// Says how long it runs on a device: by its bytes and, of products of matrices, its operations.
+inline void Call::time(Task& task, const std::vector<Tensor>& made) const {
+  double bytes = 0;
+  for (const Tensor& tensor : made) bytes += static_cast<double>(tensor.nbytes());
+  std::vector<Tensor> given;
+  for (size_t i = 0; i < arguments_.size(); i++)
+    for_each_tensor(arguments_[i], [&](const Tensor& tensor) {
+      if (!tensor.defined() || !is_sim(tensor) || tensor.is_sparse()) return;
+      given.push_back(tensor);
+      bool is_read_too = traits_.writes[i] && !traits_.is_out[i];
+      bytes += static_cast<double>(tensor.nbytes()) * (is_read_too ? 2 : 1);
+    });
+  bool is_product = traits_.name == "aten::mm" || traits_.name == "aten::bmm";
+  bool adds = traits_.name == "aten::addmm" || traits_.name == "aten::baddbmm";
+  size_t first = adds ? 1 : 0;
+  double operations = 0;
+  auto type = at::kFloat;
+  if ((is_product || adds) && given.size() >= first + 2) {
+    type = given[first].scalar_type();
+    operations = 2.0 * static_cast<double>(given[first].numel()) *
+                 static_cast<double>(given[first + 1].size(-1));
+  }
+  task.seconds = Engine::get().rates.kernel(bytes, operations, type);
+  task.is_small = bytes <= kSmallBytes;
 }
 
 // ---- run at once, because the host needs its values
@@ -420,9 +449,13 @@ inline void Call::run_now(Stack& stack) {
     auto& engine = Engine::get();
     StreamIndex stream = current_stream(device_.index());
     engine.count_host_wait(traits_.name);
-    Point point = engine.launch(lock, stream, {.name = traits_.name});
+    Task task{.name = traits_.name};
+    if (engine.is_timed()) time(task, {});
+    Point point = engine.launch(lock, stream, std::move(task));
     note_uses(point);
     engine.synchronize_stream(lock, stream);
+    // Values mean nothing in the timed mode: who compares them is told that nobody has written any.
+    if (engine.is_timed() && traits_.name == "aten::equal") return torch::jit::push(stack, true);
     KernelDispatch dispatch;
     scratch = kernel.run();
   }
@@ -484,7 +517,10 @@ inline void Call::write(const Tensor& target, const Tensor& value) const {
 
 // ---- registration -------------------------------------------------------------------------------
 
-inline void fallback(const OperatorHandle& op, Stack* stack) { Call(op, *stack).execute(*stack); }
+inline void fallback(const OperatorHandle& op, Stack* stack) {
+  HostPause pause;
+  Call(op, *stack).execute(*stack);
+}
 
 // Operators on lists of tensors are one kernel, as on CUDA; and as there, torch's loop over the
 // tensors runs where some are on the host.

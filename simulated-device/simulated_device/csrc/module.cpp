@@ -1,6 +1,8 @@
 // The extension module: what Python sees of the simulated device.
+#include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "attention.h"
 #include "autocast.h"
 #include "collectives.h"
 #include "copies.h"
@@ -19,10 +21,20 @@ REGISTER_ALLOCATOR(kSim, &device_allocator);
 
 namespace {
 
+// A group of any size in one process, for the CPU: every rank has what this one has.
+class Lone final : public c10d::FakeProcessGroup {
+ public:
+  Lone(int rank, int size)
+      : FakeProcessGroup(rank, size, c10::make_intrusive<FakeProcessGroup::Options>()) {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
+  void setSequenceNumberForGroup() override {}
+};
+
 Mode mode_named(const std::string& name) {
   if (name == "eager") return Mode::eager;
   if (name == "late") return Mode::late;
-  TORCH_CHECK_VALUE(name == "random", "expected mode eager, late or random, got ", name);
+  if (name == "timed") return Mode::timed;
+  TORCH_CHECK_VALUE(name == "random", "expected mode eager, late, random or timed, got ", name);
   return Mode::random;
 }
 
@@ -51,6 +63,19 @@ void define_measurements(py::module& module) {
     Lock lock;
     return std::exchange(Engine::get().host_waits, {});
   });
+  module.def("host_seconds", [] {
+    HostPause pause;
+    Lock lock;
+    return Engine::get().host_s;
+  });
+  module.def("take_spans", [] {
+    Lock lock;
+    auto& engine = Engine::get();
+    std::vector<std::tuple<std::string, std::string, double, double>> found;
+    for (const Span& span : std::exchange(engine.spans, {}))
+      found.emplace_back(span.name, engine.name_of(span.stream), span.start, span.end);
+    return found;
+  });
   module.def("kernels_without_meta", [] {
     Lock lock;
     return Engine::get().without_meta;
@@ -72,6 +97,23 @@ void define_settings(py::module& module) {
     options.poison = poison;
     options.orders = orders;
     options.strict_pageable = strict_pageable;
+  });
+  module.def("set_rates", [](const std::map<std::string, double>& given,
+                             const std::map<std::string, double>& products) {
+    Rates rates;
+    const std::map<std::string, double*> fields{
+        {"launch_s", &rates.launch_s},       {"host_factor", &rates.host_factor},
+        {"kernel_s", &rates.kernel_s},       {"memory", &rates.memory},
+        {"host_link", &rates.host_link},     {"node_link", &rates.node_link},
+        {"network", &rates.network},         {"node_hop_s", &rates.node_hop_s},
+        {"network_hop_s", &rates.network_hop_s}, {"other_products", &rates.other_products}};
+    for (const auto& [name, value] : given) *fields.at(name) = value;
+    const std::map<std::string, at::ScalarType> types{{"bfloat16", at::kBFloat16},
+                                                      {"float16", at::kHalf},
+                                                      {"float32", at::kFloat}};
+    for (const auto& [name, value] : products) rates.products[types.at(name)] = value;
+    Lock lock;
+    Engine::get().rates = rates;
   });
   module.def("set_sync_debug_mode", [](const std::string& name) {
     SyncDebug mode = sync_debug_named(name);
@@ -115,9 +157,12 @@ void define_device(py::module& module) {
 
 void define_backend(py::module& module) {
   py::module_::import("torch._C._distributed_c10d");
+  // torch sets fields of a gloo group's options.
+  py::class_<Lone, c10d::Backend, intrusive_ptr<Lone>>(module, "Lone", py::dynamic_attr())
+      .def(py::init([](int rank, int size) { return c10::make_intrusive<Lone>(rank, size); }));
   py::class_<SimCCL, c10d::Backend, intrusive_ptr<SimCCL>>(module, "SimCCL")
-      .def(py::init([](int rank, int size, intrusive_ptr<c10d::Backend> inner) {
-        return c10::make_intrusive<SimCCL>(rank, size, std::move(inner));
+      .def(py::init([](int rank, int size, intrusive_ptr<c10d::Backend> inner, int num_nodes) {
+        return c10::make_intrusive<SimCCL>(rank, size, std::move(inner), num_nodes);
       }));
 }
 

@@ -98,7 +98,7 @@ class Peers {
 
   // Tells all ranks one's header, and returns when all fit; waits for an abort if they do not.
   void meet(const Header& header) {
-    if (size_ == 1) return;
+    if (size_ == 1 || is_echo()) return;
     std::vector<std::vector<Tensor>> received(1);
     for (int i = 0; i < size_; i++)
       received[0].push_back(at::empty({Header::length(size_)}, at::kLong));
@@ -117,7 +117,7 @@ class Peers {
     premultiply(staged, op);
     if (plain(op).op_ == ReduceOp::SUM) {
       staged = sum_by_rank(staged);
-    } else if (size_ > 1) {
+    } else if (size_ > 1 && !is_echo()) {
       c10d::AllreduceOptions options;
       options.reduceOp = op;
       std::vector<Tensor> tensors{staged};
@@ -133,7 +133,8 @@ class Peers {
     c10d::BroadcastOptions options;
     options.rootRank = root;
     std::vector<Tensor> tensors{staged};
-    if (size_ > 1 && staged.numel() > 0) wait({inner_->broadcast(tensors, options)});
+    if (size_ > 1 && staged.numel() > 0 && !is_echo())
+      wait({inner_->broadcast(tensors, options)});
     return staged;
   }
 
@@ -142,6 +143,12 @@ class Peers {
     std::vector<Tensor> pieces;
     for (int64_t size : sizes) pieces.push_back(at::empty({size}, at::kByte));
     pieces[rank_].copy_(bytes);
+    if (is_echo()) {
+      for (Tensor& piece : pieces)
+        if (piece.numel() == bytes.numel()) piece.copy_(bytes);
+        else piece.zero_();
+      return at::cat(pieces);
+    }
     bool is_even = std::all_of(sizes.begin(), sizes.end(), [&](auto s) { return s == sizes[0]; });
     if (!is_even) {
       for (int root = 0; root < size_; root++) pieces[root] = broadcast(pieces[root], root);
@@ -156,6 +163,7 @@ class Peers {
   // Sends each rank its part of `bytes`, and returns the parts of all ranks one after another.
   Tensor all_to_all(Tensor bytes, std::vector<int64_t> bytes_to, std::vector<int64_t> bytes_from) {
     if (size_ == 1) return bytes;
+    if (is_echo()) return at::zeros({sum(bytes_from)}, at::kByte);
     Tensor received = at::empty({sum(bytes_from)}, at::kByte);
     wait({inner_->alltoall_base(received, bytes, bytes_from, bytes_to)});
     return received;
@@ -165,6 +173,9 @@ class Peers {
   void send_and_receive(const Header& header, const std::vector<Message>& messages, int tag);
 
  private:
+  // Whether there are no others, as in the timed mode: every rank has what this one has.
+  bool is_echo() const { return size_ > 1 && !lock_; }
+
   static bool has_factor(const ReduceOp& op) { return op.op_ == ReduceOp::PREMUL_SUM; }
 
   static ReduceOp plain(const ReduceOp& op) {
@@ -210,7 +221,7 @@ class Peers {
     TORCH_CHECK(!engine.stream(stream_).is_aborted, "simccl: the group was aborted");
   }
 
-  Lock* lock_;          // held by this thread; null in a group of one, which waits for nobody
+  Lock* lock_;          // held by this thread; null where no other rank is waited for
   StreamIndex stream_;  // whose exchange this is
   intrusive_ptr<c10d::Backend> inner_;
   int rank_, size_;

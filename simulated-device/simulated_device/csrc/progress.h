@@ -78,11 +78,42 @@ inline void Engine::run_front(StreamState& stream) {
 inline void Engine::finish_front(StreamState& stream) {
   Task& task = stream.tasks.front();
   for (const auto& action : task.then) action();
-  if (task.finished_at) *task.finished_at = now();
+  if (task.finished_at && !is_timed()) *task.finished_at = now();
   remains_.push_back(std::move(task));
   stream.tasks.pop_front();
   stream.finished++;
   if (stream.has_worker) progress_.notify_all();
+}
+
+// When a task ended; before the mode began: at 0.
+inline double Engine::end_of(Point point) const {
+  const auto& ends = stream_at(point).ends;
+  return point.position == 0 || point.position > ends.size() ? 0 : ends[point.position - 1];
+}
+
+// Ends the task that was just launched: after its stream's last one, what it waits for, and the
+// host's launch.
+inline void Engine::finish_timed(StreamIndex index) {
+  auto& stream = *streams_[index];
+  Task& task = stream.tasks.front();
+  if (task.seconds) host_s += rates.launch_s;
+  if (task.run && task.is_small) {
+    KernelDispatch dispatch;
+    try {
+      task.run();
+    } catch (const std::exception& error) {
+      note_error(task.name, error);
+    }
+  }
+  double start = std::max(stream.ends.empty() ? 0 : stream.ends.back(), host_s);
+  for (const Point& point : task.after) start = std::max(start, end_of(point));
+  double end = start + task.seconds.value_or(0);
+  if (task.seconds) spans.push_back({task.name, index, start, end});
+  stream.ends.push_back(end);
+  if (task.finished_at)
+    *task.finished_at =
+        Time(std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(end)));
+  finish_front(stream);
 }
 
 inline void Engine::note_error(std::string_view task, const std::exception& error) {
@@ -137,6 +168,7 @@ inline void Engine::count_host_wait(const std::string& kind, bool is_plain_synch
 
 inline void Engine::synchronize(Lock& lock, const Moment& moment) {
   run_until(lock, moment.point);
+  if (is_timed()) host_waits_until(end_of(moment.point));
   host_learns(moment.clock);
   raise_error();
 }
@@ -146,6 +178,7 @@ inline void Engine::synchronize_device(Lock& lock, std::optional<DeviceIndex> de
     if (!device || streams_[index]->device == *device) {
       Moment last = moment(index);
       run_until(lock, last.point);
+      if (is_timed()) host_waits_until(end_of(last.point));
       host_learns(last.clock);
     }
   raise_error();
@@ -154,6 +187,9 @@ inline void Engine::synchronize_device(Lock& lock, std::optional<DeviceIndex> de
 inline void Engine::set_mode(Lock& lock, Mode mode, uint64_t seed, double chance) {
   synchronize_device(lock, std::nullopt);
   mode_ = mode;
+  host_s = 0;
+  spans.clear();
+  for (auto& stream : streams_) stream->ends.assign(is_timed() ? stream->launched : 0, 0);
   random_.seed(seed);
   chance_ = chance;
 }

@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -33,6 +34,7 @@
 
 #include "clocks.h"
 #include "host_watch.h"
+#include "rates.h"
 
 namespace sim {
 
@@ -54,6 +56,15 @@ struct KernelDispatch {
           c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView)};
 };
 
+constexpr double kSmallBytes = 1 << 18;        // of kernels
+constexpr double kSmallMovedBytes = 16 << 20;  // of copies and collectives
+
+inline double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
 class Lock;
 
 // What a stream does next: a kernel, a copy, a collective, or the mark of an event.
@@ -64,6 +75,8 @@ struct Task {
   // Instead of `run`, for collectives: lets go of the lock while it waits for other ranks.
   std::function<void(Lock&)> exchange;
   std::shared_ptr<Time> finished_at;  // set when the task has finished; null where nobody asks
+  std::optional<double> seconds;      // in the timed mode: how long it runs; marks take no time
+  bool is_small = false;              // in the timed mode: it runs; see `Mode`
   std::vector<Point> after;           // tasks that must have finished before this one starts
   std::vector<std::function<void()>> then;  // run when this one finishes, as a part of it
 };
@@ -76,6 +89,7 @@ struct StreamState {
   Position finished = 0;   // number of tasks finished so far, at most `launched`
   std::deque<Task> tasks;  // launched and not finished, oldest first: `launched - finished` of them
   Clock clock;             // what has finished when the next task starts; knows `launched`
+  std::vector<double> ends;  // in the timed mode: when each task ended, by position from 1
 
   // Of streams whose tasks are exchanges only:
   bool has_worker = false;  // a thread serves this stream; set by start_worker()
@@ -87,7 +101,16 @@ struct StreamState {
   std::condition_variable wake;  // notified when the worker must look at one of these again
 };
 
-enum class Mode { eager, late, random };
+// In the timed mode each task ends at once, at a time that the rates say. Only small ones run: what
+// the host decides by, such as flags and sizes, comes of those.
+enum class Mode { eager, late, random, timed };
+
+// When a task ran, in the timed mode.
+struct Span {
+  std::string_view name;
+  StreamIndex stream;
+  double start, end;  // seconds since the mode began
+};
 enum class SyncDebug { none, warn, error };
 
 struct Options {
@@ -155,12 +178,20 @@ class Engine {
   DeviceIndex num_devices() const { return num_devices_; }
   void set_mode(Lock& lock, Mode mode, uint64_t seed, double chance);
 
+  // ---- the timed mode
+  bool is_timed() const { return mode_ == Mode::timed; }
+  double end_of(Point point) const;
+  void host_waits_until(double seconds) { host_s = std::max(host_s, seconds); }
+
   Options options;
   HostWatch host_watch;                            // pinned memory that tasks still use
   std::map<std::string, uint64_t> host_waits;      // kind -> count since it was last taken
   std::map<std::string_view, uint64_t> launches;   // task's name -> count since the start
   std::map<std::string, uint64_t> without_meta;    // operators that waited to learn their shapes
   std::vector<std::string> unordered_uses;         // since they were last taken
+  Rates rates;                                     // of the timed mode, in which also:
+  double host_s = 0;                               // how far the host is
+  std::vector<Span> spans;   // since they were last taken
 
  private:
   friend class Lock;
@@ -170,6 +201,7 @@ class Engine {
   const Point* unfinished_dependency(const StreamState& stream) const;
   void run_front(StreamState& stream);
   void finish_front(StreamState& stream);
+  void finish_timed(StreamIndex index);
   void react(Lock& lock, StreamIndex launched_on);
   void take_random_steps(Lock& lock);
   void run_all_ready(Lock& lock);
@@ -218,6 +250,27 @@ class Lock {
  private:
   friend class Engine;
   std::unique_lock<std::mutex> lock_;
+};
+
+// While it lives, the host's time is the simulation's own, and does not count in the timed mode.
+class HostPause {
+ public:
+  HostPause() {
+    if (depth_++ > 0) return;
+    auto& engine = Engine::get();
+    if (!engine.is_timed() || left_s_ < 0) return;
+    Lock lock;
+    engine.host_s += engine.rates.host_factor * (thread_seconds() - left_s_);
+  }
+  ~HostPause() {
+    if (--depth_ == 0 && Engine::get().is_timed()) left_s_ = thread_seconds();
+  }
+  HostPause(const HostPause&) = delete;
+  HostPause& operator=(const HostPause&) = delete;
+
+ private:
+  static inline thread_local int depth_ = 0;
+  static inline thread_local double left_s_ = -1;  // processor time when it was here last
 };
 
 // ---- current device and stream of a thread ------------------------------------------------------
@@ -294,6 +347,10 @@ inline Point Engine::launch(Lock& lock, StreamIndex index, Task task,
   stream.tasks.push_back(std::move(task));
   last_launch_ = now();
   last_launcher_ = gettid();
+  if (is_timed()) {
+    finish_timed(index);
+    return point;
+  }
   if (stream.has_worker) stream.wake.notify_one();
   react(lock, index);
   return point;

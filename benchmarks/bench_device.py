@@ -1,0 +1,81 @@
+"""A training step on a cluster of accelerators that is simulated: nothing computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from harness import HERE, OptionError, Row, check_known, say, suite
+
+SIMULATED_DEVICE = HERE.parent / "simulated-device"
+SYSTEMS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+# torchtitan's report (arXiv 2410.06511, table 1; docs/performance.md of December 2024): tokens per
+# second and GPU of Llama 3.1 8B under FSDP2 without compilation, batch 2 of 8192 tokens, selective
+# recomputation. The efficiency of products of matrices was fitted to the first; nothing else was.
+PUBLISHED = {"h100-hbm2e": {8: 5762.0, 128: 5605.0}}
+EFFICIENCY = 0.45
+
+
+@suite(
+    ("system", "system"),
+    ("cluster", "cluster"),
+    ("simulated: ms", "seconds", ".1f", 1e3),
+    ("tokens/s", "tokens_s", ".0f"),
+    ("exposed ms", "exposed_s", ".1f", 1e3),
+    ("collectives ms", "collectives_s", ".1f", 1e3),
+    ("peak GB", "peak_bytes", ".1f", 1e-9),
+    ("/ published", "of_published", ".3f"),
+    systems=(["fsdp2", "zero3"], f"of {', '.join(SYSTEMS)}"),
+    cluster=("h100-hbm2ex8", "kind of device, x, number of ranks"),
+    size=("8b", "of Llama 3: 1b, 8b, 70b, 405b"),
+    batch=(2, "sequences of each rank"),
+    length=(8192, "tokens of a sequence"),
+    recomputes=("selective", "none, selective or full"),
+    efficiency=(EFFICIENCY, "of products of matrices: what is reached of their rate"),
+)
+def device(options: Namespace) -> list[Row]:
+    """One rank's training step as a clock of rates says it would go on a cluster: a simulation.
+
+    The program runs as it is, on a simulated device that computes nothing: each kernel, copy and
+    collective takes as long as its bytes and operations do at the rates of a data sheet
+    (simulated-device/simulated_device/rates.py), streams run beside each other, and the host takes
+    its own time. All ranks are taken to do the same at the same time, so one process is enough.
+    What it knows nothing of: ranks that wait for slower ones, clocks that fall with heat, and links
+    that are shared.
+    """
+    check_known("systems", options.systems, SYSTEMS)
+    found = re.fullmatch(r"(.+)x(\d+)", options.cluster)
+    if found is None:
+        raise OptionError("--cluster: expected a kind of device and a number, like h100x8")
+    kind, num_ranks = found[1], int(found[2])
+    cluster = json.dumps([kind, num_ranks, options.efficiency])
+    job = json.dumps([options.size, options.batch, options.length, options.recomputes])
+    default = (options.size, options.batch, options.length, options.recomputes) == (
+        *("8b", 2, 8192, "selective"),
+    )
+    rows: list[Row] = []
+    for system in options.systems:
+        say(f"{system} on {options.cluster}")
+        row: Row = {"system": system, "cluster": options.cluster} | _measured(system, cluster, job)
+        published = PUBLISHED.get(kind, {}).get(num_ranks)
+        if published and system == "fsdp2" and default and "tokens_s" in row:
+            row["of_published"] = row["tokens_s"] / published
+        rows.append(row)
+    return rows
+
+
+def _measured(system: str, cluster: str, job: str) -> Row:
+    """In a process of its own: torch has one default group, and the clock one beginning."""
+    paths = [str(SIMULATED_DEVICE), str(HERE), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"SIM_GIB": "4096", "OMP_NUM_THREADS": "1"}  # addresses only
+    script = [sys.executable, str(Path(HERE, "device_step.py")), system, cluster, job]
+    ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        return {"error": f"{system}: {ran.stderr[-2000:]}"}
+    return json.loads(ran.stdout.splitlines()[-1])
