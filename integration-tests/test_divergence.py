@@ -141,7 +141,8 @@ IN_ORDER: dict[Callable[[Group], None], str] = {
     _other_experts_later: r"rank 0 in reducing .*, rank 1 in gathering unit 'mixture\.experts\.1' "
     r".*set_leaf_modules",
     _a_batch_less: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*backward_without_batch",
-    _a_micro_batch_less: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*as many backwards",
+    _a_micro_batch_less: r"rank 0 in (reducing|gathering unit) .*, rank 1 in optimizer\.step\(\)"
+    r".*as many backwards",
     _no_backward: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*as many backwards",
     _clips_alone: r"rank 0 in .* norm, rank 1 in optimizer\.step\(\).*rank 0 is in "
     r"clip_grad_norm_\(\), which must be called on all ranks",

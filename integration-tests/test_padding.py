@@ -61,7 +61,7 @@ def _poison(model: nn.Module, rank: int) -> None:
 
 
 def _write_nan(memory: Tensor | None, used: list[tuple[int, int]]) -> None:
-    if memory is None:
+    if memory is None or not memory.untyped_storage().nbytes():
         return
     is_padding = torch.ones(memory.numel(), dtype=torch.bool)
     for start, stop in used:

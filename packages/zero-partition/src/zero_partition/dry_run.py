@@ -262,7 +262,8 @@ def plan_memory(
     at_rest, before_step = working, in_backward
     if not plan.keeps_free_memory:
         at_rest = evolve(working, slots_bytes=0, encoded_bytes=0, reduction_bytes=0)
-        before_step = evolve(in_backward, slots_bytes=0)
+        has_copies = plan.routes.has_secondary  # which are made of what is in slots
+        before_step = in_backward if has_copies else evolve(in_backward, slots_bytes=0)
         if plan.placements.optim is Placement.SHARDED:
             before_step = evolve(before_step, reduction_bytes=0)
     return PlannedMemory(

@@ -16,7 +16,7 @@ from zero_comm.sanitize import CompareLaunches, check_calls
 
 from .errors import SanitizerError
 from .memory.flat_buffer import FlatBuffer
-from .plan.slots import Slot
+from .plan.slots import Slot, keeps_free_memory
 from .plan.stages import Placement
 from .run.gradients import BufferGradients
 from .run.sharded_model import ShardedModel
@@ -59,7 +59,8 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     checks = _Checks(sharded.whole.rank)
     check_calls(sharded, "before_step after_step end_write", checks)
     for unit in sharded.units:
-        verbs = "start_unshard unshard reshard give_up_slot release_slot _take_slot keep_views"
+        verbs = "start_unshard unshard reshard leave_slot give_up_slot release_slot _take_slot"
+        verbs += " keep_views"
         check_calls(unit, verbs, checks)
         unit.stop_looking()
     for gradients in sharded.reducer.gradients:
@@ -114,6 +115,10 @@ class _Checks:
             self.poison(unit, _memory(unit))
             self.poisoned.add(unit.index)
 
+    def leave_slot(self, _: _Call, unit: Unit) -> None:
+        """Keep the memory until the step, so that uses of it are found."""
+        unit.reshard()
+
     def give_up_slot(self, call: _Call, unit: Unit, *pool: Any) -> None:
         if not unit.depth:
             unit.reshard()
@@ -150,6 +155,8 @@ class _Checks:
         self.held[unit.index] = memory.clone()
 
     def restore(self, unit: Unit) -> None:
+        if unit.slot is not None and not unit.slot.has_memory:  # given back by the step
+            self.poisoned.discard(unit.index)
         if unit.index in self.poisoned:
             expected = self.poison(unit, torch.empty_like(_memory(unit)))
             self.check(unit, expected, "no use after its turn", _ALIAS)
@@ -201,9 +208,10 @@ class _Checks:
         call(memory, slot)
 
     def leave_accumulator(self, call: _Call, g: BufferGradients) -> None:
-        if g.slot is not None and g.slot.memory is not None:
-            g.slot.memory.fill_(_POISON)
-            self.idle[g.slot] = ref(g.slot.memory)
+        slot = g.slot
+        if slot is not None and slot.memory is not None and keeps_free_memory(slot.memory.device):
+            slot.memory.fill_(_POISON)
+            self.idle[slot] = ref(slot.memory)
         call()
 
     # ---- What rests ----

@@ -829,10 +829,14 @@ class GradientReducer:
             g.set_local(position, value)
 
     def has_all(self, unit: Unit) -> bool:
-        """Whether all of a unit's gradients have arrived in this backward."""
-        return all(
-            g.has_launched or g.num_local + len(g.waiting) == len(g.targets)
-            for g in self._of_unit[unit.index]
+        """Whether a gradient of every parameter of a unit has arrived in this backward.
+
+        Then nothing will read them: what autograd keeps of a parameter is the object itself, and
+        each node that has one comes before its gradient. Not so of one that does not train.
+        """
+        gradients = self._of_unit[unit.index]
+        return len(gradients) == len(unit.buffers) and all(
+            g.has_launched or g.num_local + len(g.waiting) == len(g.targets) for g in gradients
         )
 
     # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----

@@ -276,7 +276,7 @@ class Schedule:
         if keeps_free_memory(self.device):
             return
         for unit in self._sharded:
-            if not self.is_in_use(unit):
+            if not self.is_in_use(unit) and unit.secondary is None:
                 unit.leave_slot()
                 unit.forget_values()
 

@@ -196,11 +196,14 @@ class Unit:
         self._slot_version = -1
 
     def leave_slot(self) -> None:
-        """Reshard, and give the slot's memory back if nobody else has a view of it. Local."""
-        slot = self.slot
-        if slot is None or slot.memory is None or slot.owner is not self:
-            return
+        """Reshard, and give the slot's memory back if nobody else has a view of it. Local.
+
+        Not where a node has copies, which are made when another unit takes the slot.
+        """
         self.reshard()
+        slot = self.slot
+        if slot is None or slot.memory is None or slot.owner is not self or self.secondary:
+            return
         if num_viewers(slot.memory) == slot.num_views + 1:  # `memory` itself
             slot.leave()
 
