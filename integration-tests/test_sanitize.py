@@ -190,9 +190,7 @@ def test_a_flipped_bit_of_one_rank_is_found_by_all(
     dist.barrier(group.process_group)  # else the others may have read it before
 
     is_read = group.exchanges.reads_peers and params is torch.float32
-    is_sent = stage == 3 and (
-        is_read or group.device.type != "cpu"
-    )  # there a forward gathers first
+    is_sent = stage == 3 and (is_read or group.device.type != "cpu")
     how = "checksum" if is_sent else "what the last step has left"
     _found(model, optimizer, "unit '", "parameter '", "(rank 1)", how, "flipped bit")
 
