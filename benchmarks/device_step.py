@@ -36,7 +36,7 @@ STEPS: Final = 4  # the order of units is known after the second
 
 
 class Cluster(NamedTuple):
-    """So many ranks of one kind of device."""
+    """Ranks of one kind of device."""
 
     kind: str
     num_ranks: int
@@ -44,12 +44,12 @@ class Cluster(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """Of its devices, with the efficiency of products of matrices."""
+        """Return the rates of its devices, with the efficiency of products of matrices."""
         return simulated_device.DEVICES[self.kind].with_efficiency(self.efficiency)
 
 
 class Job(NamedTuple):
-    """What each rank trains."""
+    """A model, and what each rank trains it with."""
 
     size: str
     batch: int  # sequences

@@ -421,7 +421,7 @@ class _Counts:
 
 
 def _is_adopted(plan: ModelPlan, buffer: BufferPlan) -> bool:
-    """Whether its gradient is not copied to be reduced; see `BufferPlan.is_one_param`."""
+    """Return whether its gradient is reduced where it is; see `BufferPlan.is_one_param`."""
     is_sharded = plan.placements.grads is Placement.SHARDED
     is_scaled = plan.precision.scaling_of(plan.routes.whole).divisor_before != 1.0
     is_as_it_travels = not is_scaled and plan.precision.wire_of(buffer) == buffer.dtype

@@ -367,7 +367,7 @@ class BufferPlan:
 
     @property
     def is_one_param(self) -> bool:
-        """Whether one contiguous parameter is all of it, so that its gradient is too."""
+        """Return whether one contiguous parameter is all of it, so that its gradient is too."""
         first, *others = self.params
         return not others and first.strides is None and first.shape.numel() == self.layout.numel
 

@@ -475,7 +475,11 @@ class SlotPool(Generic[Owner]):
 
 
 def reduction_slots(keeps_free_memory: bool) -> int:
-    """Of gradients, in turns. One fills while the other travels, or is taken when it is full."""
+    """Return how many units' gradients are collected and sent at a time.
+
+    One fills while the other travels. Where gradients wait for each other, one is enough: it is
+    taken when the reduction before has ended.
+    """
     return 2 if keeps_free_memory else 1
 
 

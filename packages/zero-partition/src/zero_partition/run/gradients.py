@@ -829,7 +829,7 @@ class GradientReducer:
             g.set_local(position, value)
 
     def has_all(self, unit: Unit) -> bool:
-        """Whether a gradient of every parameter of a unit has arrived in this backward.
+        """Return whether a gradient of every parameter of a unit has arrived in this backward.
 
         Then nothing will read them: what autograd keeps of a parameter is the object itself, and
         each node that has one comes before its gradient. Not so of one that does not train.

@@ -183,9 +183,9 @@ class Schedule:
         self._use(call.unit, "backward")
 
     def end_use(self, unit: Unit) -> None:
-        """All gradients of a unit are there: on a device, give its slot's memory back.
+        """Give the memory of a unit's slot back, on a device, when all its gradients are there.
 
-        Unless backward may come to the unit once more, or a graph keeps views of it.
+        Not where backward may come to the unit once more, or a graph keeps views of it.
         """
         is_called_again = unit.index in self._called_again
         if is_called_again or unit.depth or self.keeps_whole or not self.was_reached(unit):
@@ -269,7 +269,7 @@ class Schedule:
                 unit.forget_memory()
 
     def _leave_slots(self) -> None:
-        """On a device, let what is in slots be gathered again, and memory go that nobody views.
+        """Let what is in slots be gathered again, on a device, and memory go that nobody views.
 
         The former on every rank alike; which memory goes depends on who has views of it here.
         """
