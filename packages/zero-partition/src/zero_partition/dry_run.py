@@ -399,7 +399,9 @@ class _Counts:
         wire = plan.precision.wire_of(buffer)
         codec = plan.routes.wire.codec_of_gradients(wire)
         numels = [param.shape.numel() for param in buffer.params]
-        way = (max if plan.keeps_free_memory else sum)(numels) * buffer.dtype.itemsize
+        is_sharded = plan.placements.grads is Placement.SHARDED
+        wait = is_sharded and not plan.keeps_free_memory  # for the last, to be copied together
+        way = (sum if wait else max)(numels) * buffer.dtype.itemsize
         if _is_adopted(plan, buffer):
             way = 0
         if codec is not None:
