@@ -20,7 +20,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, Loco
 from zero_comm.watch import Watch
-from zero_engine import Wire
+from zero_engine import Precision, Wire
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.seams import find_sharded
 
@@ -148,7 +148,8 @@ def _slots(group: Group) -> tuple[int, int]:
     wire, _ = WIRES["coded replicas"]
     model = parity.build(Late)
     units = [f"layers.{index}" for index in range(NUM_UNITS)]
-    config = ZeroConfig(2, wire=wire, units=units)
+    copied = Precision(predivide_factor=2.0)  # else a unit's only gradient takes no slot
+    config = ZeroConfig(2, wire=wire, units=units, precision=copied)
     _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
     for _ in range(2):
         parity.finish_step(model(torch.ones(2, 64), -1).sum(), optimizer)
