@@ -45,7 +45,10 @@ class Cluster(NamedTuple):
     @property
     def rates(self) -> Rates:
         """Return the rates of its devices, with the efficiency of products of matrices."""
-        return simulated_device.DEVICES[self.kind].with_efficiency(self.efficiency)
+        known = simulated_device.DEVICES
+        if self.kind not in known:
+            raise SystemExit(f"--cluster: expected one of {', '.join(known)}, got {self.kind}")
+        return known[self.kind].with_efficiency(self.efficiency)
 
 
 class Job(NamedTuple):
@@ -171,7 +174,7 @@ SYSTEMS: Final[dict[str, Callable[[Llama, Cluster], Step]]] = {
 def exposed(spans: list[Span], main: str) -> float:
     """Return seconds in which a collective ran, and nothing on the main stream."""
     busy = sorted((s.start, s.end) for s in spans if s.stream == main)
-    free, reached = 0.0, None
+    seconds, reached = 0.0, None
     gaps: list[tuple[float, float]] = []
     for start, end in busy:
         if reached is not None and start > reached:
@@ -191,8 +194,8 @@ def exposed(spans: list[Span], main: str) -> float:
         for start, end in merged[at:]:
             if start >= end_gap:
                 break
-            free += min(end, end_gap) - max(start, begin_gap)
-    return free
+            seconds += min(end, end_gap) - max(start, begin_gap)
+    return seconds
 
 
 def measure(system: str, cluster: Cluster, job: Job) -> dict[str, Any]:
@@ -218,7 +221,8 @@ def measure(system: str, cluster: Cluster, job: Job) -> dict[str, Any]:
         "tokens_s": job.batch * job.length / seconds,
         "exposed_s": exposed(spans, "default stream"),
         "collectives_s": sum(t for name, t in of_kind.items() if name.startswith(COLLECTIVES)),
-        "peak_bytes": torch.accelerator.max_memory_allocated(),
+        "peak_bytes": (peak := torch.accelerator.max_memory_allocated()),
+        "of_memory": peak / cluster.rates.memory_bytes,
         "of_kind": dict(sorted(of_kind.items(), key=lambda item: -item[1])[:12]),
         "num_spans": len(spans),
     }

@@ -14,6 +14,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, all_gather_json, record_traffic
 from zero_comm.testing import assert_close
 from zero_partition import StateError, memory_report, schedule_report
@@ -325,3 +326,41 @@ def test_there_is_a_table_at_every_stage_and_before_the_first_step(group: Group)
         assert schedule_report(model).rows == ()
         parity.step_chain(model, optimizer)
         assert attrs.astuple(schedule_report(model)) == ((), 0, 0)
+
+
+# ---- A backward inside of a unit's ----
+
+
+class _Shared(nn.Module):
+    """One layer, called twice in a unit, each time in a checkpoint with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_unit_stays_whole_until_all_backwards_inside_of_it_have_run(group: Group) -> None:
+    """All of its gradients are there after the first, and the second computes it again."""
+    found = {}
+    for stage in (None, 3):
+        model = parity.build(lambda: nn.Sequential(*(_Shared() for _ in range(3))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if stage is not None:
+            config = ZeroConfig(stage, units=("0", "1", "2"))
+            zero_engine.shard(model, optimizer, config, group=group)
+        for step in range(3):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            with record_traffic(group) as traffic:
+                model(x.to(group.device).requires_grad_()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[stage] = model.state_dict() if stage is None else zero_engine.full_state_dict(model)
+    for name, value in found[3].items():
+        assert_close(value, found[None][name])
+    numel = sum(param.numel() for param in model.parameters())
+    assert traffic.payload_numel("all_gather") <= 2 * numel // group.world_size  # no weight alone

@@ -120,7 +120,8 @@ class _LoneGloo(metaclass=_IsLone):
 
     def __new__(cls, _: Any, rank: int, size: int, **__: Any) -> Any:
         lone = extension.Lone(rank, size)
-        lone.options = SimpleNamespace()
+        if not hasattr(lone, "options"):  # before torch 2.14, which sets fields of them
+            lone.options = SimpleNamespace()
         return lone
 
 
@@ -150,6 +151,7 @@ def set_mode(
     global _timed_on  # noqa: PLW0603 - of this process
     if _timed_on is not None:
         _timed_on = None
+        set_options()
         dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo  # type: ignore[misc]
     extension.set_mode(mode, seed, chance)
 

@@ -22,7 +22,7 @@ class Rates:
         node_link: Bytes from a device to others of its node, each way.
         network: Bytes from a device to those of other nodes, each way.
         ranks_per_node: Devices of one node.
-        memory_bytes: Of one device.
+        memory_bytes: What one device has; nothing stops a program that takes more.
         efficiency: Of products of matrices: what is reached of their rate.
         launch_s: Of the host.
         host_factor: 0 lets only launches count.
@@ -52,6 +52,13 @@ class Rates:
 
 # What the makers' data sheets say, dense: A100 SXM 80 GB, H100 SXM, H200 SXM, Instinct MI300X.
 # Links are one direction of all of a device's; the network is a port of 200 or 400 Gb/s for each.
+_H100: Final = Rates(
+    memory=3.35e12,
+    products={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    host_link=50e9,
+    node_link=450e9,
+    network=50e9,
+)
 DEVICES: Final = {
     "a100": Rates(
         memory=2.039e12,
@@ -60,36 +67,15 @@ DEVICES: Final = {
         node_link=300e9,
         network=25e9,
     ),
-    "h100": Rates(
-        memory=3.35e12,
-        products={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        host_link=50e9,
-        node_link=450e9,
-        network=50e9,
-    ),
+    "h100": _H100,
     # As torchtitan's report of December 2024 describes its own: HBM2e, 500 W.
-    "h100-hbm2e": Rates(
-        memory=2.4e12,
-        products={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        host_link=50e9,
-        node_link=450e9,
-        network=50e9,
-        memory_bytes=96e9,
-    ),
-    "h200": Rates(
-        memory=4.8e12,
-        products={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-        host_link=50e9,
-        node_link=450e9,
-        network=50e9,
-        memory_bytes=141e9,
-    ),
-    "mi300x": Rates(
+    "h100-hbm2e": replace(_H100, memory=2.4e12, memory_bytes=96e9),
+    "h200": replace(_H100, memory=4.8e12, memory_bytes=141e9),
+    "mi300x": replace(
+        _H100,
         memory=5.3e12,
         products={"bfloat16": 1307e12, "float16": 1307e12, "float32": 163.4e12},
-        host_link=50e9,
         node_link=448e9,
-        network=50e9,
         memory_bytes=192e9,
     ),
 }

@@ -103,9 +103,17 @@ is_any_autocast_enabled: Final = torch._C._is_any_autocast_enabled
 frame_compiler: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
+def current_backward() -> int:
+    """Return the number of the backward that autograd runs on this thread now; -1 if none.
+
+    One inside of another, as of a reentrant checkpoint, has a number of its own.
+    """
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread right now."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from zero_partition.plan.slots import (
     slot_conflicts,
 )
 from zero_partition.plan.stages import Placement
-from zero_partition.torch_private import is_in_backward
+from zero_partition.torch_private import current_backward, is_in_backward
 
 from .unit import COMES_BACK, ShardState, Unit
 
@@ -60,7 +60,8 @@ class Call:
     generation: int  # of the slots the graph's views point into
     was_held: bool  # they point into memory of a gather's instead
     thread: Thread = Factory(current_thread)  # that made the graph; its number may come again
-    backward: int = -1  # the number of the backward that has reached it
+    backward: int = -1  # the number of the backward that has reached it, and autograd's for it
+    task: int = -1
 
     def is_after(self, other: Call) -> bool:
         """Whether all its nodes were made after the other's; see NOTE(backward order)."""
@@ -173,6 +174,7 @@ class Schedule:
                 f"calls returned nothing that backward could come back through. {COMES_BACK}"
             )
         call.backward = self._reached[call.unit.index] = self._backward
+        call.task = current_backward()
         complete = [active for active in self._active if active.is_after(call)]
         for other in complete:  # see NOTE(backward order)
             self._active.remove(other)
@@ -185,10 +187,14 @@ class Schedule:
     def end_use(self, unit: Unit) -> None:
         """Give the memory of a unit's slot back, on a device, when all its gradients are there.
 
-        Not where backward may come to the unit once more, or a graph keeps views of it.
+        Not where backward may come to the unit once more: a forward called it again, what is inside
+        of it is recomputed in backwards of its own, or a graph keeps views of it.
         """
-        is_called_again = unit.index in self._called_again
-        if is_called_again or unit.depth or self.keeps_whole or not self.was_reached(unit):
+        calls = [call for call in self._active if call.unit is unit]
+        is_called_again = unit.index not in self._called or unit.index in self._called_again
+        if is_called_again or len(calls) != 1 or self.keeps_whole:
+            return
+        if calls[0].task != current_backward():
             return
         unit.leave_slot()
         if unit.slot is not None and unit.slot.owner is None:
