@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -100,24 +102,31 @@ def _selective() -> Any:
 
 # ---- Systems ----
 
-Step = Callable[[Tensor, Tensor], None]
+Step = Callable[[Tensor, Tensor, Callable[[str], None]], None]  # tokens, targets, enter a part
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
-def _fsdp2(model: Llama, cluster: Cluster) -> Step:
+def _fsdp2(model: Llama, cluster: Cluster, *, on_node: bool = False, host: bool = False) -> Step:
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import (  # noqa: PLC0415
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     options: dict[str, Any] = {
         "mesh": init_device_mesh("sim", (cluster.num_ranks,)),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "offload_policy": CPUOffloadPolicy() if host else OffloadPolicy(),
     }
-    fully_shard(model.embed, **options)
+    reshards = cluster.rates.ranks_per_node if on_node else True
+    fully_shard(model.embed, **options, reshard_after_forward=reshards)
     for layer in model.layers:
-        fully_shard(layer, **options)
+        fully_shard(layer, **options, reshard_after_forward=reshards)
     fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
     fully_shard(model, **options)
     return _step_of(model, _adamw(model), nn.utils.clip_grad_norm_)
@@ -127,20 +136,28 @@ def _ddp(model: Llama, cluster: Cluster) -> Step:
     ddp = nn.parallel.DistributedDataParallel(model)
     step = _step_of(ddp, _adamw(model), nn.utils.clip_grad_norm_)
 
-    def under_autocast(tokens: Tensor, targets: Tensor) -> None:
+    def under_autocast(*args: Any) -> None:
         with torch.autocast("sim", torch.bfloat16):
-            step(tokens, targets)
+            step(*args)
 
     return under_autocast
 
 
-def _zero(model: Llama, cluster: Cluster, *, stage: int) -> Step:
+def _zero(
+    model: Llama, cluster: Cluster, *, stage: int, on_node: bool = False, host: bool = False
+) -> Step:
     import zero_engine  # noqa: PLC0415
 
     precision = zero_engine.Precision(
         params=torch.bfloat16, reduce=torch.float32, cast_inputs=False
     )
-    config = zero_engine.ZeroConfig(stage, precision=precision)
+    per_node = cluster.rates.ranks_per_node
+    config = zero_engine.ZeroConfig(
+        stage,
+        precision=precision,
+        wire=zero_engine.Wire(levels=per_node, secondary=True) if on_node else zero_engine.Wire(),
+        offload=zero_engine.Offload(optimizer="host") if host else None,
+    )
     model, optimizer = zero_engine.shard(model, _adamw(model), config)
 
     def clip(_: Any, limit: float) -> None:
@@ -150,10 +167,12 @@ def _zero(model: Llama, cluster: Cluster, *, stage: int) -> Step:
 
 
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Any) -> Step:
-    def step(tokens: Tensor, targets: Tensor) -> None:
+    def step(tokens: Tensor, targets: Tensor, enter: Callable[[str], None]) -> None:
         logits = model(tokens)
+        enter("loss")
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         del logits
+        enter("optimizer")
         clip(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -164,67 +183,107 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Any) -> S
 SYSTEMS: Final[dict[str, Callable[[Llama, Cluster], Step]]] = {
     "ddp": _ddp,
     "fsdp2": _fsdp2,
+    "fsdp2_hpz": partial(_fsdp2, on_node=True),
+    "fsdp2_host": partial(_fsdp2, host=True),
     **{f"zero{stage}": partial(_zero, stage=stage) for stage in (1, 2, 3)},
+    "zero3_hpz": partial(_zero, stage=3, on_node=True),
+    **{f"zero{stage}_host": partial(_zero, stage=stage, host=True) for stage in (1, 2, 3)},
 }
 
 
 # ---- What a step took ----
 
 
-def exposed(spans: list[Span], main: str) -> float:
-    """Return seconds in which a collective ran, and nothing on the main stream."""
-    busy = sorted((s.start, s.end) for s in spans if s.stream == main)
-    seconds, reached = 0.0, None
-    gaps: list[tuple[float, float]] = []
-    for start, end in busy:
-        if reached is not None and start > reached:
-            gaps.append((reached, start))
-        reached = end if reached is None else max(reached, end)
-    collectives = sorted((s.start, s.end) for s in spans if s.name.startswith(COLLECTIVES))
-    merged: list[list[float]] = []
-    for start, end in collectives:
+@dataclass
+class Timeline:
+    """What ran, each span with the part of the step that was being launched."""
+
+    part: str = "start"
+    spans: list[tuple[str, Span]] = field(default_factory=list)
+
+    def enter(self, part: str) -> None:
+        """Another part begins."""
+        self.spans += [(self.part, span) for span in simulated_device.take_spans()]
+        self.part = part
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Enter a part before this module's forward, and one before its backward.
+
+        Its gather is waited for before, but what waits is the first kernel of the part.
+        """
+
+        def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: self.enter(f"backward {name}"))
+
+        module.register_forward_pre_hook(lambda *_: self.enter(f"forward {name}"), prepend=True)
+        module.register_forward_hook(leave, prepend=True)
+
+    def exposed(self, start: float, end: float, main: str) -> dict[str, float]:
+        """Return by part the seconds in which a collective ran, and nothing on the main stream.
+
+        They count for the part whose kernel comes after them, and those after all kernels for
+        "end".
+        """
+        running = _union(span for _, span in self.spans if span.name.startswith(COLLECTIVES))
+        seconds: dict[str, float] = {}
+        busy = [(part, span) for part, span in self.spans if span.stream == main]
+        for part, span in [*busy, ("end", Span("", main, end, end))]:
+            waits = (min(b, span.start) - max(a, start) for a, b in running)
+            if span.start > start and (waited := sum(each for each in waits if each > 0)):
+                seconds[part] = seconds.get(part, 0) + waited
+            start = max(start, span.end)
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the times in which any of them runs, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted((span.start, span.end) for span in spans):
         if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    at = 0
-    for begin_gap, end_gap in gaps:
-        while at < len(merged) and merged[at][1] <= begin_gap:
-            at += 1
-        for start, end in merged[at:]:
-            if start >= end_gap:
-                break
-            seconds += min(end, end_gap) - max(start, begin_gap)
-    return seconds
+            start, end = merged[-1][0], max(merged.pop()[1], end)  # noqa: PLW2901
+        merged.append((start, end))
+    return merged
 
 
 def measure(system: str, cluster: Cluster, job: Job) -> dict[str, Any]:
     """Return what the last of a few steps took on this rank."""
     begin(cluster)
-    step = SYSTEMS[system](build(job), cluster)
+    model = build(job)
+    step = SYSTEMS[system](model, cluster)
+    timeline = Timeline()
+    for name, module in model.named_modules():
+        if name in ("embed", "norm", "head") or re.fullmatch(r"layers\.\d+", name):
+            timeline.watch(name, module)
     tokens = torch.zeros(job.batch, job.length, dtype=torch.int64, device="sim")
     for _ in range(STEPS - 1):
-        step(tokens, tokens)
+        step(tokens, tokens, timeline.enter)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
-    simulated_device.take_spans()
+    timeline.enter("start")
+    timeline.spans.clear()
     start = simulated_device.host_seconds()
-    step(tokens, tokens)
+    step(tokens, tokens, timeline.enter)
     torch.accelerator.synchronize()
-    seconds, spans = simulated_device.host_seconds() - start, simulated_device.take_spans()
+    end = simulated_device.host_seconds()
+    timeline.enter("end")
     of_kind: dict[str, float] = {}
-    for span in spans:
+    for _, span in timeline.spans:
         of_kind[span.name] = of_kind.get(span.name, 0) + span.end - span.start
+    exposed = timeline.exposed(start, end, "default stream")
+    largest = [f"{part} {1e3 * seconds:.1f}" for part, seconds in exposed.items()][:3]
     return {
         "system": system,
-        "seconds": seconds,
-        "tokens_s": job.batch * job.length / seconds,
-        "exposed_s": exposed(spans, "default stream"),
+        "seconds": end - start,
+        "tokens_s": job.batch * job.length / (end - start),
+        "exposed_s": sum(exposed.values()),
+        "exposed_most": ", ".join(largest),
+        "exposed_by_part": exposed,
         "collectives_s": sum(t for name, t in of_kind.items() if name.startswith(COLLECTIVES)),
         "peak_bytes": (peak := torch.accelerator.max_memory_allocated()),
         "of_memory": peak / cluster.rates.memory_bytes,
         "of_kind": dict(sorted(of_kind.items(), key=lambda item: -item[1])[:12]),
-        "num_spans": len(spans),
+        "num_spans": len(timeline.spans),
     }
 
 

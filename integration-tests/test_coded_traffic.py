@@ -154,7 +154,7 @@ def test_a_padding_that_others_left_is_not_encoded(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, config, "sgd")
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
     for slot in find_sharded(model).reducer.pool.ring:
-        if slot.has_memory:
+        if slot.allocated_bytes:
             slot.memory.fill_(255)  # nan in every dtype
     parity.run_steps(model, optimizer, range(1, 2), rank=group.rank)
 

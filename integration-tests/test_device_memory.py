@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_comm import Group
 from zero_engine import Precision, ZeroConfig
+from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.skipif(
     "config.getoption('device') != 'sim'", reason="reads the statistics of a simulated device"
@@ -182,6 +183,24 @@ def _bytes_now() -> int:
     gc.collect()
     torch.accelerator.synchronize()
     return torch.accelerator.memory_stats()["requested_bytes.all.current"]
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_a_block_that_follows_an_embedding_takes_its_own_bytes_of_the_slot(group: Group) -> None:
+    """Nobody else has views of what the embedding was in: its graph keeps tokens."""
+    model = _Language(is_tied=False)
+    model, optimizer = zero_engine.shard(model, _adamw(model), ZeroConfig(3), group=group)
+    found: list[int] = []
+    sharded = find_sharded(model)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: found.append(sharded.schedule.pool.num_bytes))
+    for _ in range(4):
+        model(_input(model)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_block = next(u.plan.num_bytes for u in sharded.units if u.name == "blocks.0")
+
+    assert found[-4:-1] == [2 * of_block] * 3  # the head comes beside the last
 
 
 @pytest.mark.ranks(2, timeout_s=300)

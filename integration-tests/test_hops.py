@@ -75,6 +75,15 @@ def test_ranks_whose_gradients_come_otherwise_launch_in_the_same_order(ranks, ho
             ]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_tiny_beside_the_one_before_does_not_end_it(ranks, stage: int) -> None:
+    """It fills in no time: backward would wait for the whole of a head's reduction at its norm."""
+    for found in ranks(2).run(_journal_of_a_norm, stage=stage):
+        assert found[:2] == [("whole", 2), ("whole", 1)]
+        assert sorted(found[2:]) == [("end", 0), ("end", 1), ("end", 2), ("whole", 0)]
+        assert found.index(("end", 2)) < found.index(("end", 1)) < found.index(("end", 0))
+
+
 def test_reductions_in_flight_take_no_further_slots(ranks) -> None:
     """A slot is a unit's whole gradient; those on their way across have none."""
     for conflicts, num_bytes in ranks(4).run(_slots):
@@ -110,6 +119,25 @@ def _journal(group: Group, how: str, stage: int, is_odd: bool = False) -> list[t
         model.layers[3].weight.register_hook(lambda _: time.sleep(0.1))
     with _recorded(model) as journal:
         loss.backward()
+    optimizer.step()
+    return journal
+
+
+def _journal_of_a_norm(group: Group, stage: int) -> list[tuple[str, int]]:
+    """What one backward launches and ends through a layer, a norm and another layer."""
+    model = parity.build(
+        lambda: nn.Sequential(
+            nn.Linear(256, 256, bias=False),
+            nn.RMSNorm(256),
+            nn.Linear(256, 256, bias=False),
+        )
+    )
+    config = ZeroConfig(stage, units=["0", "1", "2"])
+    _, optimizer = zero_engine.shard(model, parity.adamw(model), config, group=group)
+    x = torch.ones(2, 256)
+    parity.finish_step(model(x).sum(), optimizer)
+    with _recorded(model) as journal:
+        model(x).sum().backward()
     optimizer.step()
     return journal
 

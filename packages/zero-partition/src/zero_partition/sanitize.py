@@ -155,7 +155,7 @@ class _Checks:
         self.held[unit.index] = memory.clone()
 
     def restore(self, unit: Unit) -> None:
-        if unit.slot is not None and not unit.slot.has_memory:  # given back by the step
+        if unit.slot is not None and not unit.slot.allocated_bytes:  # given back by the step
             self.poisoned.discard(unit.index)
         if unit.index in self.poisoned:
             expected = self.poison(unit, torch.empty_like(_memory(unit)))
@@ -295,7 +295,7 @@ def _checksum(values: Tensor) -> int:
 
 def _memory(unit: Unit) -> Tensor:
     assert unit.slot is not None and unit.slot.memory is not None, "it has its slot"
-    return unit.slot.memory
+    return unit.slot.memory[: unit.slot.allocated_bytes]
 
 
 def _wholes(unit: Unit, memory: Tensor) -> Iterator[tuple[FlatBuffer, Tensor]]:

@@ -12,6 +12,8 @@ import torch
 from attrs import Factory, define, evolve, field, frozen
 from torch import Tensor
 
+from zero_partition.torch_private import num_viewers
+
 from .stages import expects, is_whole_number, names_fields
 
 # A recording longer than this many uses per unit is a loop that never returns to the model's own
@@ -370,18 +372,30 @@ class Slot(Generic[Owner]):
     last_use: int = -1
     num_views: int = 0  # of the memory, that its owners keep
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """The memory, made at first use and after `leave`."""
+    def allocate(self, device: torch.device, num_bytes: int | None = None) -> Tensor:
+        """Return memory for another owner. It is made at first use, and anew after `leave`.
+
+        On a device as much as the owner needs, if that is given; more where somebody else views it.
+        """
         if self.memory is None:
             self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        elif not self.has_memory:
-            self.memory.untyped_storage().resize_(self.num_bytes)
+        if num_bytes is None or keeps_free_memory(device):
+            num_bytes = self.num_bytes
+        storage = self.memory.untyped_storage()
+        if storage.nbytes() < num_bytes or (storage.nbytes() > num_bytes and not self.is_viewed):
+            storage.resize_(0)  # first: what it has is not wanted, and would be copied
+            storage.resize_(num_bytes)
         return self.memory
 
     @property
-    def has_memory(self) -> bool:
-        """Whether it takes memory now."""
-        return self.memory is not None and self.memory.untyped_storage().nbytes() > 0
+    def allocated_bytes(self) -> int:
+        """Return bytes that it takes now."""
+        return 0 if self.memory is None else self.memory.untyped_storage().nbytes()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Return whether somebody beside its owners has a view of the memory."""
+        return self.memory is not None and num_viewers(self.memory) > self.num_views + 1
 
     def leave(self) -> None:
         """Let nobody have it until `allocate`, and take no memory; see NOTE(free memory)."""
@@ -436,8 +450,8 @@ class SlotPool(Generic[Owner]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots that have memory."""
-        return sum(slot.num_bytes for slot in self.slots if slot.has_memory)
+        """Bytes that all slots take now."""
+        return sum(slot.allocated_bytes for slot in self.slots)
 
     def find(self, num_bytes: int) -> Slot[Owner] | None:
         """The free slot of the ring that was used longest ago and is large enough, if any."""
@@ -483,6 +497,17 @@ def reduction_slots(keeps_free_memory: bool) -> int:
     return 2 if keeps_free_memory else 1
 
 
+def is_hardly_more(num_bytes: Sequence[int]) -> bool:
+    """Return whether reductions of these sizes are hardly more than the largest of them alone.
+
+    A launch then gives the others no time to travel, and they stay in flight.
+    """
+    return sum(num_bytes) - max(num_bytes) <= max(num_bytes) // _HARDLY_MORE
+
+
+_HARDLY_MORE: Final = 256
+
+
 @define(eq=False)
 class PlannedGradients:
     """Of one flat buffer."""
@@ -526,7 +551,7 @@ class ReductionPlan:
     def launch(self, gradients: PlannedGradients) -> None:
         """The last of them has come."""
         self._in_flight.append(gradients)
-        while len(self._in_flight) > 1:
+        while not is_hardly_more([each.num_bytes for each in self._in_flight]):
             self._finish()
 
     def flush(self) -> None:

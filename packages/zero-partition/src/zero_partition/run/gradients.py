@@ -34,7 +34,13 @@ from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.precision import Scaling
-from zero_partition.plan.slots import Slot, SlotPool, keeps_free_memory, reduction_slots
+from zero_partition.plan.slots import (
+    Slot,
+    SlotPool,
+    is_hardly_more,
+    keeps_free_memory,
+    reduction_slots,
+)
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientGuard, GradientShard
@@ -89,7 +95,8 @@ T = TypeVar("T")
 # So reductions advance in step: whenever one is launched, those before it go one hop further, the
 # oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
 # hops travels beside those of the next two buffers. Its slot is free after the first of them
-# (docs/decisions/0038-reductions-advance-in-step.md).
+# (docs/decisions/0038-reductions-advance-in-step.md). A buffer that is tiny beside what is in
+# flight, such as that of a last norm after the head's, fills in no time, and nothing advances.
 
 # NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
 # while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
@@ -886,14 +893,15 @@ class GradientReducer:
             g.refuse_to_sum_again()
 
     def _launch(self, g: BufferGradients) -> None:
-        """Begin a reduction; those before it go one hop further."""
+        """Begin a reduction; those before it go one hop further, unless it is tiny beside them."""
         if g.reduction is not None:
             self._end(g)
         self._ensure_accumulator(g)
         before = tuple(self._in_flight)
         self._in_flight.append(g)  # first, so that what an exception leaves of it is found there
         g.launch()
-        self._advance(before)
+        if not is_hardly_more([other.wire_bytes for other in self._in_flight]):
+            self._advance(before)
 
     def _end(self, g: BufferGradients) -> None:
         while g.reduction is not None:

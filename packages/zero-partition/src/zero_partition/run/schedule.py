@@ -265,7 +265,7 @@ class Schedule:
             return
         self._reshard_idle()
         self._leave_slots()
-        viewed = [slot for slot in self.pool.slots if slot.has_memory]
+        viewed = [slot for slot in self.pool.slots if slot.allocated_bytes]
         if viewed:
             self._generation += 1
         for slot in viewed:  # first: who has one believes that it has memory

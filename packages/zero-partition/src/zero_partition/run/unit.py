@@ -22,7 +22,7 @@ from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
-from zero_partition.torch_private import num_viewers, own_parameters, plain_access, version_of
+from zero_partition.torch_private import own_parameters, plain_access, version_of
 
 
 @define(eq=False, repr=False)
@@ -202,10 +202,9 @@ class Unit:
         """
         self.reshard()
         slot = self.slot
-        if slot is None or slot.memory is None or slot.owner is not self or self.secondary:
+        if slot is None or slot.owner is not self or self.secondary or slot.is_viewed:
             return
-        if num_viewers(slot.memory) == slot.num_views + 1:  # `memory` itself
-            slot.leave()
+        slot.leave()
 
     def forget_memory(self) -> None:
         """The memory of its slot is given back; the slot stays assigned."""
@@ -332,7 +331,7 @@ class Unit:
             previous.give_up_slot()
         self.slot.owner = self
         with torch.inference_mode(False):  # views outlive the mode that is on now
-            memory = self.slot.allocate(pool.device)
+            memory = self.slot.allocate(pool.device, self.plan.num_bytes)
             if not self._full:
                 self._view_slot(memory)
                 self.slot.num_views += len(self._full) + sum(map(len, self._views))
