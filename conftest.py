@@ -1,8 +1,16 @@
-"""One thread for each process that tests run in, and the order of a simulated device's streams."""
+"""One thread for each process that tests run in, the order of a simulated device, and cases.
+
+Where all tests run, one case of N of a test marked `drawn(N)` does, and half of the cases of an
+unmarked test with ranks that has many. ZERO_SEED, which the header shows, draws them. All run where
+a file or a test is named on the command line, with `-k`, and with ZERO_CASES=all, as before a
+release.
+"""
 
 import os
 import re
 import secrets
+from collections import defaultdict
+from random import Random
 
 import pytest
 
@@ -12,6 +20,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Programs that tests let fail leave no reports.
 os.environ["ZERO_REPORT"] = "off"
+
+# Workers and ranks are children of this process: they draw the same.
+os.environ.setdefault("ZERO_SEED", str(secrets.randbelow(10**6)))
+
+MANY_CASES = 6  # a table of all stages is whole
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the mode for this process, and those that it starts: workers, and ranks."""
+    """Declare the marker. Set the mode for this process, and those it starts: workers, ranks."""
+    config.addinivalue_line("markers", "drawn(of): one case of so many runs, unless all are asked")
     given, is_simulated = config.getoption("--mode"), config.getoption("--device", "cpu") == "sim"
     if given is not None and not is_simulated:
         raise pytest.UsageError(f"--mode {given} is for --device sim; leave it out, or add that")
@@ -34,8 +48,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["SIM_MODE"] = f"random:{secrets.randbelow(10**6)}" if mode == "random" else mode
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say the mode, by which a run can be repeated."""
-    if config.getoption("--device", "cpu") != "sim":
-        return None
-    return f"simulated device: --mode {os.environ['SIM_MODE']}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say the seed and the mode, by which a run can be repeated."""
+    is_simulated = config.getoption("--device", "cpu") == "sim"
+    mode = [f"simulated device: --mode {os.environ['SIM_MODE']}"] if is_simulated else []
+    return [f"ZERO_SEED={os.environ['ZERO_SEED']}", *mode]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the cases that are not drawn."""
+    is_named = config.option.keyword or any(".py" in each for each in config.args)
+    if is_named or os.environ.get("ZERO_CASES") == "all":
+        return
+    by_test = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        by_test[item.nodeid.partition("[")[0]].append(item)
+    dropped = set[pytest.Item]()
+    for name, cases in by_test.items():
+        mark = cases[0].get_closest_marker("drawn")
+        has_ranks = {"ranks", "group"} & {*getattr(cases[0], "fixturenames", ())}
+        of = mark.args[0] if mark else 2 if has_ranks and len(cases) >= MANY_CASES else 1
+        draw = Random(f"{os.environ['ZERO_SEED']} {name}")
+        dropped.update(draw.sample(cases, len(cases) - -(-len(cases) // of)))
+    config.hook.pytest_deselected(items=[*dropped])
+    items[:] = [each for each in items if each not in dropped]

@@ -41,6 +41,7 @@ from zero_offload import BudgetError
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.ranks(timeout_s=60)
 def test_gradients_are_of_parameters_that_lack_the_last_update_alone(

@@ -253,6 +253,7 @@ def test_ranks_go_on_or_are_told_that_they_cannot(
     assert not wrong, f"seed {SEED}: " + "\n".join(wrong)
 
 
+@pytest.mark.drawn(3)
 @_OF_THIS_THREAD
 @pytest.mark.ranks(2, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("name", _FEW_CASES)

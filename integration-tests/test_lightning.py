@@ -66,6 +66,7 @@ def test_manual_optimization_and_closures_that_are_repeated_are_those_of_ddp_str
             loops.assert_same(got, expected, group=group, what=f"stage {stage}")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.ranks(timeout_s=180)
 @pytest.mark.parametrize("kind", ["another each time", "the one it keeps", "by the same trainer"])
 def test_a_second_fit_is_that_of_ddp_strategy(group: Group, kind: str) -> None:

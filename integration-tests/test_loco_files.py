@@ -16,6 +16,8 @@ from zero_engine import FileError, Wire
 from zero_engine.testing import MANIFEST, unsealed
 from zero_partition.seams import find_sharded, loco_state
 
+pytestmark = pytest.mark.drawn(2)
+
 LOCO = Loco(reset_T=5)  # they are forgotten after the fifth step
 WIRE: dict[str, Any] = {"gradients": "int4", "levels": 2, "loco": LOCO}
 

@@ -17,6 +17,8 @@ from zero_comm import Group
 from zero_engine.planning.tables import in_units
 from zero_partition import memory_report
 
+pytestmark = pytest.mark.drawn(2)
+
 
 class _Kept(logging.Handler):
     def __init__(self) -> None:

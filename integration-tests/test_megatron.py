@@ -183,6 +183,7 @@ def test_the_norm_is_that_of_all_tensor_parallel_ranks(group: Group, stage: int)
         torch.testing.assert_close(norm, total.sqrt())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("stage", "expert"), [(0, 2), (1, 4), (2, 2), (3, 2)])
 def test_experts_have_the_ranks_that_megatron_gives_them(

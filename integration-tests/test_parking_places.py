@@ -36,6 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_parked_wherever_its_parts_rest_and_goes_on(
     ranks, tmp_path: Path, name: str

@@ -19,6 +19,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["adamw"](model.parameters())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("first", [0, 10, 20])
 @pytest.mark.ranks(timeout_s=120)
 def test_a_random_model_trains_as_plain(group: Group, first: int) -> None:

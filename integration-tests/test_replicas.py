@@ -24,6 +24,8 @@ from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_engine.testing import MANIFEST, unsealed
 from zero_partition import PartitionError
 
+pytestmark = pytest.mark.drawn(2)
+
 BLOCK = 64 * 64
 NUM_BLOCKS = 4
 PSI = NUM_BLOCKS * BLOCK  # parameters of parity.Chain

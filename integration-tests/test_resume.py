@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Precision
 
+pytestmark = pytest.mark.drawn(2)
+
 SAVED_AT, MORE = 2, 3
 PLACES = ("device", "host", "disk")
 SHORT: Final = (Cell(1, "host"), Cell(2), Cell(3, "device", "disk"), Cell(3, "disk", "host"))

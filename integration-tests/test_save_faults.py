@@ -401,6 +401,7 @@ def test_what_is_read_stays_until_it_was_read(
     assert {path.name for path in tmp_path.iterdir()} == {tag or "step-4", "latest"}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("tag", ["", "same"])
 def test_a_load_beside_a_job_that_keeps_one_checkpoint_finds_a_whole_one(
     tmp_path: Path, tag: str

@@ -19,6 +19,8 @@ from zero_comm.testing import equal
 from zero_engine import FileError, Offload, Precision
 from zero_partition import LoadError, StateError
 
+pytestmark = pytest.mark.drawn(2)
+
 MOMENTS = "exp_avg", "exp_avg_sq"
 
 

@@ -581,6 +581,7 @@ def test_torchs_own_clipping_says_what_to_call(group: Group, stage: int) -> None
     optimizer.step()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_plan_counts_this_ranks_parts(group: Group, stage: int) -> None:

@@ -294,6 +294,7 @@ def _rows(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, 2 * x
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", range(4))
 def test_experts_in_a_pipeline_train_and_are_saved_as_in_one_process(

@@ -136,6 +136,7 @@ class _AsOnGPU(transformers.Trainer):
         self.accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "way",
     [

@@ -325,6 +325,7 @@ def test_a_second_loss_is_right_or_refused(
         assert_close(zero_engine.full_param(ours), theirs.detach())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_is_entered_by_any_way(group: Group, stage: int) -> None:
     """DeepSpeed's scripts call methods of `engine.module`, and parts of it."""

@@ -13,6 +13,8 @@ import pytest
 import simulated_device
 from simulated_device import build
 
+pytestmark = pytest.mark.drawn(2)
+
 HERE = Path(simulated_device.__file__).parent.parent
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from zero_engine import failure
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(2)]
 
 UNITS: Final = ["0", "1", "2", "3"]
 SCRIPT: Final = f"""
