@@ -7,29 +7,33 @@ import shutil
 import statistics
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zero_comm
 import zero_engine
-from harness import Row, by_figure, ratio, suite, take_turns, timed
+from harness import Row, by_figure, check_known, proc_fields, ratio, suite, take_turns, timed
 from model import BYTES, SHAPES, build_model
 from team import Team
 from torch import Tensor
 from zero_offload import DiskStore, HostArena
 
 RANKS: Final = 2
-WAYS: Final = ("limit", "in place", "save", "saver", "overlap", "torch.save", "dcp")
+WAYS: Final = (
+    *("limit", "in place", "save", "saver", "overlap"),
+    *("torch.save", "safetensors", "dcp", "dcp async"),
+)
 BLOCK_BYTES: Final = 4 * 2**20  # of the limit
 NUM_WRITERS: Final = 4
-FIGURES: Final = ("write_s", "blocked_s", "read_s")
+FIGURES: Final = ("write_s", "blocked_s", "read_s", "write_peak", "read_peak")
 
 
 @suite(
@@ -40,11 +44,14 @@ FIGURES: Final = ("write_s", "blocked_s", "read_s")
     ("torch.save /", "write_s torch.save / it", ".2f"),
     ("blocked s", "blocked_s", ".2f"),
     ("of save", "blocked_of_save", ".2f"),
+    ("peak MB", "write_peak", ".0f", 1e-6),
     ("read s", "read_s", ".2f"),
     ("of limit", "read_s limit / it", ".2f"),
     ("torch.load /", "read_s torch.save / it", ".2f"),
+    ("peak MB", "read_peak", ".0f", 1e-6),
     path=(str, "a folder on the disk"),
     model={"choices": SHAPES, "default": "119m"},
+    ways=([*WAYS], "in their order; 1b needs 24 GiB for save and dcp"),
     rounds=(5, "turns of each way"),
 )
 def saving(options: Namespace) -> list[Row]:
@@ -53,35 +60,42 @@ def saving(options: Namespace) -> list[Row]:
     Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same
     tensors go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is
     blocked, and how long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's
-    own part with fsync, by `torch.distributed.checkpoint` of the same parts, and plainly, which is
-    the limit: as one new file of each rank, past the page cache, from memory, in blocks of which
-    several are on their way. What the disk does where a file lies already (`DiskStore`) is shown
-    beside it: a file system has more to do for a new one. Then all is read again, from the disk:
-    the kernel is told to forget the files before. A ratio is that of two turns of one round; time
-    is that of the slowest rank, from a barrier on. Training is blocked in the call and, with
-    overlap, for as long as the step after the next forward and backward takes longer than one that
-    has nothing to wait for.
+    own part with fsync, by safetensors likewise, by `torch.distributed.checkpoint` of the same
+    parts, also its `async_save`, and plainly, which is the limit: as one new file of each rank,
+    past the page cache, from memory, in blocks of which several are on their way. What the disk
+    does where a file lies already (`DiskStore`) is shown beside it: a file system has more to do
+    for a new one. Then all is read again, from the disk: the kernel is told to forget the files
+    before. A ratio is that of two turns of one round; time is that of the slowest rank, from a
+    barrier on. Training is blocked in the call and, with overlap, for as long as the step after the
+    next forward and backward takes longer than one that has nothing to wait for. A peak is what a
+    rank's memory grows by at most, buffers kept from the round before not counted.
     """
+    check_known("ways", options.ways, WAYS)
     with (
         tempfile.TemporaryDirectory(dir=options.path) as folder,
         Team(
-            "bench_saving:ways", world_size=RANKS, model_name=options.model, folder=folder
+            "bench_saving:ways",
+            world_size=RANKS,
+            model_name=options.model,
+            folder=folder,
+            chosen=options.ways,
         ) as team,
     ):
         options.bytes = sum(team.ask("count"))
-        turns = {way: partial(team.slowest, way) for way in WAYS}
+        turns = {way: partial(team.slowest, way) for way in options.ways}
         found = take_turns(turns, options.rounds)  # the first loads what is loaded on first use
-    rows: list[Row] = [{"way": way} for way in WAYS]
+    rows: list[Row] = [{"way": way} for way in options.ways]
     for name, seconds in by_figure(found, *FIGURES).items():
         for row in rows:
             mine = seconds[row["way"]]
             row |= {name: statistics.median(mine), f"{name}_of_rounds": mine}
-            if all(mine):  # overlap reads nothing
-                for other in ("limit", "torch.save", "save"):
+            if all(mine) and name.endswith("_s"):  # overlap reads nothing
+                for other in {"limit", "torch.save", "save"} & {*options.ways}:
                     row.update(ratio(seconds[other], mine, f"{name} {other} / it"))
-    blocked_s = rows[WAYS.index("save")]["blocked_s"]
+    blocked_s = [row["blocked_s"] for row in rows if row["way"] == "save"]
     for row in rows:
-        row["blocked_of_save"] = row["blocked_s"] / blocked_s
+        if blocked_s:
+            row["blocked_of_save"] = row["blocked_s"] / blocked_s[0]
         for what in ("write", "read"):
             seconds = row[f"{what}_s"]
             row[f"{what}_gb_per_s"] = options.bytes / seconds / 1e9 if seconds else 0.0
@@ -99,8 +113,8 @@ class Way:
     read: Callable[[], object] | None = None
     finish: Callable[[], object] | None = None  # what else there is to write, beside training
 
-    def turn(self, place: Path) -> tuple[float, float, float]:
-        """Seconds of writing, of being blocked, and of reading.
+    def turn(self, place: Path) -> tuple[float, ...]:
+        """Seconds of writing, of being blocked, and of reading; bytes at the peaks of both.
 
         What the round before has left in the place is deleted first, which is not to save, and the
         kernel forgets what it has of the files before they are read.
@@ -109,19 +123,32 @@ class Way:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
         dist.barrier()
+        resting = _begin_peak()
         blocked_s = timed(self.write)()
         finish_s = timed(self.finish)() if self.finish else 0.0
+        write_peak = _peak() - resting
         dist.barrier()
         for path in place.rglob("*"):
             if path.is_file():
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         dist.barrier()
+        resting = _begin_peak()
         read_s = timed(self.read)() if self.read else 0.0
-        return blocked_s + finish_s, blocked_s, read_s
+        return blocked_s + finish_s, blocked_s, read_s, write_peak, _peak() - resting
 
 
-def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
+def _begin_peak() -> int:
+    """Forget the peak of this process; returns the bytes that it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    return 1024 * int(proc_fields("self/status")["VmHWM"].split()[0])
+
+
+def ways(model_name: str, folder: str, chosen: Collection[str]) -> dict[str, Callable[[], Any]]:
     """The job of a rank."""
     model = build_model(SHAPES[model_name], seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -133,15 +160,17 @@ def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     optimizer.zero_grad()
     parts = dict(_parts(optimizer))
     num_bytes = sum(part.nbytes for part in parts.values())
-    memory = HostArena("limit").allocate(num_bytes)
     place, rank = Path(folder), dist.get_rank()
-    store = DiskStore(place)
-    store.allocate({"all": num_bytes})
+    memory, store = torch.empty(0, dtype=torch.uint8), DiskStore(place)
+    if {"limit", "in place"} & {*chosen}:
+        memory = HostArena("limit").allocate(num_bytes)
+        store.allocate({"all": num_bytes})
     # With memory from round to round.
     saver = zero_engine.Saver(place / "saver", model, optimizer)
     overlapped = zero_engine.Saver(place / "overlap", model, optimizer, overlap=True)
     tokens = torch.randint(0, BYTES, (1, SHAPES[model_name].sequence))
     limit, own = place / "limit" / str(rank), place / "torch.save" / f"{rank}.pt"
+    safe = place / "safetensors" / f"{rank}.safetensors"
     state = {f"rank {rank} {name}": part for name, part in parts.items()}
 
     def load(way: str) -> Callable[[], object]:
@@ -152,6 +181,13 @@ def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
         dist.barrier()
         return timed(optimizer.step)()
 
+    own_group: Any = dist.new_group(backend="gloo")  # of torch's thread that saves
+    pending: list[Any] = []
+
+    def save_async() -> None:
+        folder = place / "dcp async"
+        pending[:] = [dcp.async_save(state, checkpoint_id=folder, process_group=own_group)]
+
     def overlap() -> Sequence[float]:
         alone, after = min(step() for _ in range(3)), []
         write = partial(overlapped.save, step=1)
@@ -160,8 +196,8 @@ def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
             after.append(step())
             overlapped.wait()
 
-        write_s, blocked_s, read_s = Way(write, finish=finish).turn(place / "overlap")
-        return write_s, blocked_s + max(0.0, after[0] - alone), read_s
+        write_s, blocked_s, *others = Way(write, finish=finish).turn(place / "overlap")
+        return write_s, blocked_s + max(0.0, after[0] - alone), *others
 
     found = {
         "limit": Way(
@@ -177,6 +213,12 @@ def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
         ),
         "saver": Way(partial(saver.save, step=1), load("saver"), saver.wait),
         "torch.save": Way(lambda: _torch_save(parts, own), lambda: _torch_load(parts, own)),
+        "safetensors": Way(lambda: _save_safe(parts, safe), lambda: _load_safe(parts, safe)),
+        "dcp async": Way(
+            save_async,
+            lambda: dcp.load(state, checkpoint_id=place / "dcp async"),
+            lambda: pending.pop().result(),
+        ),
         "dcp": Way(
             lambda: dcp.save(state, checkpoint_id=place / "dcp"),
             lambda: dcp.load(state, checkpoint_id=place / "dcp"),
@@ -214,6 +256,18 @@ def _torch_save(parts: dict[str, Tensor], path: Path) -> None:
         torch.save({name: part.clone() for name, part in parts.items()}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _save_safe(parts: dict[str, Tensor], path: Path) -> None:
+    safetensors.torch.save_file(parts, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _load_safe(parts: dict[str, Tensor], path: Path) -> None:
+    with safetensors.safe_open(path, "pt") as file:
+        for name, part in parts.items():
+            part.copy_(file.get_tensor(name))
 
 
 def _torch_load(parts: dict[str, Tensor], path: Path) -> None:

@@ -30,6 +30,7 @@ SHAPES: Final = {
     "tiny": Shape(num_layers=2, width=64, num_heads=2, sequence=16, batch=2),
     "25m": Shape(num_layers=8, width=512, num_heads=8, sequence=128, batch=4),
     "119m": Shape(num_layers=6, width=1280, num_heads=20, sequence=32, batch=1),
+    "1b": Shape(num_layers=20, width=2048, num_heads=16, sequence=32, batch=1),
 }
 
 

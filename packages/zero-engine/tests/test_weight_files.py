@@ -52,6 +52,15 @@ def test_any_run_of_elements_is_what_was_written(tmp_path: Path, name: str) -> N
             found, expected = reader.read(start, stop), tensor.reshape(-1)[start:stop]
             assert found.dtype == expected.dtype
             assert torch.equal(found.double(), expected.double()), (key, edges)
+            for memory in (
+                torch.empty_like(expected),
+                torch.empty(expected.shape, dtype=torch.float64),
+                torch.empty(2 * expected.numel(), dtype=expected.dtype)[::2],
+            ):
+                version = memory._version
+                reader.read_into(memory, start)
+                assert torch.equal(memory.double(), expected.double()), (key, edges)
+                assert memory._version > version or not memory.numel()  # autograd hears of it
 
 
 def test_folders_of_torchs_files_are_read_where_there_are_no_better_ones(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from attrs import define, field, frozen
 
@@ -148,7 +149,7 @@ def _lock(folder: int, kind: int) -> None:
         pass
 
 
-def open_regular(path: Path, folder: OpenFolder | None = None) -> BinaryIO:
+def open_regular(path: Path, folder: OpenFolder | None = None) -> FileIO:
     """Open a file to read, unbuffered; by its name in `folder`, if that is given. Local.
 
     A pipe would wait for ever for somebody who writes, and a device may have no end.
@@ -164,7 +165,7 @@ def open_regular(path: Path, folder: OpenFolder | None = None) -> BinaryIO:
         os.close(file)
         what = _KINDS.get(kind, "something else")
         raise FileError(f"{path}: expected a regular file, got {what}; remove it")
-    return os.fdopen(file, "rb", buffering=0)
+    return FileIO(file, "rb")
 
 
 def read_regular(path: Path, folder: OpenFolder | None = None) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
@@ -212,10 +214,12 @@ class Checkpoint:
 
     def verify(self, files: Iterable[str]) -> None:
         """See that some of its files are what they were when they were saved. Local."""
-        for name in files:
-            damage = _find_damage(self.path / name, self.manifest.files[name], self.folder)
-            if damage is not None:
-                raise FileError(f"{damage}; {other_tags(self.path.parent, self.manifest.tag)}")
+        with ThreadPoolExecutor(1) as ahead:
+            for name in files:
+                facts = self.manifest.files[name]
+                damage = _find_damage(self.path / name, facts, self.folder, ahead)
+                if damage is not None:
+                    raise FileError(f"{damage}; {other_tags(self.path.parent, self.manifest.tag)}")
 
 
 def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
@@ -232,12 +236,17 @@ def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
     return SplitReader(Range(said.shape, said.dtype, tuple(runs)), said.split)
 
 
-def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder) -> str | None:
+def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder, ahead: Executor) -> str | None:
+    """Say what is wrong with a file; `ahead` reads the next part of it meanwhile."""
     try:
-        num_bytes, crc32 = 0, 0
+        num_bytes, crc32, parts = 0, 0, deque(bytearray(_VERIFIED_BYTES) for _ in range(2))
         with open_regular(path, folder) as file:
-            while chunk := file.read(_VERIFIED_BYTES):
-                num_bytes, crc32 = num_bytes + len(chunk), zlib.crc32(chunk, crc32)
+            coming = ahead.submit(file.readinto, parts[0])
+            while count := coming.result():
+                part = memoryview(parts[0])[:count]
+                parts.rotate()
+                coming = ahead.submit(file.readinto, parts[0])
+                num_bytes, crc32 = num_bytes + count, zlib.crc32(part, crc32)
     except FileError as error:
         return str(error)
     except OSError as error:

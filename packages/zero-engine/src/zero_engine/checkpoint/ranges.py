@@ -9,8 +9,9 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from attrs import frozen
@@ -120,7 +121,7 @@ class TensorFile:
             ) from error
 
 
-def _read_header(file: BinaryIO) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
+def _read_header(file: FileIO) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if length > LARGEST_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
@@ -156,9 +157,15 @@ class FileRun:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
-        path, key, dtype = self.file.path, self.key, self.dtype
+        out = torch.empty(max(0, stop - start), dtype=self.dtype, device="cpu")
+        self.read_into(out, start)
+        return out
+
+    def read_into(self, out: Tensor, start: int) -> None:
+        """Fill contiguous memory of this dtype on the CPU with the elements from `start` on."""
+        path, key, dtype, stop = self.file.path, self.key, self.dtype, start + out.numel()
         if stop <= start:
-            return torch.empty(0, dtype=dtype, device="cpu")
+            return
         if key not in self.file.tensors:
             raise FileError(f"{path}: expected a tensor {key!r}; there is none")
         stored, shape, begin = self.file.tensors[key]
@@ -168,7 +175,6 @@ class FileRun:
                 f"{path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
                 f"{num_bytes} bytes"
             )
-        out = torch.empty(stop - start, dtype=dtype, device="cpu")
         first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
             with open_regular(path, self.file.folder) as file:
@@ -178,7 +184,6 @@ class FileRun:
             raise FileError(f"{path}: cannot be read: {error.strerror}") from error
         if view:
             raise FileError(f"{path}: expected {len(view)} more bytes at {first}")
-        return out
 
 
 @final
@@ -223,15 +228,35 @@ class Range(AbstractRangeReader):
         Raises:
             FileError: A file is missing, or is not what it was said to be.
         """
-        parts, begin = [], 0
-        for run in self.runs:
-            first, last = max(start - begin, 0), min(stop - begin, run.numel)
-            if first < last:
-                parts.append(run.read(first, last))
-            begin += run.numel
+        parts = [run.read(first, last) for run, first, last in self._runs_in(start, stop)]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device="cpu")
+
+    def read_into(self, memory: Tensor, start: int) -> None:
+        """Fill 1-D memory with the elements from `start` on; from files without a copy, if it can.
+
+        Raises:
+            FileError: A file is missing, or is not what it was said to be.
+        """
+        is_plain = type(memory) is Tensor and memory.device.type == "cpu"
+        is_as_in_files = is_plain and memory.dtype == self.dtype and memory.stride(0) == 1
+        for run, first, last in self._runs_in(start, start + memory.numel()):
+            part, memory = memory[: last - first], memory[last - first :]
+            if isinstance(run, FileRun) and is_as_in_files:
+                run.read_into(part.detach(), first)
+                part[:0].zero_()  # autograd hears of the write
+            else:
+                part.copy_(run.read(first, last))
+
+    def _runs_in(self, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
+        """Runs with some of these elements, and which of the run's own they are."""
+        begin = 0
+        for run in self.runs:
+            first, last = max(start - begin, 0), min(stop - begin, run.numel)
+            if first < last:
+                yield run, first, last
+            begin += run.numel
 
     def whole(self) -> Tensor:
         """All of it, in its shape."""

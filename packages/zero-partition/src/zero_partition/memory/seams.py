@@ -233,3 +233,7 @@ class AbstractRangeReader(ABC):
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor: 1-D, of `dtype`, on the CPU."""
+
+    def read_into(self, memory: Tensor, start: int) -> None:
+        """Fill 1-D memory, of any dtype and device, with the elements from `start` on."""
+        memory.copy_(self.read(start, start + memory.numel()))

@@ -78,7 +78,7 @@ def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
 def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
     """Fill 1-D memory with elements of a reader, some at a time."""
     for part in in_chunks(span, reader.dtype):
-        memory[part.shifted(-span.start).as_slice()].copy_(reader.read(part.start, part.stop))
+        reader.read_into(memory[part.shifted(-span.start).as_slice()], part.start)
 
 
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
