@@ -2,8 +2,8 @@
 
 Where all tests run, one case of N of a test marked `drawn(N)` does, and half of the cases of an
 unmarked test with ranks that has many. ZERO_SEED, which the header shows, draws them. All run where
-a file or a test is named on the command line, with `-k`, and with ZERO_CASES=all, as before a
-release.
+a file or a test is named on the command line, or with `-k`. ZERO_CASES decides it otherwise: "all",
+as before a release, or "drawn".
 """
 
 import os
@@ -58,7 +58,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop the cases that are not drawn."""
     is_named = config.option.keyword or any(".py" in each for each in config.args)
-    if is_named or os.environ.get("ZERO_CASES") == "all":
+    if os.environ.get("ZERO_CASES", "all" if is_named else "drawn") == "all":
         return
     by_test = defaultdict[str, list[pytest.Item]](list)
     for item in items:

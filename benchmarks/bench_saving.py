@@ -113,7 +113,7 @@ class Way:
     read: Callable[[], object] | None = None
     finish: Callable[[], object] | None = None  # what else there is to write, beside training
 
-    def turn(self, place: Path) -> tuple[float, ...]:
+    def turn(self, place: Path, parts: Collection[Tensor]) -> tuple[float, ...]:
         """Seconds of writing, of being blocked, and of reading; bytes at the peaks of both.
 
         What the round before has left in the place is deleted first, which is not to save, and the
@@ -123,7 +123,7 @@ class Way:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
         dist.barrier()
-        resting = _begin_peak()
+        resting = _begin_peak(parts)
         blocked_s = timed(self.write)()
         finish_s = timed(self.finish)() if self.finish else 0.0
         write_peak = _peak() - resting
@@ -133,13 +133,18 @@ class Way:
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         dist.barrier()
-        resting = _begin_peak()
+        resting = _begin_peak(parts)
         read_s = timed(self.read)() if self.read else 0.0
         return blocked_s + finish_s, blocked_s, read_s, write_peak, _peak() - resting
 
 
-def _begin_peak() -> int:
-    """Forget the peak of this process; returns the bytes that it has now."""
+def _begin_peak(parts: Collection[Tensor]) -> int:
+    """Forget the peak of this process; returns the bytes that it has now.
+
+    Shared memory counts from its first use by this process on, so every page of it is read.
+    """
+    for part in parts:
+        torch.empty(0).set_(part.untyped_storage())[::1024].sum()  # plain: a shard refuses sums
     Path("/proc/self/clear_refs").write_text("5")
     return _peak()
 
@@ -196,7 +201,9 @@ def ways(model_name: str, folder: str, chosen: Collection[str]) -> dict[str, Cal
             after.append(step())
             overlapped.wait()
 
-        write_s, blocked_s, *others = Way(write, finish=finish).turn(place / "overlap")
+        write_s, blocked_s, *others = Way(write, finish=finish).turn(
+            place / "overlap", parts.values()
+        )
         return write_s, blocked_s + max(0.0, after[0] - alone), *others
 
     found = {
@@ -224,7 +231,7 @@ def ways(model_name: str, folder: str, chosen: Collection[str]) -> dict[str, Cal
             lambda: dcp.load(state, checkpoint_id=place / "dcp"),
         ),
     }
-    verbs = {name: partial(way.turn, place / name) for name, way in found.items()}
+    verbs = {name: partial(way.turn, place / name, parts.values()) for name, way in found.items()}
     return {"count": lambda: num_bytes, "overlap": overlap, **verbs}
 
 

@@ -23,7 +23,8 @@ state rests, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for 
 `hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
 ZeroRedundancyOptimizer under DDP, `torch_zro` torch's.
 
-No figure here is of a GPU: [what a GPU has run](gpu.md).
+Figures of `device` are simulated, and compare systems on one device
+([how far they can be believed](decisions/0065-steps-of-a-cluster-are-simulated.md)). No figure here is of a GPU: [what a GPU has run](gpu.md).
 """
 
 

@@ -59,6 +59,22 @@ def _plain(model: GPT, setting: Setting) -> Step:
     return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
 
 
+def _apart(model: GPT, setting: Setting) -> Step:
+    """Update this rank's part of the parameters, and communicate nothing."""
+    largest_first = sorted(model.parameters(), key=lambda param: -param.numel())
+    mine = largest_first[setting.rank :: setting.world_size]
+    optimizer = AdamW(mine, lr=setting.lr, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def _ddp(model: GPT, setting: Setting) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -386,6 +402,7 @@ _ALWAYS: Final = {"torch_zro", *(f"{k}{n}" for k in ("zero", "deepspeed") for n 
 def _rows() -> Iterator[System]:
     fsdp = ("torch.distributed.fsdp",)
     yield System("alone", _plain, is_alone=True)
+    yield System("apart", _apart, is_variant=True)
     yield System("ddp", _ddp)
     for name, given in _ZRO.items():
         library = given.get("library", "zero_partition")

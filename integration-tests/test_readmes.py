@@ -56,6 +56,19 @@ def test_the_names_that_a_page_shows_exist(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("package", [*OURS.split("|")])
+def test_a_package_says_how_large_it_is(package: str) -> None:
+    """To the twentieth part."""
+    folder = ROOT / f"packages/zero-{package}"
+    files = [*(folder / "src").rglob("*.py")]
+    [said] = re.findall(
+        r"^Its size: ([\d,]+) lines of Python", (folder / "README.md").read_text(), re.M
+    )
+
+    num_lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert int(said.replace(",", "")) == pytest.approx(num_lines, rel=0.05)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     """To a file or folder that is there, and to a heading of it."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from zero_offload import DiskSettings, DiskStore, HostArena, residence
+from zero_offload import DiskSettings, DiskStore, HostArena, StoreError, residence
 from zero_offload.testing import SYSTEM, OffloadedShards, RecordingStore
 
 
@@ -34,6 +34,24 @@ def test_a_shard_read_ahead_of_a_write_is_read_anew() -> None:
     assert into.unique().tolist() == [20]
     shards.end()
     assert store.sizes() == {}
+
+
+def test_a_write_that_failed_does_not_hide_the_one_after_it() -> None:
+    """Its values were kept as those that the disk lacks, and read for ever after."""
+    shards = OffloadedShards(
+        HostArena("shards"), lambda: RecordingStore(is_lazy=False, fails=("write", 0))
+    )
+    shards.allocate({0: torch.empty(100, device="meta")})
+    for value in (1, 2):
+        shards.open(0, reads=False).fill_(value)
+        shards.close(0)
+    with pytest.raises(StoreError, match="injected"):
+        shards.settle()
+
+    into = torch.zeros(100)
+    shards.read(0, into).wait()
+    assert into.unique().tolist() == [2]
+    shards.end()
 
 
 class _Copy:

@@ -21,7 +21,7 @@ from .torch_private import modules_being_called
 
 @define(eq=False)
 class _CheckpointedForward:
-    """Stands where `module(...)` looks for `forward`; the module's own hooks are around it."""
+    """Callable in a module's own dict that replaces its `forward`; hooks run outside of it."""
 
     _module: ref[nn.Module]  # which owns it; weak, as there would be a cycle through parameters
     _own: Callable[..., Any] | None  # a forward that the instance had before, not of its class
@@ -45,7 +45,7 @@ class _CheckpointedForward:
         return inspect.signature(self._inside(self.module))
 
     def _caller(self) -> nn.Module:
-        """The module that is called: ours, or one that shares its dict (a replica of it)."""
+        """Return the module that is called: ours, or a replica whose dict has this object too."""
         if not torch.compiler.is_compiling():
             module = next(modules_being_called(), None)
             if module is not None and vars(module).get("forward") is self:
@@ -53,7 +53,10 @@ class _CheckpointedForward:
         return self.module
 
     def _inside(self, module: nn.Module) -> Callable[..., Any]:
-        """As a method of the module, from which the checkpointer knows names and buffers."""
+        """Return the original `forward` bound to `module`.
+
+        The checkpointer finds the layer's name and buffers by the module of this method.
+        """
         own = self._own
         if own is None:
             return MethodType(type(module).forward, module)
@@ -62,7 +65,10 @@ class _CheckpointedForward:
         return MethodType(lambda _, *args, **kwargs: own(*args, **kwargs), module)
 
     def remove(self) -> None:
-        """Let the module be as before; inside of what others have put around since, do nothing."""
+        """Restore the module's previous `forward`.
+
+        Where other code has wrapped this object since, it stays, and only calls the original.
+        """
         self.is_active = False
         if vars(self.module).get("forward") is self:
             if self._own is None:
@@ -71,14 +77,17 @@ class _CheckpointedForward:
                 self.module.__dict__["forward"] = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For the copy of its module, which copies its dict after itself."""
+        """Return the replacement for a copy of the module.
+
+        The copy is in `memo` already, since the dict of a module is copied after the module.
+        """
         copied = deepcopy(self.module, memo)
         other = _CheckpointedForward(ref(copied), deepcopy(self._own, memo), self.checkpointer)
         other.is_active = self.is_active
         return other
 
     def __reduce__(self) -> Any:
-        """A pickled model is the plain one: how it is checkpointed belongs to the run."""
+        """Pickle the original `forward`: a pickled model is plain, as checkpointing is per run."""
         if self._own is None:
             return getattr, (self.module, "forward")
         return _same, (self._own,)
@@ -91,17 +100,17 @@ def _same(value: Any) -> Any:
 @final
 @define(eq=False)
 class CheckpointedModules:
-    """What `checkpoint_modules` did to a model, for undoing it."""
+    """Modules of a model that `checkpoint_modules` changed; `remove` undoes the change."""
 
     _forwards: Mapping[str, _CheckpointedForward]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the modules that are checkpointed, in the order of `named_modules()`."""
+        """Names of the modules that are checkpointed, in the order of `named_modules()`."""
         return tuple(self._forwards)
 
     def remove(self) -> None:
-        """Checkpoint their calls no longer. Graphs that exist are computed again as before."""
+        """Stop checkpointing calls of the modules. Graphs that exist already still recompute."""
         for forward in self._forwards.values():
             forward.remove()
 
@@ -111,23 +120,25 @@ def checkpoint_modules(
 ) -> CheckpointedModules:
     """Checkpoint every call of some modules of a model, in place. Local.
 
-    Each gets a `forward` of its own, inside its hooks: these run once a call. Names, classes,
-    `state_dict` and hooks stay; deep copies are checkpointed too, pickles are plain. A module may
-    be selected inside another, and is then computed again up to twice. What is kept inside of them
-    the checkpointer decides: `Checkpointer(keeps=inside(model, by_name("layers.*.attention")))`.
+    Each module gets a `forward` of its own. Its hooks are outside of that, and so run once per
+    call. Names, classes, `state_dict` and hooks do not change; deep copies are checkpointed too,
+    pickles are plain. A module may be selected inside another, and is then computed again up to
+    twice. The checkpointer decides what is kept inside of the modules:
+    `Checkpointer(keeps=inside(model, by_name("layers.*.attention")))`.
 
-    It may come before or after `zero_engine.shard`. Models of transformers must not hand a cache
-    from layer to layer: `use_cache=False`.
+    Call it before or after `zero_engine.shard`. Models of transformers must not pass a cache from
+    layer to layer: `use_cache=False`.
 
     Args:
-        model: Whose modules; the model itself has the name "".
-        policy: Which: `by_type(Block)`, `by_name("layers.*")`, `every_nth(2, ...)`, or any function
-            from a dict of modules by name to the names selected.
-        checkpointer: How; one of its own when None.
+        model: Model that has the modules; its own name is "".
+        policy: Modules to checkpoint: `by_type(Block)`, `by_name("layers.*")`,
+            `every_nth(2, ...)`, or any function from a dict of modules by name to the names
+            selected.
+        checkpointer: Checkpointer of the calls; a new `Checkpointer()` when None.
 
     Raises:
-        CheckpointError: The policy selects none, or what is not there, or what is checkpointed
-            already, or what is never called. Nothing has changed then.
+        CheckpointError: The policy selects no module, or one that does not exist, is checkpointed
+            already, or is never called. Nothing has changed then.
     """
     checkpointer = Checkpointer() if checkpointer is None else checkpointer
     selected = select(model, policy, "checkpoint_modules()")

@@ -1,4 +1,4 @@
-"""The tensors in a call's arguments, apart from everything else in it."""
+"""Calls, with the tensors of their arguments separated from everything else."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def replace_in(
 ) -> Any:
     """Return the same value with `replace(x)` in place of each `x` of a kind, depth first.
 
-    Looks into dicts, lists, tuples (named ones too), subclasses of these, and dataclasses. What
-    holds something to replace is copied, and with `copies` every dict, list, set and deque; all
-    else is the very same object.
+    Looks into dicts, lists, tuples (named ones too), subclasses of these, and dataclasses. A
+    container of something to replace is copied; with `copies`, so is every dict, list, set and
+    deque. Everything else is the same object.
     """
     if isinstance(value, kind):
         return replace(value)
@@ -70,18 +70,18 @@ _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 
 class _Place(int):
-    """The number of an input, where it was."""
+    """Index that replaces an input among the arguments."""
 
 
 _LEAVES: Final = (*_PLAIN, _Place, FunctionType, MethodType, type)
 
 
 class _Input(NamedTuple):
-    """What savers do not keep of a tensor."""
+    """Properties of an input tensor that savers do not keep."""
 
     requires_grad: bool
     version: int
-    kind: type[Tensor] | None  # a subclass that Python alone knows of, and what it has
+    kind: type[Tensor] | None  # a subclass without dispatch of its own; else None
     attributes: dict[str, Any]
 
     @classmethod
@@ -105,11 +105,11 @@ class _Input(NamedTuple):
 class Call:
     """A function and its arguments, with numbers in place of tensors.
 
-    Parameters stay themselves: they are there anyway, and where ZeRO shards them, the function
+    Parameters are kept by reference: they exist anyway, and where ZeRO shards them, the function
     gathers them for as long as it uses them.
 
-    Lists, dicts, sets and deques are copies of what was given, and are copied for each call: what
-    the function puts into them when it is computed again does not reach the caller's.
+    Lists, dicts, sets and deques are copies of those given, and are copied for each recomputation,
+    so that what the function puts into them then does not reach those of the caller.
     """
 
     function: Callable[..., Any]
@@ -120,7 +120,7 @@ class Call:
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, list[Tensor]]:
-        """The call, and its inputs: each tensor once, in the order of the arguments. Local."""
+        """Return the call and its inputs: each tensor once, in the order of arguments. Local."""
         places: dict[int, _Place] = {}
         inputs: list[Tensor] = []
         params: dict[nn.Parameter, int] = {}
@@ -139,13 +139,13 @@ class Call:
         return cls(function, arguments, known, params, _sizes_in(arguments)), inputs
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
-        """Call it with these inputs, detached ones."""
+        """Call the function with these inputs, after detaching them."""
         fresh = [known.again(tensor) for known, tensor in zip(self._inputs, inputs, strict=True)]
         args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place], copies=True)
         return self.function(*args, **kwargs)
 
     def check_params(self, layer: str, when: str) -> None:
-        """Raise CheckpointError if a parameter among the arguments was written since."""
+        """Raise CheckpointError if a parameter among the arguments was written in place since."""
         for param, version in self.params.items():
             if version_of(param) != version:
                 raise CheckpointError(
@@ -155,9 +155,10 @@ class Call:
                 )
 
     def check_unwritten(self, inputs: Sequence[Tensor], layer: str) -> None:
-        """Raise CheckpointError if the function wrote to an input: it could not begin again.
+        """Raise CheckpointError if the function wrote to an input: it could not run again.
 
-        Or if it put a tensor into a list of an object that it was given, which is not copied.
+        Raise it too if the function changed the number of tensors in a list of an object that it
+        was given: such lists are not copied.
         """
         self.check_params(layer, "by itself")
         for where, size in _sizes_in(self._arguments).items():

@@ -44,17 +44,18 @@ class Checkpointer:
     """Runs functions whose activations are dropped, and computed again in backward.
 
     Args:
-        saver: What is kept of a function's inputs; the inputs as they are when None.
-        tracker: Named rngs, restored for the second run too; one of its own when None.
+        saver: Saver that keeps a function's inputs until backward; a `KeepSaver`, which keeps them
+            as they are, when None.
+        tracker: Named rngs, restored for the second run too; a new `RngTracker` when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
-        synchronizes: Whether the device is waited for at the edges of each run.
-        verifies: Of which calls to verify that the second run did what the first one did; none
-            when None.
+        synchronizes: Whether the host waits for the device before and after each run.
+        verifies: How often to verify that the second run did what the first one did; never when
+            None.
         profiles: Whether to measure calls, for `timings` and `profile_table`.
         keeps: Decides, for each call of an operator in a function's first run, whether its output
             is kept, so that the operator need not run again: `MATMULS`, or any function of an
-            `OperatorCall`. Kept are new tensors in memory of their own that nobody writes to before
-            backward; other calls run again whatever it says. None keeps nothing.
+            `OperatorCall`. Only new tensors in memory of their own that nobody writes to before
+            backward are kept; other calls run again whatever it returns. None keeps nothing.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -109,7 +110,7 @@ class Checkpointer:
         Local, unless the saver splits inputs over ranks. Outputs, gradients and random numbers
         are, to the bit, those of `function(*args, **kwargs)`: for the second run every generator
         (the CPU's, those of the devices of tensors in the arguments, every rng of the tracker) and
-        autocast are as they were for the first, and afterwards as they were before it. Buffers that
+        autocast are as they were for the first, and after it as they were before it. Buffers that
         a module writes in training (batch norm's statistics) are written once. Where gradients
         are off, nothing is kept at all.
 
@@ -117,29 +118,31 @@ class Checkpointer:
         knows nothing of savers, rngs and `keeps`: where this checkpointer has any, the graph breaks
         here, and the function runs as it is.
 
-        The keyword arguments of torch's `checkpoint` are for this one too. Either `use_reentrant`
-        and either `preserve_rng_state` is fulfilled by what is said above; of `context_fn`,
-        `determinism_check`, `debug` and `early_stop` only what this checkpointer does is accepted.
+        Keyword arguments of torch's `checkpoint` are accepted too. `use_reentrant` and
+        `preserve_rng_state` may have either value: the behavior above satisfies both. `context_fn`,
+        `determinism_check`, `debug` and `early_stop` must have the value for what this checkpointer
+        does.
 
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
                 with the same arguments.
-            *args: Tensors anywhere in nested dicts, lists, tuples and dataclasses, and all else but
-                a bool as the first, which Megatron's `checkpoint` takes for
+            *args: Anything, with tensors anywhere in nested dicts, lists, tuples and dataclasses.
+                The first must not be a bool, which Megatron's `checkpoint` takes for
                 `distribute_saved_activations`; see `checkpoint_distributed`.
-            **kwargs: Likewise, and torch's. `functools.partial` gives the function a first bool, or
-                a keyword argument of one of torch's names.
+            **kwargs: Likewise, and those of torch's `checkpoint`. Use `functools.partial` to give
+                the function a bool as first argument, or a keyword argument of one of torch's
+                names.
 
         Returns:
             What the function returns.
 
         Raises:
-            CheckpointError: The first argument is a bool, or an argument of torch's asks for what
-                is not done. The function wrote in place to a tensor that it was given, or forked
-                another tracker than this one's; or this is inside a transform of torch.func. In
-                backward: an input or weight was written in place meanwhile.
+            CheckpointError: The first argument is a bool, or an argument of torch's `checkpoint`
+                has a value that is not accepted. The function wrote in place to a tensor that it
+                was given, or forked another tracker than this one's; or this is inside a transform
+                of torch.func. In backward: an input or weight was written in place meanwhile.
             NondeterminismError: In backward: the second run saved other tensors than the first,
-                or, of a call that is verified, other values.
+                or, if the call is verified, other values.
         """
         if args and isinstance(args[0], bool):
             raise CheckpointError(
@@ -157,9 +160,10 @@ class Checkpointer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`checkpoint` as Megatron calls it: each call says whether inputs are split over ranks.
+        """Call `checkpoint` with Megatron's argument that decides whether to split inputs.
 
-        Whatever else was configured holds. Collective over the model-parallel group if it splits.
+        The rest of the configuration applies. Collective over the model-parallel group if inputs
+        are split over it.
 
         Raises:
             CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.
@@ -181,7 +185,7 @@ class Checkpointer:
         *,
         saver: AbstractSaver | None = None,
     ) -> Any:
-        """As `checkpoint`, with the function's own arguments, whatever they are and are called."""
+        """Call a function as `checkpoint` does, with any values and names as its arguments."""
         saver = self.saver if saver is None else saver
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -247,7 +251,11 @@ class Checkpointer:
     _record_uncompiled = uncompiled(_record)
 
     def _without_torchs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The function's own; raise for one of torch's checkpoint that asks for something else."""
+        """Return the function's own keyword arguments, without those of torch's `checkpoint`.
+
+        Raises:
+            CheckpointError: One of torch's has a value that is not accepted.
+        """
         own, either = dict(kwargs), (True, False)
         for name, accepted, remedy in (
             ("use_reentrant", (*either, None), "there is one mechanism, which is not reentrant"),
@@ -268,24 +276,24 @@ class Checkpointer:
         return own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
-        """Itself: a copy of a model that holds it is checkpointed as the model is."""
+        """Return itself: a copy of a model that refers to it is checkpointed as the model is."""
         return self
 
     def name_layer(self, module: nn.Module, name: str) -> None:
-        """What to call a module in messages and timings, before its first call.
+        """Set the name of a module in messages and timings; to be called before its first call.
 
-        Otherwise the name of its class, with a number from the second one on.
+        The default is the name of its class, with a number from the second module of it on.
         """
         self._layers.names[module] = name
 
     def timings(self) -> list[Timing]:
-        """Where the time of each layer's calls went, in the order of first calls. Local.
+        """Return the times that each layer's calls took, in the order of first calls. Local.
 
-        Measured on the host, or where inputs are on an accelerator by events on its current stream,
-        for which nobody waits before this is called.
+        Times are measured on the host, or, where inputs are on an accelerator, by events on its
+        current stream. The host waits for these events here, not before.
 
         Raises:
-            CheckpointError: Nothing is measured.
+            CheckpointError: Calls are not measured.
         """
         if self._profile is None:
             raise CheckpointError(
@@ -295,10 +303,10 @@ class Checkpointer:
         return self._profile.timings()
 
     def profile_table(self) -> str:
-        """The timings as text, one line per layer. Needs tabulate.
+        """Return the timings as text, one line per layer. Needs tabulate.
 
         Raises:
-            CheckpointError: Nothing is measured, or tabulate is not installed.
+            CheckpointError: Calls are not measured, or tabulate is not installed.
         """
         return table_of(self.timings())
 
@@ -316,27 +324,27 @@ class Checkpointer:
         synchronize: bool | None = None,
         profile: bool | None = None,
     ) -> None:
-        """Decide how calls from now on are checkpointed, with DeepSpeed's names for it.
+        """Configure how later calls are checkpointed, by DeepSpeed's argument names.
 
-        An argument beats the file's section `activation_checkpointing`, which beats the default
-        (False). What an earlier call decided is forgotten, but for `mpu_` and the number of layers.
-        The saver that the constructor was given is replaced. Collective over the model-parallel
-        group if inputs are split over it, local otherwise.
+        An argument takes precedence over the file's section `activation_checkpointing`, and that
+        over the default (False). Settings of an earlier call are forgotten, but for `mpu_` and the
+        number of layers. The saver that the constructor was given is replaced. Collective over the
+        model-parallel group if inputs are split over it, local otherwise.
 
         Args:
-            mpu_: Says which ranks split single layers: an object with `get_*_rank`,
-                `get_*_world_size` and `get_*_group` for `tensor_model_parallel`, `slice_parallel`
-                or `model_parallel`, or a DeviceMesh of one dimension. None keeps the one before; at
-                first there is none, and this rank has its layers for itself.
+            mpu_: Ranks that split single layers: an object with `get_*_rank`, `get_*_world_size`
+                and `get_*_group` for `tensor_model_parallel`, `slice_parallel` or
+                `model_parallel`, or a DeviceMesh of one dimension. None keeps that of an earlier
+                call; without an earlier one, layers are not split over ranks.
             deepspeed_config: A dict, the path of a JSON file, or an object with
                 `activation_checkpointing_config`.
-            partition_activations: Each rank keeps its part of each input, and all gather them
-                before they compute again.
-            contiguous_checkpointing: Inputs go to buffers that are made once.
-            num_checkpoints: For so many calls, that is checkpointed layers.
-            checkpoint_in_cpu: Inputs go to host memory.
-            synchronize: The device is waited for at the edges of each call.
-            profile: Times are measured.
+            partition_activations: Whether each rank keeps its shard of each input; ranks gather
+                the inputs before they recompute.
+            contiguous_checkpointing: Whether inputs are copied to buffers that are allocated once.
+            num_checkpoints: Number of checkpointed layers that these buffers are allocated for.
+            checkpoint_in_cpu: Whether inputs are copied to host memory.
+            synchronize: Whether the host waits for the device before and after each run.
+            profile: Whether times are measured, for `timings`.
 
         Raises:
             CheckpointError: `mpu_` is no mpu, an argument or key is of the wrong type, a key is
@@ -359,7 +367,7 @@ class Checkpointer:
         self._is_configured = True
 
     def _with(self, name: str, value: Any, where: str) -> Configuration:
-        """As is configured, but for one argument of `configure`."""
+        """Return the configuration with one argument of `configure` checked and replaced."""
         return evolve(self._configuration, **{name: checked(name, value, where)})
 
     def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
@@ -370,14 +378,14 @@ class Checkpointer:
         self._configuration, self._model_parallel = configuration, model_parallel
 
     def is_configured(self) -> bool:
-        """Whether `configure` has been called."""
+        """Return whether `configure` has been called."""
         return self._is_configured
 
     def set_num_layers(self, num_layers: int) -> None:
-        """Say how many layers are checkpointed, for contiguous buffers. Local.
+        """Set the number of checkpointed layers, for contiguous buffers. Local.
 
         Raises:
-            CheckpointError: It is no int of 1 or more.
+            CheckpointError: `num_layers` is no int of 1 or more.
         """
         configuration = self._with("num_checkpoints", num_layers, "set_num_layers()")
         if configuration.contiguous_checkpointing:
@@ -391,17 +399,17 @@ class Checkpointer:
         Collective over that group.
 
         Raises:
-            CheckpointError: It is no bool.
+            CheckpointError: `partition_activation` is no bool.
         """
         where = "partition_activations_in_checkpoint()"
         configuration = self._with("partition_activations", partition_activation, where)
         self._configure(configuration, self._model_parallel)
 
     def reset(self) -> None:
-        """Have contiguous buffers made anew, all of them free and of any size. Local.
+        """Allocate contiguous buffers anew at the next call, all free and of any size. Local.
 
-        Graphs that exist keep theirs. Nobody needs to call it after an evaluation, as DeepSpeed's
-        users do: a buffer is free when its graph is.
+        Graphs that exist keep their buffers. Unlike with DeepSpeed, no call is needed after an
+        evaluation: a buffer is free when its graph is freed.
         """
         for saver in (self.saver, self._other_saver):
             if saver is not None:
@@ -424,11 +432,12 @@ class Checkpointer:
         set_state(self.tracker.device, seeded_state(self.tracker.device, default))
 
     def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
-        """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
+        """Reseed "model-parallel-rng" with `seed` + 2718 + this rank's number in its group. Local.
 
         Raises:
             UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
-            CheckpointError: As there; or another rng has the seed.
+            CheckpointError: The seed is no int of 64 bits, this is inside a fork of the tracker, or
+                another rng has the seed.
         """
         own = self._own_seed("model_parallel_reconfigure_tp_seed()", seed)
         self.tracker.reseed(MODEL_PARALLEL_RNG, own)
@@ -438,5 +447,5 @@ class Checkpointer:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of outputs of operators that `keeps` keeps now, on all devices together."""
+        """Bytes of operators' outputs that are kept now by `keeps`, on all devices together."""
         return self._ledger.num_bytes

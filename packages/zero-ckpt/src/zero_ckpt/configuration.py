@@ -1,4 +1,4 @@
-"""What `configure` was told, from its arguments and from a section of DeepSpeed's file."""
+"""Configuration from the arguments of `configure` and a section of DeepSpeed's file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GETTERS: Final = ("get_{}_rank", "get_{}_world_size", "get_{}_group")
 
 @frozen
 class ModelParallel:
-    """Rank, world size and process group; asked for when needed, since an mpu may start later."""
+    """Getters of rank, world size and process group; called late, as an mpu may start later."""
 
     rank: Callable[[], int]
     world_size: Callable[[], int]
@@ -36,7 +36,10 @@ class ModelParallel:
 
     @classmethod
     def of(cls, mpu: Any) -> ModelParallel:
-        """Of an mpu or a DeviceMesh of one dimension; of a rank alone for None. Local."""
+        """Return the getters of an mpu or a DeviceMesh of one dimension. Local.
+
+        None means a single rank.
+        """
         if mpu is None:
             return cls(lambda: 0, lambda: 1, lambda: None)
         if _is_mesh(mpu):
@@ -57,7 +60,7 @@ class ModelParallel:
         )
 
     def group(self) -> Group | None:
-        """The ranks that inputs are split over; None for one. Collective among them."""
+        """Return the ranks that inputs are split over; None if only one. Collective among them."""
         world_size = self.world_size()
         if world_size == 1:
             return None
@@ -99,7 +102,7 @@ _KEYS: Final = {  # of the section, by argument of `configure`
 
 @frozen
 class Configuration:
-    """How inputs are kept, and what else is done around each call: arguments of `configure`."""
+    """Settings for keeping inputs and for each call, named as the arguments of `configure`."""
 
     partition_activations: bool = False
     contiguous_checkpointing: bool = False
@@ -117,7 +120,10 @@ class Configuration:
             )
 
     def saver(self, model_parallel: ModelParallel) -> AbstractSaver:
-        """What keeps inputs so. Collective over the model-parallel group if it splits them."""
+        """Return a saver for these settings.
+
+        Collective over the model-parallel group if it splits inputs.
+        """
         group = model_parallel.group() if self.partition_activations else None
         num_slots = self.num_checkpoints if self.contiguous_checkpointing else None
         if group is None and num_slots is None and not self.checkpoint_in_cpu:
@@ -126,7 +132,7 @@ class Configuration:
 
 
 def checked(name: str, value: Any, where: str) -> Any:
-    """The value, if it is of the type of this argument of `configure`; else CheckpointError."""
+    """Return the value if it is valid for argument `name` of `configure`; else CheckpointError."""
     if name == "num_checkpoints":
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(f"{where}: expected an int of 1 or more, got {value!r}")
@@ -138,9 +144,10 @@ def checked(name: str, value: Any, where: str) -> Any:
 def configuration_of(
     source: Any, arguments: Mapping[str, Any], num_checkpoints: int | None
 ) -> Configuration:
-    """From the arguments of `configure` that are not None, else from the file, else the defaults.
+    """Return a configuration from arguments that are not None, else the file, else the defaults.
 
-    The file is its `deepspeed_config`; the number of layers is as it was where neither says.
+    `arguments` are those of `configure`, and `source` is its `deepspeed_config`, the file.
+    `num_checkpoints` is the previous number of layers, used where neither has one.
     """
     section = _section_of(source)
     found = {"num_checkpoints": num_checkpoints}

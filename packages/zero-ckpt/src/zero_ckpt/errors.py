@@ -1,4 +1,4 @@
-"""What can go wrong when a function is run a second time, one type per remedy."""
+"""Errors of running a function a second time, one type per remedy."""
 
 
 class CheckpointError(RuntimeError):

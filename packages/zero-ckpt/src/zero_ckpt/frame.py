@@ -1,4 +1,4 @@
-"""One call of a checkpointed function: what it saved is dropped, and computed again when asked."""
+"""One call of a checkpointed function: saved tensors are dropped, and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from .verify import Witness
 
 
 class AbstractCompanion(ABC):
-    """What goes along with both runs of one call: measures, compares, keeps more. One per call."""
+    """Extra work around both runs of one call: measuring, comparing, keeping. One per call."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the function's first run."""
+        """Return the context of the function's first run."""
 
     @abstractmethod
     def recompute(self) -> AbstractContextManager[Any]:
-        """Around each later one; left by an exception of ours when nothing more is needed."""
+        """Return the context of each later run; left by `_Stop` once nothing more is needed."""
 
 
 class AutocastState(NamedTuple):
@@ -61,7 +61,7 @@ class AutocastState(NamedTuple):
 
     @classmethod
     def capture(cls) -> tuple[AutocastState, ...]:
-        """Of the CPU and the accelerator, as it is now. Local."""
+        """Return the current states of the CPU and of the accelerator. Local."""
         device = accelerator()
         cache = torch.is_autocast_cache_enabled()
         return tuple(
@@ -73,10 +73,10 @@ class AutocastState(NamedTuple):
 @final
 @define(eq=False)
 class RecomputeLock:
-    """Held by the thread that recomputes: one at a time, as generators are shared."""
+    """Lock of the thread that recomputes: one thread at a time, as generators are shared."""
 
     _lock: RLock = field(factory=RLock, init=False)
-    _holders: list[int] = field(factory=list, init=False)  # its thread, as often as it is inside
+    _holders: list[int] = field(factory=list, init=False)  # its thread id, once per nested entry
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -88,19 +88,19 @@ class RecomputeLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is inside of a recomputation."""
+        """Return whether this thread is inside a recomputation."""
         return get_ident() in self._holders
 
 
 class _Stop(BaseException):
-    """Everything that backward needs has been computed. No `except Exception` stops it."""
+    """Signal that backward's tensors are all computed; no `except Exception` catches it."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
 
 
 class _Facts(NamedTuple):
-    """Of a tensor that autograd saves; both runs must agree on the first three."""
+    """Properties of a tensor that autograd saves; both runs must agree on the first three."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class _Facts(NamedTuple):
 
 @define(eq=False)
 class _Saved:
-    """What stands in a node for a tensor that is not kept."""
+    """Placeholder that an autograd node saves instead of a tensor that is not kept."""
 
     frame: Frame
     index: int
@@ -127,7 +127,7 @@ class _Saved:
 
 @define(eq=False)
 class Frame:
-    """One call. Lives as long as anything that it saved may be asked for."""
+    """One call; lives as long as autograd may ask for any of its saved tensors."""
 
     layer: str  # for messages
     call: Call
@@ -143,10 +143,10 @@ class Frame:
     _facts: list[_Facts] = field(factory=list, init=False)
     # What was computed again and is not yet asked for, with its memory's version at that time.
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
-    _backward: int = field(default=-1, init=False)  # for which that was
-    _is_over: bool = field(default=False, init=False)  # the first run, within which others may be
+    _backward: int = field(default=-1, init=False)  # number of the backward that `_found` is for
+    _is_over: bool = field(default=False, init=False)  # whether the first run has ended
     _last_node: int = field(default=-1, init=False)  # the number of the node that saved last
-    _may_stop: bool = field(default=True, init=False)  # once it has saved; see NOTE(stop)
+    _may_stop: bool = field(default=True, init=False)  # right after the last save; see NOTE(stop)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function for the first time."""
@@ -175,7 +175,7 @@ class Frame:
         return saved
 
     def find(self, saved: _Saved) -> Tensor:
-        """The tensor that it stands for. Collective where the inputs were split over ranks."""
+        """Return a placeholder's tensor. Collective where the inputs were split over ranks."""
         with self.lock:
             backward = current_backward()
             if backward == -1 or backward != self._backward:
@@ -279,7 +279,7 @@ class Synchronized(AbstractCompanion):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around either run."""
+        """Wait before and after either run."""
         _wait()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Outputs of operators that are kept, and stand in for the operators in the second run."""
+"""Outputs of operators that are kept in the first run and returned in the second one."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .torch_private import (
 
 @define(eq=False)
 class _Kept:
-    """What one call of an operator returned; counted for as long as it lives."""
+    """Output of one call of an operator; its bytes are in the ledger for as long as it lives."""
 
     arguments: tuple[Any, ...]  # shapes and dtypes
-    _output: Any  # aliases: the tensors themselves lead to their graph, which leads to us
-    _generators: Mapping[torch.device, Tensor]  # where they were afterwards, if it may draw
+    _output: Any  # aliases: the tensors refer to their graph, and that to us
+    _generators: Mapping[torch.device, Tensor]  # states after the call, if it may draw
     _storages: Storages
     _ledger: Ledger
     _watched: list[tuple[Tensor, int]] = field(factory=list, init=False)  # and their versions
@@ -58,19 +58,19 @@ class _Kept:
 
     @property
     def is_written(self) -> bool:
-        """Whether it is no longer what the operator returned."""
+        """Return whether the output was written in place after the operator returned it."""
         return any(version_of(tensor) != version for tensor, version in self._watched)
 
     def watch(self, aliases: Iterable[Tensor]) -> None:
-        """A write to one of these writes to what is kept."""
+        """Record versions of aliases: a write in place to one of them changes the output."""
         self._watched += ((alias, version_of(alias)) for alias in aliases)
 
     def lies_in(self, written: Storages) -> bool:
-        """Whether any of its memory is among this."""
+        """Return whether any storage of the output is among these."""
         return not self._storages.keys().isdisjoint(written)
 
     def stand_in(self) -> Any:
-        """What the operator would return, and do to generators."""
+        """Return new aliases of the output, and set generators to their states after the call."""
         for device, state in self._generators.items():
             set_state(device, state)
         return replace_in(self._output, Tensor, alias_of)
@@ -78,7 +78,7 @@ class _Kept:
 
 @define(eq=False)
 class Keeping(AbstractCompanion):
-    """Keeps what a policy decides to, in the first run; hands it out in each later one."""
+    """Outputs of operators that a policy keeps in the first run, and later runs return."""
 
     layer: str  # for messages
     policy: OperatorPolicy
@@ -91,7 +91,7 @@ class Keeping(AbstractCompanion):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Ask the policy about each call."""
+        """Keep the outputs of the first run that the policy selects, one call after another."""
         try:
             with _Mode(self._call_first):
                 yield
@@ -102,7 +102,10 @@ class Keeping(AbstractCompanion):
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Call only what is not kept. Unless the graph is retained, nothing is kept afterwards."""
+        """Run only operators whose outputs are not kept, and return those that are.
+
+        A backward that does not retain its graph drops them afterwards.
+        """
         if not self._calls and not self._has_inference:
             yield
             return
@@ -139,7 +142,7 @@ class Keeping(AbstractCompanion):
                 return
 
     def _keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
-        """If the policy says so, and it can be kept."""
+        """Return the output to keep; None if the policy does not select it or it cannot be kept."""
         if not self.policy(OperatorCall(operator, args, kwargs, output, self.ledger.num_bytes)):
             return None
         tensors = tensors_in(output)

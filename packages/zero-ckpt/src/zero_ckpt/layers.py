@@ -1,4 +1,4 @@
-"""Layers: who calls are counted for, what messages call them, and the buffers that they write."""
+"""Layers of checkpointed calls: their names, numbers of calls, and buffers that they write."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FORWARD: Final = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "<
 
 @define(eq=False)
 class Layer:
-    """A module, another method of one, or all functions of one name."""
+    """Name and calls of a module, of another method of one, or of all functions of one name."""
 
     name: str
     index: int  # in the order of first calls
-    calls: Iterator[int] = field(factory=count, init=False)  # those within recomputations aside
+    calls: Iterator[int] = field(factory=count, init=False)  # counts those outside recomputations
 
 
 @final
 @define(eq=False)
 class Layers:
-    """All that were called. Modules of one class are numbered in the order of their first calls."""
+    """Layers called so far. Modules of one class are numbered in the order of their first calls."""
 
     _modules: WeakKeyDictionary[nn.Module, dict[str, Layer]] = field(
         factory=WeakKeyDictionary, init=False
@@ -46,7 +46,7 @@ class Layers:
     _indexes: Iterator[int] = field(factory=count, init=False)
 
     def of(self, function: Callable[..., Any]) -> Layer:
-        """The layer of a function that is called."""
+        """Return the layer of a function that is called; created at its first call."""
         module, function = module_of(function), _inside(function)
         if module is None:
             name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -71,7 +71,7 @@ class Layers:
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is; also through functools.partial.
+    """Return the module that is called, or whose method is, also inside functools.partial; or None.
 
     Libraries write both partial(block, ...) and partial(Block.forward, block, ...).
     """
@@ -98,16 +98,16 @@ _LEAD_ON: Final = (nn.Module, FunctionType, MethodType, partial)
 @final
 @define(eq=False)
 class OnceWritten(AbstractCompanion):
-    """Puts buffers back after a recomputation, as forward has left them."""
+    """Buffers that forward wrote; writes of a recomputation to them are undone after it."""
 
     _buffers: list[Tensor]
     _written: list[Tensor] = field(factory=list, init=False)
 
     @classmethod
     def of(cls, function: Any, arguments: Iterable[Any] = ()) -> OnceWritten | None:
-        """For a module, its method, or a function that has modules; None if there is none.
+        """Return the buffers of a module, its method or a function's modules; None if none.
 
-        It has them in its closure, its defaults, or among its arguments.
+        A function's modules are those in its closure, its defaults and its arguments.
         """
         module = module_of(function)
         modules = _modules_behind((function, *arguments)) if module is None else [module]
@@ -116,7 +116,7 @@ class OnceWritten(AbstractCompanion):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See which it writes to."""
+        """Record the buffers that the first run writes to; small ones count as written."""
         versions = [version_of(buffer) for buffer in self._buffers]
         yield
         self._written = [
@@ -127,7 +127,7 @@ class OnceWritten(AbstractCompanion):
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Undo what it writes."""
+        """Restore the recorded buffers after a later run."""
         before = [buffer.detach().clone() for buffer in self._written]
         try:
             yield
@@ -138,7 +138,10 @@ class OnceWritten(AbstractCompanion):
 
 
 def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Those of their parts that are in training; `modules()`, at a third of the time."""
+    """Yield the buffers of submodules in training mode, the modules themselves included.
+
+    It walks the tree in a third of the time of `modules()`.
+    """
     parts = list(modules)
     found = set(parts)
     for part in parts:
@@ -151,7 +154,7 @@ def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _modules_behind(given: Iterable[Any]) -> Iterable[nn.Module]:
-    """Those among values and in the closures and defaults of functions, also in lists there."""
+    """Return modules among values, in closures and defaults of functions, and in lists of these."""
     found: dict[nn.Module, None] = {}
     values: list[Any] = []
     seen: set[int] = set()

@@ -16,7 +16,10 @@ _DEFAULT: Final = Checkpointer()
 
 
 def default_checkpointer() -> Checkpointer:
-    """Whose methods these functions are: it has the timings of `configure(profile=True)`, too."""
+    """Return the Checkpointer that these functions call.
+
+    It also has the timings of `configure(profile=True)`.
+    """
     return _DEFAULT
 
 
@@ -26,13 +29,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`: there is one mechanism, and it is not reentrant."""
+    """Call a function as `checkpoint` does, whose one mechanism is not reentrant."""
     return _DEFAULT.checkpoint(function, *args, **kwargs)
 
 
 @final
 class CheckpointFunction:
-    """The name that some code calls in place of `checkpoint`; no `torch.autograd.Function`."""
+    """Class whose `apply` some code calls instead of `checkpoint`; no `torch.autograd.Function`."""
 
     @staticmethod
     def apply(
@@ -41,7 +44,7 @@ class CheckpointFunction:
         """Call a function and drop its activations; see `Checkpointer.checkpoint`.
 
         Args:
-            function: What to call.
+            function: Function to call.
             choice: As Megatron gives it, whether inputs are split over the model-parallel group for
                 this call; see `Checkpointer.checkpoint_distributed`. Or, as DeepSpeed gives it, a
                 list that is extended by all outputs.
@@ -91,27 +94,27 @@ def configure(  # noqa: PLR0917  (as code that exists calls it)
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called."""
+    """Return whether `configure` has been called."""
     return _DEFAULT.is_configured()
 
 
 def set_num_layers(num_layers: int) -> None:
-    """Say how many layers are checkpointed; see `Checkpointer.set_num_layers`."""
+    """Set the number of checkpointed layers; see `Checkpointer.set_num_layers`."""
     _DEFAULT.set_num_layers(num_layers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Split inputs or stop it; see `Checkpointer.partition_activations_in_checkpoint`."""
+    """Split later inputs or not; see `Checkpointer.partition_activations_in_checkpoint`."""
     _DEFAULT.partition_activations_in_checkpoint(partition_activation)
 
 
 def reset() -> None:
-    """Have contiguous buffers made anew; see `Checkpointer.reset`."""
+    """Allocate contiguous buffers anew at the next call; see `Checkpointer.reset`."""
     _DEFAULT.reset()
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """The tracker whose rngs `checkpoint` restores; of the CPU where there is no accelerator."""
+    """Return the tracker whose rngs `checkpoint` restores; for the CPU without an accelerator."""
     return _DEFAULT.tracker
 
 
@@ -121,5 +124,5 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begin the model-parallel rng again; see the method of `Checkpointer`."""
+    """Reseed the model-parallel rng; see the method of `Checkpointer`."""
     _DEFAULT.model_parallel_reconfigure_tp_seed(seed)

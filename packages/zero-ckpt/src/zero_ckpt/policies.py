@@ -1,4 +1,4 @@
-"""What to keep and what to compute again: policies over operators, and over modules. All pure."""
+"""Policies for what to keep and what to recompute, over operators and over modules. All pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .torch_private import (
 
 @frozen(eq=False)
 class OperatorCall:
-    """One call of an operator inside a checkpointed function: what a policy decides by."""
+    """One call of an operator inside a checkpointed function, the argument of a policy."""
 
     operator: OpOverload
     args: tuple[Any, ...]
@@ -39,12 +39,12 @@ class OperatorCall:
 
     @property
     def name(self) -> str:
-        """Such as "aten::mm"; without the overload."""
+        """Name of the operator without its overload, such as "aten::mm"."""
         return _names_of(self.operator)[0]
 
     @property
     def output_bytes(self) -> int:
-        """Of the memory that would be kept."""
+        """Bytes of the storages that would be kept."""
         return sum(storages_in(self.output).values())
 
 
@@ -54,7 +54,7 @@ ModulePolicy = Callable[[Mapping[str, nn.Module]], Iterable[str]]
 
 @frozen
 class _ByOperator:
-    """Keeps the outputs of these: "aten::mm", or "aten::mm.default" for one overload."""
+    """Policy by operators' names: "aten::mm", or "aten::mm.default" for one overload."""
 
     names: frozenset[str]
 
@@ -81,31 +81,33 @@ class _Inside:
 
 
 def by_operator(*operators: str | OpOverload | OpOverloadPacket) -> OperatorPolicy:
-    """Keep what these operators compute.
+    """Return a policy that keeps the outputs of these operators.
 
     Args:
-        *operators: As autograd's kernels are called: "mm", "aten.mm", "mylib::attention",
+        *operators: Operators, or their names in `torch.ops`: "mm", "aten.mm", "mylib::attention",
             `torch.ops.aten.mm`, or one overload of it.
 
     Raises:
-        CheckpointError: There is no such operator; it returns views or writes to its arguments; or
-            it is made of others (matmul, linear), which are what is called.
+        CheckpointError: An operator does not exist; it returns views, returns no tensor, writes to
+            its arguments, or casts; or it is made of other operators (matmul, linear), which are
+            called in its place.
     """
     return _ByOperator(frozenset(map(_checked_name, operators)))
 
 
 def within_bytes(limit_bytes: int, policy: OperatorPolicy) -> OperatorPolicy:
-    """Keep what `policy` keeps, as long as the checkpointer then keeps no more than so much.
+    """Return a policy that keeps what `policy` keeps, while the total stays within a limit.
 
-    First come, first kept: layers early in forward, which are the last to be computed again. The
-    bytes are free again when backward has used them, or when their graph goes.
+    Outputs are kept in the order of forward until the limit is reached: those of early layers,
+    which are the last to be recomputed. Their bytes count no longer once backward has used them,
+    or once their graph is freed.
 
     Args:
-        limit_bytes: Of memory, on all devices together.
-        policy: What to keep if there is room; `lambda call: True` fills the room with anything.
+        limit_bytes: Limit for all outputs that the checkpointer keeps, on all devices together.
+        policy: Outputs to keep within the limit; `lambda call: True` keeps any.
 
     Raises:
-        CheckpointError: The limit is no int of 0 or more, or the policy is none.
+        CheckpointError: The limit is no int of 0 or more, or `policy` is no policy over operators.
     """
     if not isinstance(limit_bytes, int) or limit_bytes < 0:
         raise CheckpointError(
@@ -116,17 +118,17 @@ def within_bytes(limit_bytes: int, policy: OperatorPolicy) -> OperatorPolicy:
 
 
 def inside(model: nn.Module, policy: ModulePolicy) -> OperatorPolicy:
-    """Keep everything that is computed in calls of some modules, and so compute none of it again.
+    """Return a policy that keeps all that is computed in calls of some modules.
 
-    For a part of a checkpointed block that is dear to compute. A call is `module(...)`; one of
-    `module.forward(...)` goes unnoticed, and so does one inside compiled code.
+    Use it for a part of a checkpointed block that is expensive to compute again. A call is
+    `module(...)`; `module.forward(...)` is not noticed, nor is a call inside compiled code.
 
     Args:
-        model: Whose modules; in it the policy's names are looked up, now.
-        policy: Which of them: `by_name("layers.*.attention")`.
+        model: Model that has the modules; the policy's names are looked up in it now, not later.
+        policy: Modules of the model: `by_name("layers.*.attention")`.
 
     Raises:
-        CheckpointError: The policy selects none, or what is not there.
+        CheckpointError: The policy selects no module, or one that does not exist.
     """
     return _Inside(frozenset(ref(module) for module in select(model, policy, "inside()").values()))
 
@@ -152,7 +154,7 @@ MATMULS: Final[OperatorPolicy] = _ByOperator(
 
 
 def check_operator_policy(policy: Any, what: str) -> None:
-    """Raise CheckpointError for what is no policy over operators."""
+    """Raise CheckpointError if `policy` is no policy over operators."""
     if not callable(policy) or isinstance(policy, _MODULE_POLICIES):
         raise CheckpointError(
             f"{what}: expected a policy over operators (MATMULS, by_operator(...), "
@@ -162,7 +164,7 @@ def check_operator_policy(policy: Any, what: str) -> None:
 
 @functools.cache
 def _names_of(operator: OpOverload) -> tuple[str, str]:
-    """Without the overload, and with it."""
+    """Return an operator's name without its overload, and with it."""
     name = schema_of(operator).name
     return name, f"{name}.{overload_name(operator)}"
 
@@ -235,17 +237,17 @@ _MODULE_POLICIES: Final = (_ByName, _ByType, _EveryNth)
 
 
 def by_name(*patterns: str) -> ModulePolicy:
-    """Modules of these names: `layers.3`, `layers.*`, `**.attention`.
+    """Return a policy that selects modules by name: `layers.3`, `layers.*`, `**.attention`.
 
     Args:
-        *patterns: `*`, `?` and `[...]` stand for characters of one part of a name, between two
-            dots; a part `**` for any number of parts.
+        *patterns: Names, in which `*`, `?` and `[...]` match characters of one part, between two
+            dots, and a part `**` matches any number of parts.
     """
     return _ByName(patterns)
 
 
 def by_type(*kinds: type[nn.Module]) -> ModulePolicy:
-    """Modules of these classes and of their subclasses.
+    """Return a policy that selects modules of these classes and of their subclasses.
 
     Raises:
         CheckpointError: One is no class of modules.
@@ -257,7 +259,9 @@ def by_type(*kinds: type[nn.Module]) -> ModulePolicy:
 
 
 def every_nth(n: int, policy: ModulePolicy) -> ModulePolicy:
-    """Of those that `policy` selects, in its order: the first, and each n-th after it.
+    """Return a policy that selects the first and each n-th after it of what `policy` selects.
+
+    The order is that of `policy`.
 
     Raises:
         CheckpointError: `n` is no int of 1 or more.
@@ -268,7 +272,7 @@ def every_nth(n: int, policy: ModulePolicy) -> ModulePolicy:
 
 
 def select(model: nn.Module, policy: ModulePolicy, what: str) -> dict[str, nn.Module]:
-    """The modules that a policy selects, by name, in the order of `named_modules()`."""
+    """Return the modules that a policy selects, by name, in the order of `named_modules()`."""
     modules = dict(model.named_modules())
     if not callable(policy) or isinstance(policy, _OPERATOR_POLICIES):
         raise CheckpointError(f"{what}: {_EXPECTED}, got {policy!r}")

@@ -1,4 +1,4 @@
-"""Where the time of checkpointed calls goes, by layer."""
+"""Times that checkpointed calls take, by layer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Part = Literal["forward_s", "recompute_s", "gather_s", "copy_s"]
 class Timing:
     """Seconds that one layer took, in all its calls since the profile began.
 
-    Times of functions hold what was called inside of them: an inner checkpoint's forward counts for
-    both. What runs inside a recomputation counts as that recomputation only. Keeping and restoring
-    inputs is apart: `gather_s` of messages between ranks, `copy_s` of all else that a saver does.
+    Times of a function include the calls inside of it: an inner checkpoint's forward counts for
+    both. Calls inside a recomputation count as that recomputation only. Keeping and restoring
+    inputs is separate: `gather_s` for messages between ranks, `copy_s` for all else that a saver
+    does.
     """
 
     layer: str
@@ -62,14 +63,18 @@ class _Span:
         return self.start.elapsed_time(self.end) / 1000
 
     def own_s(self) -> float:
-        """What is to be counted: restoring inputs may gather them, or compute an outer layer."""
+        """Return the seconds to count: those of `copy_s` without the spans inside.
+
+        Restoring inputs may gather them, or recompute an outer layer, which have spans of their
+        own.
+        """
         inner_s = sum(span.whole_s() for span in self.inner) if self.part == "copy_s" else 0.0
         return self.whole_s() - inner_s
 
 
 @final
 class Profile:
-    """Measures, and adds up when it is asked. Waits for no device before that."""
+    """Measured times of all layers. Waits for no device before `timings` adds them up."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
@@ -79,7 +84,7 @@ class Profile:
 
     @contextmanager
     def measure(self, layer: str, part: Part, device: torch.device | None) -> Iterator[None]:
-        """What happens inside, on the host (None) or on a device's current stream."""
+        """Measure the time inside, on the host (None) or on a device's current stream."""
         stack: list[_Span] = self._open.__dict__.setdefault("spans", [])
         span = _Span(layer, part, self._moment(device))
         stack.append(span)
@@ -95,7 +100,7 @@ class Profile:
                 self._add_up([span for span in self._pending if span.is_over()])
 
     def timings(self) -> list[Timing]:
-        """By layer, in the order of first calls. Waits for the devices."""
+        """Return the timings by layer, in the order of first calls. Waits for the devices."""
         self._add_up(self._pending)
         return list(self._timings.values())
 
@@ -122,7 +127,7 @@ class Profile:
 @final
 @frozen(eq=False)
 class Timed(AbstractCompanion):
-    """Measures both runs of a call, and what is kept of its inputs."""
+    """Measurement of both runs of a call, and of keeping and restoring its inputs."""
 
     _profile: Profile
     _layer: str
@@ -130,25 +135,25 @@ class Timed(AbstractCompanion):
 
     @classmethod
     def of(cls, profile: Profile, layer: str, inputs: Sequence[Tensor]) -> Timed:
-        """On the accelerator that inputs are on, or else on the host."""
+        """Return a measurement on the accelerator that inputs are on, or else on the host."""
         devices = [tensor.device for tensor in inputs if tensor.device.type not in ("cpu", "meta")]
         return cls(profile, layer, devices[0] if devices else None)
 
     def measure(self, part: Part) -> AbstractContextManager[None]:
-        """What happens inside."""
+        """Return a context that measures the time inside as `part`."""
         return self._profile.measure(self._layer, part, self._device)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """The first run."""
+        """Return a context that measures the first run."""
         return self.measure("forward_s")
 
     def recompute(self) -> AbstractContextManager[Any]:
-        """A later one."""
+        """Return a context that measures a later run."""
         return self.measure("recompute_s")
 
 
 def table_of(timings: Sequence[Timing]) -> str:
-    """One line per layer."""
+    """Return the timings as text, one line per layer; CheckpointError without tabulate."""
     try:
         from tabulate import tabulate  # noqa: PLC0415
     except ImportError as error:

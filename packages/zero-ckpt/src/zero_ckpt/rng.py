@@ -17,14 +17,14 @@ from .torch_private import accelerator
 
 
 def get_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator: uint8, on the CPU."""
+    """Return the state of a device's default generator: uint8, on the CPU."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
 
 
 def set_state(device: torch.device, state: Tensor) -> None:
-    """Put back what `get_state` gave."""
+    """Set the state of a device's default generator to one from `get_state`."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -32,12 +32,12 @@ def set_state(device: torch.device, state: Tensor) -> None:
 
 
 def seeded_state(device: torch.device, seed: int) -> Tensor:
-    """The state that `manual_seed` would put the device's default generator in. Local."""
+    """Return the state that `manual_seed` would give the device's default generator. Local."""
     return torch.Generator(device).manual_seed(seed).get_state()
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """Where random numbers may be drawn: the devices of tensors, and the current accelerator."""
+    """Return accelerators where numbers may be drawn: those of tensors, and the current one."""
     found = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
     device = accelerator()
     if device is not None and torch.get_device_module(device).is_initialized():
@@ -66,8 +66,8 @@ class RngTracker:
     and different ones where each holds a part: so there is a second rng, seeded apart.
 
     Args:
-        device: Whose default generator is lent out; the current accelerator's, or else the CPU's,
-            when None.
+        device: Device whose default generator `fork` uses; the current accelerator, or else the
+            CPU, when None.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -78,7 +78,7 @@ class RngTracker:
 
     @property
     def device(self) -> torch.device:
-        """Whose default generator `fork` lends out."""
+        """Device whose default generator `fork` uses for an rng."""
         if self._device is not None:
             return self._device
         device = accelerator()
@@ -87,15 +87,16 @@ class RngTracker:
         return torch.device(device.type, torch.accelerator.current_device_index())
 
     def is_initialized(self) -> bool:
-        """Whether there is any rng."""
+        """Return whether the tracker has any rng."""
         return bool(self._states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make an rng. Local; the default one stays where it is.
+        """Add an rng. Local; the state of the default rng does not change.
 
         Args:
-            name: For `fork`.
-            seed: What `torch.manual_seed` takes. The numbers are those that it would give.
+            name: Name for `fork`.
+            seed: Seed as for `torch.manual_seed`, after which the default rng would draw the same
+                numbers.
 
         Raises:
             SeedInUseError: The name or the seed has been added before.
@@ -110,7 +111,7 @@ class RngTracker:
         self._seed("add", name, seed)
 
     def reseed(self, name: str, seed: int) -> None:
-        """Begin an rng again, from another seed. Local.
+        """Seed an rng anew. Local.
 
         Raises:
             UnknownRngError: Nobody added it.
@@ -123,12 +124,13 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, draw from the rng of that name; afterwards, raised or not, from the one before.
+        """Draw from the rng of that name inside; afterwards, also on errors, from the one before.
 
-        Forks nest: an rng goes on where it was left, whichever fork that was in.
+        Forks nest: an rng continues from its last state, whichever fork drew from it last.
 
         Raises:
             UnknownRngError: Nobody added it.
+            CheckpointError: This is inside a checkpoint that restores another tracker.
         """
         self._known("fork", name)
         if any(other is not self for other in _restored.get()):
@@ -154,14 +156,14 @@ class RngTracker:
                 set_state(outer.device, self._states[outer.name])
 
     def get_states(self) -> dict[str, Tensor]:
-        """Where every rng is: uint8 tensors on the CPU, by name; for `set_states`, and to save."""
+        """Return the state of each rng by name, uint8 on the CPU; for `set_states`, and to save."""
         states = dict(self._states)
         if self._lent is not None:
             states[self._lent.name] = get_state(self._lent.device)
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Have these rngs and no others, where they were when `get_states` was called. Local.
+        """Replace all rngs by those of `states`, which `get_states` returned. Local.
 
         Raises:
             CheckpointError: This is inside a `fork`; a name is no str; or a state is not that of a
@@ -171,15 +173,15 @@ class RngTracker:
         self._states = self._checked_states("set_states", states)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a training checkpoint: `states` as `get_states` gives them, and `seeds` by name.
+        """Return `states` of `get_states`, and `seeds` by name, for a training checkpoint.
 
-        Local; each rank of a model-parallel group has its own. Nothing but dicts, tensors and ints:
-        `torch.load(weights_only=True)` reads it.
+        Local; each rank of a model-parallel group has its own. It contains only dicts, tensors and
+        ints, which `torch.load(weights_only=True)` reads.
         """
         return {"states": self.get_states(), "seeds": dict(self._seeds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, in place of all that there is; its seeds are in use.
+        """Replace all rngs and seeds by those of a `state_dict`; these seeds count as in use.
 
         Raises:
             CheckpointError: This is inside a `fork`; `state` is not of the form that `state_dict`
@@ -219,11 +221,11 @@ class RngTracker:
         self._states, self._seeds = {}, {}
 
     def capture(self) -> tuple[dict[str, Tensor], ForkedRng | None]:
-        """All that `restore` puts back, inside a `fork` as well. Local."""
+        """Return the arguments for `restore`, inside a `fork` as well. Local."""
         return self.get_states(), self._lent
 
     def restore(self, states: Mapping[str, Tensor], lent: ForkedRng | None) -> None:
-        """Put back what `capture` gave, and the default generator too if it was lent out then."""
+        """Restore rngs from `capture`, and the default generator too if that was in a `fork`."""
         self._states, self._lent = dict(states), lent
         if lent is not None:
             set_state(lent.device, self._states[lent.name])
@@ -253,7 +255,7 @@ class RngTracker:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Around both runs of a checkpointed function, for the second of which it is restored."""
+        """Mark both runs of a checkpointed function, whose second run restores this tracker."""
         token = _restored.set((*_restored.get(), self))
         try:
             yield
@@ -261,7 +263,7 @@ class RngTracker:
             _restored.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
-        """Itself: copies of a model draw from the same rngs, as they do from the default one."""
+        """Return itself: copies of a model draw from the same rngs, as from the default one."""
         return self
 
     def _check_not_lent(self, where: str) -> None:
@@ -293,7 +295,7 @@ class RngTracker:
 
 
 def seed_of(where: str, seed: Any) -> int:
-    """The seed as an int; CheckpointError if `torch.manual_seed` would not take it."""
+    """Return the seed as an int; CheckpointError if `torch.manual_seed` would not take it."""
     try:
         value = operator.index(seed)  # numpy's integers too
     except TypeError:
@@ -324,22 +326,22 @@ _CPU: Final = torch.device("cpu")
 
 @frozen
 class RngSnapshot:
-    """Of the CPU's generator, those of devices, and every rng of a tracker; each a uint8 tensor."""
+    """States of the CPU's and devices' generators and of all rngs of a tracker, uint8 tensors."""
 
     tracker: RngTracker
     _devices: Mapping[torch.device, Tensor]
     _tracked: Mapping[str, Tensor]
-    _lent: ForkedRng | None  # which of them stood in for the default one, if one did
+    _lent: ForkedRng | None  # tracked rng that `fork` had in use, if any
 
     @classmethod
     def take(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
-        """As they are now. Local; waits for no device."""
+        """Capture the current states. Local; waits for no device."""
         states = {device: get_state(device) for device in {_CPU, *devices}}
         return cls(tracker, states, *tracker.capture())
 
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """Inside, random numbers are those that came after `take`; afterwards nothing has moved."""
+        """Draw the numbers inside that came after `take`; afterwards restore the present states."""
         before = RngSnapshot.take(self._devices, self.tracker)
         try:
             self.put_back()
@@ -349,7 +351,7 @@ class RngSnapshot:
             before.put_back()
 
     def put_back(self) -> None:
-        """Set all of them to what they were. Local."""
+        """Set all generators and rngs to the states in this snapshot. Local."""
         for device, state in self._devices.items():
             set_state(device, state)
         self.tracker.restore(self._tracked, self._lent)

@@ -1,4 +1,4 @@
-"""For tests of checkpointing: copies that come late, a clock of one's own, a default made anew."""
+"""Helpers for tests of checkpointing: late copies, a given clock, a new default Checkpointer."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .profile import Profile
 
 @define(eq=False)
 class LateHost:
-    """In place of a `PinnedHost`: copies at the last moment that is allowed, of CPU tensors too.
+    """Replacement for a `PinnedHost` that copies as late as is allowed, and CPU tensors too.
 
-    What it is to write is NaN until somebody settles the copy: shows who reads too early.
+    The target of a copy is NaN until its `settle` is called, which shows reads that are too early.
     """
 
-    log: list[tuple[str, int]] = field(factory=list)  # what happened to the how-manieth
+    log: list[tuple[str, int]] = field(factory=list)  # event, and number of the copied tensor
     read_from: list[int] = field(factory=list)  # addresses of what was copied away
     num_allocations: int = 0
     _numbers: dict[int, int] = field(factory=dict)  # by address on the host
 
     def takes(self, tensor: Tensor) -> bool:
-        """All."""
+        """Return True: tensors of any device are copied."""
         return True
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Of this one host."""
+        """Return new memory of the CPU, and count the allocation."""
         self.num_allocations += 1
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
-        """Nothing has been read yet when it returns."""
+        """Begin a copy to `target`; `source` is not read before `Copy.settle`."""
         self.read_from.append(source.data_ptr())
         self._numbers[target.data_ptr()] = sum(what == "away" for what, _ in self.log)
         return self._begin("away", source, target, self._numbers[target.data_ptr()])
 
     def back(self, copy: Copy) -> Copy:
-        """Likewise."""
+        """Begin a copy of `copy.target` to new memory; not read before `Copy.settle`."""
         assert copy.source is None, "asked back before it had gone"
         number = self._numbers[copy.target.data_ptr()]
         return self._begin("back", copy.target, torch.empty_like(copy.target), number)
@@ -63,26 +63,26 @@ class LateHost:
 
 
 def late(saver: PackedSaver) -> LateHost:
-    """Have a saver copy to such a host, which is returned. Local."""
+    """Make a saver copy to a `LateHost`, and return that host. Local."""
     host = LateHost()
     saver._host = host  # type: ignore[assignment]
     return host
 
 
 def clocked(checkpointer: Checkpointer, now_s: Callable[[], float]) -> Checkpointer:
-    """The same checkpointer, which from now on measures times with this clock. Local."""
+    """Make a checkpointer measure times with this clock from now on, and return it. Local."""
     checkpointer._profile = Profile(now_s)
     return checkpointer
 
 
 def choices_of(checkpointer: Checkpointer) -> dict[str, Any]:
-    """What it was told last, by the argument of `configure`. Local."""
+    """Return the current settings of a checkpointer, by the argument of `configure`. Local."""
     return asdict(checkpointer._configuration)
 
 
 @contextmanager
 def fresh_default() -> Iterator[Checkpointer]:
-    """Inside, `checkpoint`, `configure` and their like are those of a new Checkpointer. Local."""
+    """Make `checkpoint`, `configure` and the like use a new Checkpointer inside. Local."""
     before = _default._DEFAULT
     _default._DEFAULT = Checkpointer()  # type: ignore[misc]
     try:

@@ -48,33 +48,33 @@ def accelerator() -> torch.device | None:
 
 
 def current_backward() -> int:
-    """Which backward is running on this thread, by number; -1 if none is."""
+    """Return the number of the backward that is running on this thread; -1 if none is."""
     return torch._C._current_graph_task_id()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory was written in place; -1 where nobody counts (inference mode)."""
+    """Return how often a tensor's memory was written in place; -1 for an inference tensor."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Say that a tensor was written so often; -1 says nothing."""
+    """Set the version counter of a tensor; -1 leaves it as it is."""
     if version != -1:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def hooks_save_tensors() -> bool:
-    """Whether saved-tensor hooks surround this: an enclosing checkpoint's, or anybody's."""
+    """Return whether saved-tensor hooks are active, of an enclosing checkpoint or any other."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_transformed() -> bool:
-    """Whether this is inside a transform of torch.func, of this thread."""
+    """Return whether this thread is inside a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def uncompiled(function: Func) -> Func:
-    """`function` runs as it is where torch.compile meets it, with all that it calls.
+    """Exclude a function, and all that it calls, from torch.compile: it runs eagerly.
 
     Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
     """
@@ -82,12 +82,12 @@ def uncompiled(function: Func) -> Func:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Inside, no dispatch mode sees what is computed: neither ours nor others'."""
+    """Return a context in which no dispatch mode sees operators, neither ours nor others'."""
     return _disable_current_modes()
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """What a wrapper (DTensor, a jagged tensor) holds; None if it is no wrapper."""
+    """Return the tensors inside a wrapper (DTensor, a jagged tensor); None if it is no wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     names, _ = tensor.__tensor_flatten__()
@@ -95,7 +95,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is bits in memory, and nothing else."""
+    """Return whether a tensor is strided, and not meta, quantized or fake."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -105,14 +105,20 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Its memory, as a key: views have the same, and it is no other's while the key lives."""
+    """Return a tensor's storage as a weak key; None for wrappers and layouts other than strided.
+
+    Views have the same key, and no other storage has it while the key lives.
+    """
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def untraced(function: Func) -> Func:
-    """Likewise, where nothing that is traced calls it: a mark on the code, which costs nothing."""
+    """Exclude a function from torch.compile as `uncompiled` does, by a mark on its code.
+
+    The mark adds no cost to a call. It is for functions that no traced function calls.
+    """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP  # type: ignore[attr-defined]
     strategy = dynamo._FrameExecStrategy(skip, skip)  # type: ignore[attr-defined]
@@ -127,7 +133,7 @@ class OperatorMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
+        """Return True: compiled code runs compiled inside the mode, which does not see it."""
         return True
 
     @classmethod
@@ -136,7 +142,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def modules_being_called() -> Iterator[nn.Module]:
-    """The modules whose calls this thread is inside of, the innermost first. Needs no hook."""
+    """Yield the modules whose calls this thread is inside of, innermost first. Needs no hook."""
     frame = sys._getframe()
     while frame := frame.f_back:
         if frame.f_code is nn.Module._call_impl.__code__:
@@ -145,10 +151,10 @@ def modules_being_called() -> Iterator[nn.Module]:
 
 @functools.cache
 def can_be_kept(operator: Any) -> bool:
-    """Whether an operator makes new tensors and does nothing else, by what it says of itself.
+    """Return whether an operator only makes new tensors, by its schema and name.
 
-    Not a cast: autocast remembers those of weights, and the second run may make more of them than
-    the first.
+    Casts do not count: autocast caches those of weights, so that the second run may make more of
+    them than the first.
     """
     if not isinstance(operator, OpOverload) or operator._schema.name == "aten::_to_copy":
         return False
@@ -160,9 +166,9 @@ def can_be_kept(operator: Any) -> bool:
 
 @functools.cache
 def writes_unseen(operator: Any) -> bool:
-    """Whether it writes to its arguments, and neither its schema nor a version says so.
+    """Return whether an operator writes to its arguments without a sign in schema or version.
 
-    As those of torch.distributed do, whose names alone tell.
+    Operators of torch.distributed do; only the "_" at the end of their names shows it.
     """
     if not isinstance(operator, OpOverload) or operator._schema.is_mutable:
         return False
@@ -181,7 +187,7 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call writes to; all of them where it does not say which."""
+    """Return the arguments that a call writes to; all if the operator's schema does not say."""
     if writes_unseen(operator):
         return [args, kwargs]
     places = _written_places(operator)
@@ -193,32 +199,35 @@ _UNSAFE_VIEWS: Final = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsaf
 
 @functools.cache
 def views_unseen(operator: Any) -> bool:
-    """Whether it returns views, and neither its schema says so nor do they share a version.
+    """Return whether an operator returns views that its schema and their versions do not show.
 
-    A batched matrix product ends with one, and a GRU takes its gates apart by one.
+    A batched matrix product ends with such an operator, and a GRU splits its gates by one.
     """
     return isinstance(operator, OpOverload) and operator._schema.name in _UNSAFE_VIEWS
 
 
 @functools.cache
 def is_made_of_others(operator: OpOverload) -> bool:
-    """Whether it is never called as such, below autograd: it calls other operators."""
+    """Return whether an operator calls others, and so never runs itself below autograd."""
     key = "CompositeImplicitAutograd"
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
 
 
 @functools.cache
 def may_draw(operator: OpOverload) -> bool:
-    """Whether it may draw random numbers. Torch's own say so; of others nobody knows."""
+    """Return whether an operator may draw random numbers.
+
+    Those of aten have a tag for it; all others are assumed to draw.
+    """
     return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory, made below autograd, and counting writes together with `tensor`."""
+    """Return an alias of a tensor, made below autograd, that shares its version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs on this thread was told to retain its graph."""
+    """Return whether the backward that runs on this thread retains its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,4 +1,4 @@
-"""Verified recomputation: what backward gets has the bits that it had in forward."""
+"""Verified recomputation: tensors that backward gets have the bits that they had in forward."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _ODD: Final = (-0x61C8864680B583EB, -0x3B314601E57A13AD)  # they spread bits, an
 @final
 @frozen
 class Verification:
-    """How often recomputation is verified.
+    """Setting for verified recomputation: one of `every` calls of a layer is verified.
 
     A verified call reads every tensor that autograd saves, in both runs, and keeps 8 bytes for
-    each of those; no host waits for a device before backward. In backward it waits for each.
+    each. The host does not wait for a device in forward; in backward it waits for each tensor.
 
     Args:
-        every: Of how many calls of a layer one is verified. Layers take turns, so that calls of a
-            different layer each are verified one after the other.
+        every: Number of calls of a layer of which one is verified. The layer's index shifts which
+            one, so that layers take turns.
 
     Raises:
-        CheckpointError: It is not a whole number above 0.
+        CheckpointError: `every` is not a whole number above 0.
     """
 
     every: int = 1
@@ -61,12 +61,12 @@ class Verification:
             )
 
     def picks(self, layer_index: int, num_calls: int) -> bool:
-        """Whether a layer is to be verified that was called so often before."""
+        """Return whether to verify a layer's next call, after `num_calls` calls before it."""
         return (layer_index + num_calls) % self.every == 0
 
 
 class _Saved(NamedTuple):
-    """Of a tensor that autograd saved in forward; its sum is kept beside it."""
+    """Memory of a tensor that autograd saved in forward; `Witness` keeps its checksum apart."""
 
     order: tuple[int, ...]  # of its dimensions in memory; a later sum follows the same
     storage: StorageWeakRef | None
@@ -74,19 +74,22 @@ class _Saved(NamedTuple):
 
 
 class Witness(OperatorMode):
-    """Compares what autograd saves in both runs of one call: around the first, a dispatch mode."""
+    """Comparison of the tensors that autograd saves in both runs of one call.
+
+    It is active as a dispatch mode during the first run only.
+    """
 
     def __init__(self, layer: str, checksums: Checksums) -> None:
         super().__init__()
         self._layer, self._checksums = layer, checksums
         self._saved: list[_Saved] = []
-        self._sums: list[Tensor | None] = []  # of the last ones; of the others, on the host:
+        self._sums: list[Tensor | None] = []  # not yet read; earlier ones are in _values
         self._values: list[int | None] = []
         self._blank: dict[int, StorageWeakRef] = {}
 
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note memory that kernels leave blank in part; called by torch for each operator."""
+        """Record storages that kernels may not write fully; torch calls this for each operator."""
         result = func(*args, **(kwargs or {}))
         name = str(func)
         for tensor in tensors_in(result) if "attention" in name or "rnn" in name else ():
@@ -96,21 +99,27 @@ class Witness(OperatorMode):
         return result
 
     def note(self, tensor: Tensor, address: int) -> None:
-        """Autograd saves it, in the first run."""
+        """Record a tensor that autograd saves in the first run, and its checksum."""
         key, order = storage_of(tensor), order_of(tensor)
         is_blank = key is not None and key.cdata in self._blank
         self._sums.append(None if is_blank else self._checksums.of(tensor, order))
         self._saved.append(_Saved(order, key, address))
 
     def is_same(self, index: int, tensor: Tensor) -> bool:
-        """Whether the `index`-th has the memory of forward, which was nobody else's meanwhile."""
+        """Return whether `tensor` has the storage of the `index`-th tensor saved in forward.
+
+        A weak reference to that storage is kept, so no other storage can be taken for it.
+        """
         old, key = self._saved[index].storage, storage_of(tensor)
         return key is not None and old is not None and key.cdata == old.cdata
 
     def compare(self, index: int, tensor: Tensor, address: int, facts: str) -> None:
-        """Autograd saves it, in a later run; NondeterminismError if its bits are others now.
+        """Compare the `index`-th tensor that autograd saves in a later run with the first run's.
 
-        It is the `index`-th, of the shape and dtype that it had, which `facts` say in words.
+        Shape and dtype are known to be equal; `facts` has them in words, for the message.
+
+        Raises:
+            NondeterminismError: The bits differ.
         """
         old = self._saved[index]
         if self.is_same(index, tensor) and old.address == address:
@@ -132,7 +141,10 @@ class Witness(OperatorMode):
 
 
 def _is_blank(name: str, tensor: Tensor) -> bool:
-    """Whether a kernel may not write all of it: its rng's seed without dropout; workspaces."""
+    """Return whether a kernel may leave elements of `tensor` unwritten.
+
+    Such are the seed of attention's rng when there is no dropout, and the workspaces of rnns.
+    """
     if "attention" in name:
         return not tensor.is_floating_point() and tensor.element_size() == 8 and tensor.numel() <= 2
     return tensor.dtype is torch.uint8
@@ -143,7 +155,10 @@ _OURS: Final = str(Path(__file__).parent)
 
 
 def _where() -> str:
-    """The innermost line of the function being run that is neither torch's nor ours."""
+    """Return a sentence with the innermost module and line being run, or an empty string.
+
+    Lines of torch and of this package are skipped.
+    """
     found = [f"in a {type(module).__name__}" for module in modules_being_called()][:1]
     frame = sys._getframe()
     while frame is not None and frame.f_code is not Call.again.__code__:
@@ -159,15 +174,16 @@ def _where() -> str:
 @final
 @define(eq=False)
 class Checksums:
-    """Makes sums, with tables that are kept for the next."""
+    """Checksums of tensors; the tables of weights, one per device, are kept for later sums."""
 
     _weights: dict[torch.device, Tensor] = field(factory=dict, init=False)
 
     def of(self, tensor: Tensor, order: Sequence[int]) -> Tensor | None:
-        """A sum over the bits of a tensor, which depends on where each bit is. Waits for nothing.
+        """Return a checksum of a tensor's bits that depends on their positions. Waits for nothing.
 
-        One int64 on the tensor's device; None for what has no bits to look at: meta tensors, and
-        layouts other than strided (sparse). The order is that of the tensor to compare with.
+        It is one int64 on the tensor's device; None for tensors whose bits cannot be read: meta,
+        fake and quantized ones, and layouts other than strided (sparse). `order` is `order_of`
+        the tensor to compare with.
         """
         with without_modes(), torch.no_grad():
             parts = inner_tensors(tensor)
@@ -199,7 +215,10 @@ class Checksums:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions along which memory moves, the slowest first."""
+    """Return the dimensions of size other than 1 and stride other than 0, largest stride first.
+
+    Empty for a tensor that is not plain.
+    """
     if not is_plain(tensor):
         return ()
     strides = tensor.stride()
@@ -208,7 +227,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def read(sums: Sequence[Tensor | None]) -> list[int | None]:
-    """All of them on the host, with one wait for each device."""
+    """Read sums to the host, with one wait for each device; None remains None."""
     values: list[int | None] = [None] * len(sums)
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for index, one in enumerate(sums):
@@ -223,7 +242,10 @@ def read(sums: Sequence[Tensor | None]) -> list[int | None]:
 
 
 def _dense(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Its elements as one dimension; a copy only where memory has gaps."""
+    """Return the elements as one dimension, in `order`; those of expanded dimensions once.
+
+    A copy only where they are not contiguous in that order, or are lazily conjugated or negated.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return tensor.reshape(-1)
@@ -235,7 +257,7 @@ def _dense(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _words(flat: Tensor) -> Tensor:
-    """The same bits as int64; zeros are added where they end within a word."""
+    """Return the bits as int64: a view if aligned to words, else a copy padded with zeros."""
     itemsize = flat.element_size()
     if flat.nbytes % 8 == 0 and flat.storage_offset() * itemsize % 8 == 0:
         return flat.view(torch.int64)

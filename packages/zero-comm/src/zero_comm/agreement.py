@@ -1,4 +1,4 @@
-"""What ranks tell each other about what they mean to do, before they exchange data."""
+"""Checks that ranks agree on what they are about to do, before they exchange data."""
 
 from __future__ import annotations
 

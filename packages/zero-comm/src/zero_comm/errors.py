@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, one type per remedy."""
+"""Errors between ranks, one type per remedy."""
 
 
 class CommError(RuntimeError):

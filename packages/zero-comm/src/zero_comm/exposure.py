@@ -92,7 +92,11 @@ class Exposure(SharedShards):
     def _check(
         self, shard: Tensor, out: Tensor, splits: Sequence[int], starts: Sequence[int]
     ) -> int:
-        """Which of the shards it is; GroupMismatchError if memory would be read that is not its."""
+        """Return the position of `shard` among `shards`.
+
+        Raises:
+            GroupMismatchError: It is none of them, or `out`, `splits` or `starts` do not fit.
+        """
         index = self._index.get(id(shard))
         if index is None:
             raise GroupMismatchError(

@@ -35,7 +35,7 @@ _SPANNING: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], Any]]] = WeakKeyDi
 
 @frozen
 class Backend:
-    """What a process-group backend can do by itself, and what we compose instead."""
+    """Backend of a process group, and whether we compose collectives in place of its own."""
 
     name: str
     composes_from_peers: bool  # an exchange between every two ranks beats its own collectives
@@ -349,7 +349,7 @@ def _order_watch(process_group: Any, device: torch.device) -> OrderWatch:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Tensors know the index of their device, and `cuda` equals no `cuda:0`."""
+    """Return the device with an index, as tensors have it: `cuda` does not equal `cuda:0`."""
     if device.type not in ("cpu", "meta") and device.index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device
@@ -410,8 +410,8 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
 def record_traffic(group: Group) -> Iterator[Traffic]:
     """Count every collective of `group` launched inside the context. Local.
 
-    It is that of all who wrap the same ProcessGroup: a model that was sharded without `group=`
-    communicates over the job's, which is `init()`.
+    Calls of all Groups that wrap the same ProcessGroup count: a model that was sharded without
+    `group=` communicates over the job's, which is `init()`.
 
     What counts is what an algorithm that sends each element once to each rank that needs it sends
     from this rank: (N-1) shards for an all-gather, all but the own shard for a reduce-scatter, the

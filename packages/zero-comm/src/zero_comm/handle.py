@@ -38,7 +38,7 @@ _FOR_EVER: Final = timedelta(days=365)  # a wait that times out breaks all conne
 
 @define(eq=False)
 class Message:
-    """What torch has on its way: a send, a receive, or a collective of its own."""
+    """A send, a receive, or a collective of torch's own, in flight."""
 
     work: Any  # torch's Work
     what: str  # "receiving from rank 1"
@@ -47,7 +47,7 @@ class Message:
     _has_begun: bool = field(default=False, init=False)  # a wait, which may have been interrupted
 
     def wait(self, *, timeout_s: float | None = None) -> None:
-        """Block until it has come; an error says which it was, and what for."""
+        """Block until it is done; an error says which message failed, and what it was for."""
         if self.is_over:
             return
         self._has_begun = True
@@ -61,7 +61,7 @@ class Message:
 
     @property
     def is_over(self) -> bool:
-        """Whether a wait has had it, or failed: one more would never end."""
+        """Return whether a wait began and torch's work is done: one more wait would never end."""
         return self._has_begun and bool(self.work.is_completed())
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -92,17 +92,17 @@ def _is_last(_: float | None) -> bool:
 
 
 class _Draining(Protocol):
-    """A handle, or what it hands on to."""
+    """A `Handle`, or the hops that it waits on."""
 
     def drain(self) -> None: ...
 
 
 @define(eq=False)
 class Handle(Generic[T]):
-    """What a collective returns. Wait once; the borrowed tensors live until then.
+    """Result of a collective in flight. Wait once; the borrowed tensors live until then.
 
-    On CUDA `wait` makes the current stream wait and returns at once; on the CPU it blocks. One of
-    several hops may be brought further before that, by `advance`; see NOTE(hops).
+    On CUDA `wait` makes the current stream wait and returns at once; on the CPU it blocks. Before
+    that, `advance` launches the next hop of a collective of several; see NOTE(hops).
     """
 
     _finish: Callable[[float | None], T]  # receives the timeout, for what it waits on itself
@@ -115,7 +115,7 @@ class Handle(Generic[T]):
 
     @property
     def is_spent(self) -> bool:
-        """Whether `wait` has ended."""
+        """Return whether `wait` has returned, or raised a CommError."""
         return self._spent
 
     def wait(self, *, timeout_s: float | None = None) -> T:
@@ -176,7 +176,7 @@ class Handle(Generic[T]):
         return self._advance(timeout_s)
 
     def then(self, launch: Callable[[T], Handle[U]]) -> Handle[U]:
-        """One more hop. This handle is the other's from now on.
+        """Return a handle with one more hop. It takes this handle over.
 
         Args:
             launch: Receives the result of this one, in `advance` or `wait`; begins what follows.
@@ -188,7 +188,7 @@ class Handle(Generic[T]):
         return Handle(hops.finish, advance=hops.advance, inside=(hops,))
 
     def map(self, make: Callable[[T], U]) -> Handle[U]:
-        """A handle of what `make` makes of the result, locally. This one is the other's then."""
+        """Return a handle of `make(result)`, computed locally. It takes this handle over."""
         return Handle(
             lambda timeout_s: make(self.wait(timeout_s=timeout_s)),
             advance=lambda timeout_s: self.advance(timeout_s=timeout_s),
@@ -203,7 +203,7 @@ class Handle(Generic[T]):
 
 @define(eq=False)
 class _Hops:
-    """Those in flight, and one that follows."""
+    """Hops in flight, and the launch of the one that follows."""
 
     current: Handle[Any]
     launch: Callable[[Any], Handle[Any]] | None
@@ -232,7 +232,7 @@ def _is_over(_: float | None) -> NoReturn:
 
 
 def _outlive(messages: Sequence[Message], borrowed: Sequence[Any]) -> None:
-    """Keep all of it alive until the messages have come; see NOTE(dropped)."""
+    """Keep the borrowed tensors alive until the messages are done; see NOTE(dropped)."""
     for message in messages:
         with contextlib.suppress(RuntimeError):  # the peer, or the group, has ended
             if not message.is_over:

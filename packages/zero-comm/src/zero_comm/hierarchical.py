@@ -295,7 +295,7 @@ def add_by_levels(
     errors: LocoErrors | None,
     tag: int,
 ) -> Handle[list[Tensor]]:
-    """Send each rank of the whole its parts; a handle of the sums of this rank's, in float32."""
+    """Send each rank its parts in two hops; return a handle of this rank's sums, in float32."""
     if errors is not None:
         errors.begin()
     num_local, num_parts = levels.inside.world_size, len(parts[0])
@@ -323,7 +323,7 @@ def count_hops(
     codec: AbstractCodec,
     tag: int,
 ) -> None:
-    """One call, whose two hops send different parts."""
+    """Count one call, whose two hops send different parts."""
     whole, num_local = levels.whole, levels.inside.world_size
     numels = tuple(tuple(part.numel() for part in row) for row in parts)
     carried = tuple(tuple(row) for row in payload)
@@ -342,7 +342,7 @@ class _Hop:
     def launch(
         self, parts: Sequence[Sequence[Tensor]], *, tag: int, is_late: bool = False
     ) -> Handle[list[Tensor]]:
-        """Send each rank its parts; a handle of the sums of this rank's, in float32."""
+        """Send each rank its parts; return a handle of this rank's sums, in float32."""
         codec, own = self.codec, parts[self.group.rank]
         if self.group.world_size == 1:
             return Handle(lambda _: [part.float() for part in own], (), own)
@@ -375,11 +375,11 @@ _INT4: Final = Blockwise(bits=4)
 def all_to_all_quant_reduce(
     tensors: Sequence[Tensor], levels: Levels, *, codec: AbstractCodec = _INT4
 ) -> Handle[list[Tensor]]:
-    """Each tensor's mean over the ranks, and of it this rank's part. Collective.
+    """Average each tensor over the ranks and keep this rank's part of it. Collective.
 
-    As `reduce_scatter_by_levels`: one encoding for each of two hops, inside the node and across
-    nodes. A rank's part has `ceil(numel / world size)` elements, in rank order; where that does
-    not divide, the last parts are shorter, or empty. Every part is encoded apart.
+    Works as `reduce_scatter_by_levels`: one encoding for each of two hops, inside the node and
+    across nodes. A rank's part has `ceil(numel / world size)` elements, in rank order; where that
+    does not divide, the last parts are shorter, or empty. Every part is encoded apart.
 
     Args:
         tensors: Contiguous, on the group's device, of any shape; float32, bfloat16 or float16. The
@@ -405,12 +405,14 @@ def all_to_all_loco_quant_reduce(
     *,
     codec: AbstractCodec = _INT4,
 ) -> Handle[list[Tensor]]:
-    """The same, with the errors of encoding fed back into the next reduction. Collective.
+    """Reduce as `all_to_all_quant_reduce`, with error feedback. Collective.
+
+    Errors of encoding are added to the values of the next reduction.
 
     Args:
         tensors: As for `all_to_all_quant_reduce`.
         levels: The ranks that take part.
-        errors: Of these tensors, each time they are reduced.
+        errors: Errors of these tensors; the same object each time they are reduced.
         codec: How values are written while they travel.
 
     Returns:

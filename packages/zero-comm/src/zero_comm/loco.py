@@ -1,4 +1,4 @@
-"""What encoding loses, made up for in the next reduction (LoCo, arXiv 2407.04480)."""
+"""Errors of encoding, fed back into the next reduction (LoCo, arXiv 2407.04480)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Loco:
 
 
 class Level(Enum):
-    """Where values travel, and so are encoded."""
+    """Hop of a reduction, inside a node or across nodes; values are encoded for each."""
 
     INSIDE = "inside"
     ACROSS = "across"
@@ -60,8 +60,8 @@ class Level(Enum):
 class LocoErrors:
     """The errors of one buffer's reductions, on one rank; zero at first. Local.
 
-    One for each buffer (or list of tensors), used in every reduction of it and no other. To lose
-    them is a reset; `state_dict` is for who would rather go on with the same bits.
+    Use one object for each buffer (or list of tensors), in every reduction of it and no other.
+    Losing the errors acts as a reset; save `state_dict` to continue with the same bits.
     """
 
     loco: Loco = field(factory=Loco)
@@ -71,15 +71,15 @@ class LocoErrors:
 
     @property
     def num_bytes(self) -> int:
-        """What they occupy."""
+        """Bytes of the errors kept on this rank."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: `num_reductions`, and a tensor for each level there is.
+        """Return the state: `num_reductions`, and a tensor for each level there is.
 
-        Tensors are 1-D, of bytes as `Loco.kept` has written them or else float32, and not copied:
-        the next reduction changes them. They are of this rank, in groups of this size, and of this
-        buffer, cut as it is.
+        Tensors are 1-D, uint8 as encoded by `Loco.kept` or else float32, and not copied: the next
+        reduction changes them. They fit only this rank, groups of this size, and this buffer with
+        the same splits.
         """
         kept = {level.value: tensor for level, tensor in self._kept.items()}
         return {"num_reductions": self._num_reductions, **kept}
@@ -103,12 +103,12 @@ class LocoErrors:
         self._kept, self._num_reductions = kept, int(state["num_reductions"])
 
     def reset(self) -> None:
-        """Forget them, and give their memory back."""
+        """Drop the errors and free their memory."""
         self._kept.clear()
         self._num_reductions = 0
 
     def begin(self) -> None:
-        """A reduction begins; forgets the errors if their time is up."""
+        """Count a reduction that begins; reset the errors after `Loco.reset_T` reductions."""
         if self._num_reductions == self.loco.reset_T:
             self.reset()
         self._num_reductions += 1

@@ -1,4 +1,4 @@
-"""What a collective sends: how much of a flat buffer goes out, inside a node and across."""
+"""Elements and bytes that a collective sends, inside a node and across nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Sent", "sent_by_levels", "sent_of"]
 
 @frozen
 class Sent:
-    """What went out, summed over the peers it was sent to."""
+    """Elements and bytes that were sent, summed over the peers they were sent to."""
 
     payload_numel: int = 0  # elements that carry data
     payload_bytes: int = 0
@@ -24,11 +24,11 @@ class Sent:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Return all bytes: of payload, padding and scales."""
         return self.payload_bytes + self.padding_bytes + self.scale_bytes
 
     def __add__(self, other: Sent) -> Sent:
-        """Both."""
+        """Return the sum of both."""
         return Sent(
             self.payload_numel + other.payload_numel,
             self.payload_bytes + other.payload_bytes,
@@ -37,7 +37,7 @@ class Sent:
         )
 
     def __mul__(self, times: int) -> Sent:
-        """So many."""
+        """Return `times` times as much."""
         return Sent(
             self.payload_numel * times,
             self.payload_bytes * times,
@@ -46,7 +46,7 @@ class Sent:
         )
 
     def __sub__(self, other: Sent) -> Sent:
-        """The rest."""
+        """Return the difference."""
         return self + other * -1
 
 
@@ -60,20 +60,20 @@ def sent_of(
     codec: AbstractCodec | None = None,
     nodes: Sequence[int] = (),
 ) -> tuple[Sent, Sent]:
-    """What an algorithm that sends each element once to each rank that needs it sends. Local.
+    """Return what a rank sends if each element goes once to each rank that needs it. Local.
 
     Args:
         splits: Elements per rank, in rank order.
         payload: Those of them that carry data; `splits` when None.
-        rank: Whose.
-        sends_own: Its own chunk to every peer, as in an all-gather; else every peer its chunk, as
-            in a reduce-scatter. An all-reduce does both.
+        rank: The rank that sends.
+        sends_own: Send the own chunk to every peer, as in an all-gather; else send every peer its
+            chunk, as in a reduce-scatter. An all-reduce does both.
         itemsize: Bytes of an element, where no codec says otherwise.
-        codec: In which chunks travel.
-        nodes: Of each rank; all on one when empty.
+        codec: Codec of the chunks that are sent; they are sent as they are when None.
+        nodes: Node of each rank; all are on one when empty.
 
     Returns:
-        Inside the rank's node, and across nodes.
+        What is sent inside the rank's node, and across nodes.
     """
     payload = splits if payload is None else payload
     chunks = (tuple(splits), tuple(payload), tuple(nodes))
@@ -90,7 +90,7 @@ def sent_flat(  # noqa: PLR0917 (what `Group.count` keeps of a call is a tuple)
     itemsize: int,
     codec: AbstractCodec | None,
 ) -> tuple[Sent, Sent]:
-    """As `sent_of`."""
+    """Return the same as `sent_of`. Cached, so arguments are hashable."""
     levels: tuple[Counter[tuple[int, int]], ...] = (Counter(), Counter())
     for peer in range(len(splits)):
         if peer != rank:
@@ -111,7 +111,7 @@ def sent_flat(  # noqa: PLR0917 (what `Group.count` keeps of a call is a tuple)
 
 
 def chunk_sent(numel: int, payload: int, *, itemsize: int, codec: AbstractCodec | None) -> Sent:
-    """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
+    """Count one sent chunk of `numel` elements, of which `payload` carry data."""
     if codec is None:
         return Sent(payload, payload * itemsize, (numel - payload) * itemsize)
     value_bytes, scale_bytes = codec.value_bytes(payload), codec.scale_bytes(numel)
@@ -127,14 +127,14 @@ def sent_by_levels(
     ranks_per_node: int,
     codec: AbstractCodec,
 ) -> tuple[Sent, Sent]:
-    """What one rank sends in a `reduce_scatter_by_levels`: inside its node, and across. Local.
+    """Return what a rank sends in `reduce_scatter_by_levels`: in its node, and across. Local.
 
     Args:
         splits: Elements per rank, in rank order.
         payload: Those of them that carry data.
-        rank: Whose.
-        ranks_per_node: Neighbours in rank order share a node.
-        codec: In which chunks travel.
+        rank: The rank that sends.
+        ranks_per_node: Number of ranks, neighbours in rank order, that share a node.
+        codec: Codec of the chunks that are sent.
     """
     numels, carried = (tuple((numel,) for numel in of) for of in (splits, payload))
     return sent_in_hops(numels, carried, rank, ranks_per_node, codec)
@@ -148,7 +148,7 @@ def sent_in_hops(
     num_local: int,
     codec: AbstractCodec,
 ) -> tuple[Sent, Sent]:
-    """In the first hop and in the second; by rank and part."""
+    """Return what is sent in the first hop and in the second; arguments by rank and part."""
     inside, across = Sent(), Sent()
     node, local = divmod(rank, num_local)
     for peer, row in enumerate(zip(numels, payload, strict=True)):

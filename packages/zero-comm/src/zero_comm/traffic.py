@@ -1,4 +1,4 @@
-"""What a rank has sent: the counts of a step."""
+"""Counts of what a rank has sent, by operation and by subject."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .planning import Sent
 
 @define
 class OperationTraffic:
-    """What one kind of operation has sent from this rank so far."""
+    """Calls of one kind of operation, and what they have sent from this rank so far."""
 
     calls: int = 0
     payload_numel: int = 0  # elements that carry data, summed over the peers they were sent to
@@ -26,12 +26,12 @@ class OperationTraffic:
 
     @property
     def sent(self) -> Sent:
-        """To whomever."""
+        """Return what was sent to all peers, inside the node and across nodes."""
         return Sent(self.payload_numel, self.payload_bytes, self.padding_bytes, self.scale_bytes)
 
     @property
     def inside(self) -> Sent:
-        """What stayed inside this rank's node."""
+        """Return what was sent inside this rank's node."""
         return self.sent - self.across
 
     def add(self, *, calls: int, inside: Sent, across: Sent) -> None:
@@ -52,18 +52,18 @@ Call: TypeAlias = tuple[str, str, int, Callable[..., tuple[Sent, Sent]], tuple[H
 
 @define(eq=False)
 class Traffic:
-    """What was sent, added up when it is read: a step should not have to wait for it."""
+    """Counted collectives. They are added up when read, so that a step does not wait for it."""
 
     counted: Counter[Call] = Factory(Counter)
 
     @property
     def operations(self) -> dict[str, OperationTraffic]:
-        """By name: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree."""
+        """Traffic by name: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree."""
         return _add_up(self.counted)
 
     @property
     def subjects(self) -> dict[str, dict[str, OperationTraffic]]:
-        """The same again by the subject of their `Purpose`, "" where none is known."""
+        """Traffic by subject of the calls' `Purpose`, "" where none is known, then by name."""
         found: dict[str, Counter[Call]] = {}
         for call, times in self.counted.items():
             found.setdefault(call[1], Counter())[call] = times

@@ -283,7 +283,7 @@ class Watch(ABC):
         self._diverge(text)
 
     def begin(self, wait: Wait) -> None:
-        """This thread blocks now, until `end` is called."""
+        """Note that this thread blocks until `end` is called."""
         self._waiting = (wait, time.monotonic(), threading.get_ident())
 
     def end(self) -> None:

@@ -84,17 +84,19 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     *,
     auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
-    """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
+    """Call `zero_engine.initialize` with the arguments in DeepSpeed's order. Collective.
 
-    What the arguments are, and what is raised, is said there. The model's parameters may be sharded
-    already, by `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none;
-    `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
-    scripts alone. `mesh_param` is how many ranks data and sequences are split over, (data,
-    sequence): the product is the world size. The model is sharded over all ranks, samples are
-    divided among the first, and gradients of the ranks that share one are added up.
+    See there for the arguments and errors. The model's parameters may be sharded already, by
+    `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none; `config_params`
+    is another name of `config`; `auto` has values for keys that are "auto" in the file, which
+    Hugging Face fills in for its own scripts alone.
 
-    The optimizer has `cur_scale`, `loss_scale`, `loss_scaler`, `dynamic_loss_scale`, `overflow` and
-    `optimizer`, which is itself, besides, for reading.
+    `mesh_param` is (data ranks, sequence ranks), whose product is the world size. The model is
+    sharded over all ranks, samples are divided among the data ranks, and gradients of ranks that
+    share a sample are added up.
+
+    The optimizer gets further attributes, for reading only: `cur_scale`, `loss_scale`,
+    `loss_scaler`, `dynamic_loss_scale`, `overflow`, and `optimizer`, which is the optimizer itself.
     """
     if config is not None and config_params is not None:
         raise ConfigError("initialize(): expected config or config_params, got both")
@@ -154,14 +156,14 @@ class _LossScale:
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by now."""
+        """Return the factor that losses are multiplied by now."""
         return self._engine.cur_scale
 
     loss_scale = cur_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether it changes."""
+        """Return whether the scale changes during training."""
         return isinstance(self._engine.config.loss_scale, DynamicLossScale)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +189,7 @@ class _LossScale:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step at a boundary was skipped, as a gradient was inf or nan."""
+        """Return whether the last step at a boundary was skipped for a gradient of inf or nan."""
         return self._engine.was_step_skipped()
 
 

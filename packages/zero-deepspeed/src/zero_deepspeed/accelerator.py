@@ -15,22 +15,22 @@ class Accelerator:
     """torch's accelerator, or the CPU where there is none."""
 
     def is_available(self) -> bool:
-        """Whether there is more than a CPU."""
+        """Return whether there is an accelerator besides the CPU."""
         return accelerator() is not None
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What `tensor.to` takes: "cuda:0", "cuda" without an index, or "cpu"."""
+        """Return a name for `tensor.to`: "cuda:0", "cuda" without an index, or "cpu"."""
         kind = accelerator()
         if kind is None:
             return "cpu"
         return kind.type if device_index is None else f"{kind.type}:{device_index}"
 
     def device_count(self) -> int:
-        """How many devices this process sees; the CPU counts as one."""
+        """Return how many devices this process sees; 1 where there is only a CPU."""
         return torch.accelerator.device_count() if self.is_available() else 1
 
     def set_device(self, device_index: int) -> None:
-        """Work on this one from now on."""
+        """Make this device the current one, on which the process works from now on."""
         if self.is_available():
             torch.accelerator.set_device_index(device_index)
 
@@ -39,7 +39,7 @@ class Accelerator:
         return torch.accelerator.current_device_index() if self.is_available() else 0
 
     def current_device_name(self) -> str:
-        """The same as a name."""
+        """Return the name of the current device, such as "cuda:0" or "cpu"."""
         return self.device_name(self.current_device())
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -49,15 +49,15 @@ class Accelerator:
             torch.accelerator.synchronize(index)
 
     def is_bf16_supported(self) -> bool:
-        """Whether the device computes in bf16; every CPU does."""
+        """Return whether the device computes in bf16; every CPU does."""
         return self.device_name() != "cuda" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device computes in fp16; every CPU does, and GPUs from compute 7.0 on."""
+        """Return whether the device computes in fp16; every CPU does, and GPUs from compute 7.0."""
         return self.device_name() != "cuda" or torch.cuda.get_device_capability() >= (7, 0)
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What a model may be trained in."""
+        """Return the dtypes that a model can be trained in on this device."""
         half = [torch.float16] if self.is_fp16_supported() else []
         return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
@@ -79,7 +79,7 @@ class Accelerator:
         return torch.empty(shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def communication_backend_name(self) -> str:
-        """What torch.distributed needs for it."""
+        """Return the torch.distributed backend for this type of device, such as "nccl"."""
         return dist.Backend.default_device_backend_map.get(self.device_name(), "gloo")
 
 
@@ -87,5 +87,5 @@ _ACCELERATOR: Final = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The one that there is."""
+    """Return the only `Accelerator` of this process."""
     return _ACCELERATOR

@@ -60,22 +60,22 @@ def init_distributed(  # noqa: PLR0917 - the order is DeepSpeed's
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a job."""
+    """Return whether this process has joined a job."""
     return dist.is_initialized()
 
 
 def get_rank(group: Any = None) -> int:
-    """In the group; 0 where this process is alone."""
+    """Return this process's rank in the group; 0 where it is alone."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """Of the group; 1 where this process is alone."""
+    """Return the number of ranks of the group; 1 where this process is alone."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """Among the job's ranks on this host, as the launcher says; 0 where it says nothing."""
+    """Return the launcher's LOCAL_RANK, the rank on this host; 0 where it is not set."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

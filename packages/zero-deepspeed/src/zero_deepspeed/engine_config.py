@@ -155,10 +155,11 @@ def config_of_engine(
     lr_scheduler: Any,
     universal: AbstractReader,
 ) -> EngineConfig:
-    """The configuration of `initialize`, in which a file means what it does to DeepSpeed. Local.
+    """Return the configuration for `initialize`, for which a file means what it does to DeepSpeed.
 
-    It has masters without ZeRO too; ours lie beside shards: stage 1 at least. It leaves inputs as
-    they are. At stage 3 its scripts call state_dict() for the names, also on one rank alone.
+    Local. DeepSpeed has masters without ZeRO too; here they belong to shards, so that a file with
+    masters gets at least stage 1. DeepSpeed does not cast inputs. At stage 3 its scripts call
+    state_dict() for the names, also on one rank alone.
     """
     settings = read_engine_config(
         source,
@@ -181,7 +182,7 @@ def config_of_engine(
 
 
 def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
-    """Fill in what the file leaves open, as DeepSpeed does: one step where nothing says more."""
+    """Fill in batch sizes that the file leaves out, as DeepSpeed does; by default one step."""
     paths = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     known = [settings.by_path[path].value for path in paths]
     sizes: list[Any] = [None if value is UNRESOLVED else value for value in known]
@@ -211,7 +212,7 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
 def _loss_scale_of(
     settings: Settings, autocast_dtype: torch.dtype | None
 ) -> StaticLossScale | DynamicLossScale | None:
-    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
+    """Return the loss scale, with fp16 and where autocast computes in fp16; else None."""
     value = settings.value
     if not value("fp16.enabled"):
         # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
@@ -265,7 +266,7 @@ def _rows(settings: Settings) -> tuple[SourceRow, ...]:
 
 
 def _meaning(settings: Settings, setting: Setting) -> str | None:
-    """The last column; None for what need not be shown."""
+    """Return the last column of a setting's row; None for a row that need not be shown."""
     key = setting.key
     if setting.origin == "default":
         is_shown = settings.is_read(key) and ".params." not in key.path

@@ -26,10 +26,10 @@ _SET: Final[WeakSet[nn.Module]] = WeakSet()  # here: to ask of a parameter alone
 
 
 def find_modules(model: nn.Module, wanted: Iterable[Any], how: str) -> dict[Any, list[nn.Module]]:
-    """By each of `wanted`, the modules that fit, in the order of `named_modules()`.
+    """Return, for each of `wanted`, the modules that fit, in the order of `named_modules()`.
 
-    `how` they are named is a key of the file's section. A class may be named, by its name alone or
-    after its module's, and is that very class then.
+    `how` is the key of the file's section that says how they are named. A class may be given by its
+    name, with or without its module's before it; its subclasses do not fit then.
     """
     fits, modules = _FITS[how], list(model.named_modules())
     return {one: [module for name, module in modules if fits(name, module, one)] for one in wanted}
@@ -42,7 +42,7 @@ def set_leaf(module: nn.Module, is_leaf: bool) -> None:
 
 
 def holds_parameter(param: nn.Parameter) -> bool:
-    """Whether it belongs to a module that `set_leaf` made a leaf, which it still is."""
+    """Return whether a parameter is in a module that `set_leaf` made a leaf, and still is one."""
     leaves = [module for module in _SET if module in get_leaf_modules(module)]
     return any(one is param for leaf in leaves for one in leaf.parameters())
 
@@ -50,7 +50,7 @@ def holds_parameter(param: nn.Parameter) -> bool:
 @final
 @frozen
 class LeafModules:
-    """Makes leaves of a model that it is called with: what `zero_optimization.leaf_module` names.
+    """Callable that makes leaves of the modules that `zero_optimization.leaf_module` names.
 
     Args:
         section: "classes", "names" and "name_suffixes", as in the file.
@@ -59,7 +59,7 @@ class LeafModules:
     section: dict[str, Any] = field(converter=dict, hash=False)
 
     def __call__(self, model: nn.Module) -> None:
-        """Rank 0 warns of what fits no module. Local."""
+        """Make the modules leaves; rank 0 warns of entries that fit no module. Local."""
         unknown = []
         for how in _FITS:
             said = self.section.get(how, ())

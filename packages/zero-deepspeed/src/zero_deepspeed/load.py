@@ -116,7 +116,7 @@ def _describe(found: DeepSpeedFolder) -> str:
 
 
 def _find_lacking_states(source: StateSource, sharded: ShardedModel) -> list[str]:
-    """Trained parameters would begin anew if nothing was said."""
+    """Return an error text, if any, that names parameters without state in the checkpoint."""
     stepped = {name for options in source.param_groups for name in options["params"]}
     lacking = [
         place.name

@@ -57,7 +57,9 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print these of a model, with and without offload. Local; see NOTE(estimates).
+    """Print the estimates of stage 2 for a model, with and without offload. Local.
+
+    See NOTE(estimates).
 
     Args:
         model: Not sharded; best on the meta device.
@@ -77,7 +79,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print these of a model that is known by its number of parameters alone. Local."""
+    """Print the estimates of stage 2 for a model of a number of parameters. Local."""
     _print_table(2, _model_of(total_params, total_params), num_gpus_per_node, num_nodes)
 
 
@@ -104,7 +106,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print these of a model, with and without offload. Local."""
+    """Print the estimates of stage 3 for a model, with and without offload. Local."""
     _print_table(3, model, num_gpus_per_node, num_nodes)
 
 
@@ -115,13 +117,13 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print these of a model whose largest layer is known as well. Local."""
+    """Print the estimates of stage 3 for a model whose largest layer is known as well. Local."""
     model = _model_of(total_params, largest_layer_params)
     _print_table(3, model, num_gpus_per_node, num_nodes)
 
 
 def _model_of(total: float, largest: float) -> nn.Module:
-    """Layers of at most `largest` parameters, on meta; as many as 1,000."""
+    """Return layers, on meta, of `largest` parameters, or of `total` / 1,000 if that is more."""
     for name, value in (("total_params", total), ("largest_layer_params", largest)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value != int(value) or not 1 <= value <= total:
@@ -150,7 +152,7 @@ def _print_table(stage: int, model: nn.Module, per_node: int, num_nodes: int) ->
 def _estimate(
     stage: int, model: nn.Module, per_node: int, num_nodes: int, *places: Any
 ) -> tuple[int, int]:
-    """With the optimizer's state and the parameters in these places."""
+    """Return bytes on a host and on a GPU, with optimizer state and parameters in `places`."""
     optimizer, params = places
     is_offloaded = (optimizer, params) != ("device", "device")
     config = ZeroConfig(

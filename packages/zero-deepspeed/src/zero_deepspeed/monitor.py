@@ -1,4 +1,4 @@
-"""Monitoring: what DeepSpeed's file asks to see of a training, by DeepSpeed's names."""
+"""Monitors of a training that DeepSpeed's file asks for, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Monitoring:
                 ) from error
 
     def __call__(self, model: nn.Module) -> Monitor:
-        """Local; opens what it writes to."""
+        """Make the monitor, and open the files and services it writes to. Local."""
         return Monitor(self.asked, model)
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Monitor(AbstractMonitor):
         self._stack.close()
 
     def step(self, num_steps: int, num_samples: int, values: Row) -> None:
-        """End a step: its number, samples up to its end, and what is to be written of it."""
+        """End a step: write its values, with its number and the count of samples up to its end."""
         losses, self._losses = self._losses, []
         if losses:
             self._write({"train_loss": float(sum(loss for _, loss in losses))}, losses[0][0])

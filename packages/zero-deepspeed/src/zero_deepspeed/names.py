@@ -87,7 +87,7 @@ _OURS: Final = "zero_deepspeed"
 
 @final
 class _Names(MetaPathFinder, Loader):
-    """Makes the modules of the table: `zero_deepspeed.x` of the table, `deepspeed.x` of that."""
+    """Importer of the table's modules: `zero_deepspeed.x`, and `deepspeed.x` as the same object."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -135,7 +135,7 @@ class _Names(MetaPathFinder, Loader):
 
 
 def make_modules() -> None:
-    """Have every module of the table, as attributes of the modules that enclose them. Local."""
+    """Import every module of the table, as an attribute of the module that encloses it. Local."""
     sys.meta_path.append(_Names(_OURS))  # last: files go first
     for name in NAMES:
         import_module(f"{_OURS}.{name}")
@@ -145,7 +145,7 @@ def install() -> None:
     """Let `import deepspeed` and `from deepspeed.x import y` find this package. Local.
 
     For the whole process, from now on: call it first in the script, in every process of the job.
-    Modules are the same objects by both names. Twice is as good as once. What looks for
+    Modules are the same objects by both names. A second call changes nothing. Code that looks for
     DeepSpeed's distribution (`importlib.metadata`), as transformers and accelerate do, finds none.
 
     Raises:

@@ -57,7 +57,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, once its options were checked."""
+        """Add a param group as torch does, after its options were checked."""
         options = {**self.defaults, **param_group}
         for name in ("lr", "weight_decay", "betas"):
             if not isinstance(options[name], Tensor):
@@ -66,7 +66,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,8 +120,8 @@ def make_optimizer(
     matrix, and no embedding or `lm_head` by its name.
 
     `params` are what torch's optimizers take; options of param groups go before those `given`. With
-    a `state_dtype` of torch.float32, Adam's moments are so beside 16-bit parameters without
-    masters: of an optimizer for the CPU, or for a GPU where not `on_host`.
+    a `state_dtype` of torch.float32, Adam keeps fp32 moments of 16-bit parameters without masters;
+    the optimizer is one for the CPU, or one for a GPU where not `on_host`.
     """
     name = str(type).lower()
     if name not in _MAKERS:
@@ -150,7 +150,11 @@ def make_optimizer(
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As they would be read from a file, without those of which there is one value only."""
+    """Return options as they are read from a file, without those that have one allowed value.
+
+    Raises:
+        ConfigError: An option has another value than the allowed one, or is of another kind.
+    """
     options = {}
     for name, value in given.items():
         where, key = f"{_PATH}.{name}", KEYS.get(f"{_PATH}.{name}")
@@ -165,10 +169,10 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SteppedOnHost(torch.optim.Optimizer):
-    """Takes parameters on any device: `initialize` brings what is stepped to the host."""
+    """Optimizer for parameters on any device: `initialize` brings what it steps to the host."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; `step` refuses what is not on the CPU then."""
+        """Add a param group, on any device, as torch does; `step` refuses one not on the CPU."""
         torch.optim.Optimizer.add_param_group(self, param_group)
 
 
@@ -313,7 +317,7 @@ def _make_adam(name: str, params: list[Any], **options: Any) -> torch.optim.Opti
 def _make_mixed_adam(
     name: str, on_host: bool, params: list[Any], **options: Any
 ) -> torch.optim.Optimizer:
-    """With moments in fp32, whatever the parameters are."""
+    """Make an Adam with moments in fp32, whatever the dtype of the parameters."""
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if on_host:
         return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
@@ -369,7 +373,7 @@ def members_of(params: Any) -> list[Any]:
 def _half_of(
     groups: Iterable[dict[str, Any]], is_muon: bool, dropped: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """The param groups as one half is to see them: its own parameters and options."""
+    """Yield the param groups for one half of the chain: its own parameters and options."""
     for group in groups:
         mine = [each for each in group["params"] if _goes_to_muon(each) is is_muon]
         if mine:

@@ -55,25 +55,25 @@ class RepeatingLoader:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The whole value, in fp32. Collective."""
+    """Return the whole value, in fp32. Collective."""
     value = zero_engine.full_param(param) if param.requires_grad else None
     return None if value is None else value.float()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient, averaged over the ranks. Collective. See `zero_engine.full_grad`."""
+    """Return the whole gradient, the mean over ranks. Collective. See `zero_engine.full_grad`."""
     return zero_engine.full_grad(param) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """The whole of one entry, "exp_avg" say. Collective."""
+    """Return one whole entry of the optimizer state, "exp_avg" say. Collective."""
     if not param.requires_grad:
         return None
     return zero_engine.full_optimizer_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Any, optim_state_key: str) -> None:
-    """Write the whole of one entry, the same on every rank."""
+    """Write one whole entry of the optimizer state, the same on every rank."""
     zero_engine.set_full_optimizer_state(param, optim_state_key, value)
 
 
@@ -85,24 +85,24 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the value, 1-D, in fp32."""
+    """Return this rank's shard of the value, 1-D, in fp32."""
     return zero_engine.local_param(param).float() if param.requires_grad else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the averaged gradient, 1-D."""
+    """Return this rank's shard of the averaged gradient, 1-D."""
     return zero_engine.local_grad(param) if param.requires_grad else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """This rank's part of one entry."""
+    """Return this rank's shard of one entry of the optimizer state."""
     if not param.requires_grad:
         return None
     return zero_engine.local_optimizer_state(param, optim_state_key)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_key: str) -> None:
-    """Write this rank's part of one entry. Every rank calls it."""
+    """Write this rank's shard of one entry of the optimizer state. Every rank calls it."""
     zero_engine.set_local_optimizer_state(param, optim_state_key, value)
 
 
@@ -119,7 +119,7 @@ def set_z3_leaf_modules(
     """Make modules of these classes leaves. Returns them, inner ones first. Local.
 
     Args:
-        model: Or any part of it.
+        model: A model, or any part of it.
         leaf_module_classes: Classes, of which subclasses count, or names of the very class:
             "MixtralSparseMoeBlock", or with the module it is defined in before it.
         raise_if_not_found: Whether it is an error that not one fits.
@@ -133,7 +133,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo it. Returns all that fit, leaves or not."""
+    """Make modules of these classes no leaves. Returns all that fit, leaves or not. Local."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -160,7 +160,10 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same for ends of names."""
+    """Make modules leaves, or no leaves, by the ends of their names. Local.
+
+    Returns and raises as `set_z3_leaf_modules_by_name`.
+    """
     return _set_by_name(model, module_name_suffixes, "name_suffixes", flag, raise_if_not_found)
 
 
@@ -173,12 +176,12 @@ get_z3_leaf_modules = zero_partition.get_leaf_modules
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this very module is a leaf."""
+    """Return whether this very module is a leaf."""
     return any(leaf is model for leaf in zero_partition.get_leaf_modules(model))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether it belongs to a leaf that this file's functions or a configuration have set."""
+    """Return whether a parameter is in a leaf that this file's functions or a configuration set."""
     return holds_parameter(model)
 
 

@@ -1,4 +1,4 @@
-"""Reader: what zero_engine finds of this package, by its entry point."""
+"""Reader of DeepSpeed's files, which zero_engine finds by this package's entry point."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\
 
 
 class _Attributes:
-    """Stands for an object of which only attributes are looked at."""
+    """Placeholder for a pickled object of which only attributes are read."""
 
 
 # What DeepSpeed's own optimizer files hold beside tensors and plain values.
@@ -35,7 +35,7 @@ _STAND_INS: Final[Mapping[str, type]] = {
 
 
 def _read_files(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Model states by rank, at stages 1 and 2 of rank 0 alone, and all ranks' optimizer states."""
+    """Return model states by rank (rank 0 alone at stages 1 and 2), and optimizer states of all."""
     optimizer_paths = _numbered(path, _OPTIMIZER, lambda match: int(match[2]))
     model_paths = _numbered(path, _MODEL, lambda match: int(match[1] or 0))
     _refuse_others(path, {*optimizer_paths.values(), *model_paths.values()})
@@ -78,7 +78,7 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 
 def is_deepspeed(folder: Path, tag: str | None) -> bool:
-    """Whether there are files of DeepSpeed's, to look at before it is opened. Local."""
+    """Return whether the folder of a tag has files of DeepSpeed's, which are not opened. Local."""
     try:
         names = [path.name for path in _folder_of(folder, tag).iterdir()]
     except OSError:  # as with a folder that is missing: whoever opens it says so
@@ -87,7 +87,7 @@ def is_deepspeed(folder: Path, tag: str | None) -> bool:
 
 
 def holds_deepspeed(folder: Path, tag: str | None) -> bool:
-    """Whether a folder, or one in it, has such files: also without `latest`. Local."""
+    """Return whether a folder, or one in it, has such files, also without `latest`. Local."""
     if not folder.is_dir():
         return False
     return is_deepspeed(folder, tag) or any(
@@ -172,7 +172,7 @@ class DeepSpeedFolder:
     def open(
         cls, folder: str | Path, tag: str | None = None, *, is_universal: bool = False
     ) -> DeepSpeedFolder:
-        """A tag of a folder, what its `latest` names, or the folder itself. Local.
+        """Open the checkpoint of a tag, the one that `latest` names, or the folder itself. Local.
 
         Where there is no `latest`, or with `is_universal`, `latest_universal` names it.
         """
@@ -210,7 +210,7 @@ def _cut(flats: Sequence[Tensor], start: int, stop: int) -> Iterator[MemoryRun]:
 
 
 def _cut_parts(flats: Sequence[Sequence[Tensor]], cursor: int, numel: int) -> Iterator[MemoryRun]:
-    """A parameter of stage 3, whose parts begin so far into the partitions of each rank."""
+    """Yield the runs of a stage-3 parameter, whose parts begin at `cursor` on each rank."""
     part = -(-numel // len(flats))
     for rank, of_rank in enumerate(flats):
         yield from _cut(of_rank, cursor, cursor + min(part, max(0, numel - part * rank)))
@@ -226,7 +226,7 @@ def _joined(path: Path, name: str, shape: torch.Size, runs: Sequence[MemoryRun])
 def _cut_frozen(
     path: Path, models: Mapping[int, Mapping[str, Any]], world_size: int
 ) -> dict[str, Range]:
-    """Put together what does not train at stage 3: each rank's model states have a part."""
+    """Join frozen parameters at stage 3, of which each rank's model states have a part."""
     ranges = {}
     for name, said in (models[0].get("frozen_param_shapes") or {}).items():
         lacking = [rank for rank in range(world_size) if rank not in models]
@@ -243,7 +243,7 @@ def _cut_frozen(
 
 @define(eq=False)
 class _Reading:
-    """Puts together what the files of one checkpoint say."""
+    """Content of the files of one checkpoint, from which `folder` makes a DeepSpeedFolder."""
 
     path: Path
     models: Mapping[int, Mapping[str, Any]]  # as `_read_files` gives them
@@ -281,7 +281,11 @@ class _Reading:
         )
 
     def _locate(self) -> None:
-        """See NOTE(partitions). What is left over must be padding: else they lie elsewhere."""
+        """Find the runs of every parameter; see NOTE(partitions).
+
+        Elements that belong to no parameter must be padding: if there are more of them than that,
+        the parameters are at other places, and FileError is raised.
+        """
         groups = [
             {str(name): torch.Size(shape) for name, shape in group.items()}
             for group in self.models[0]["param_shapes"]
@@ -391,7 +395,7 @@ def _folder_from(
     trained: set[str],
     states: Mapping[str, Mapping[str, Range]],
 ) -> DeepSpeedFolder:
-    """Make a folder of parameters, states, and what the model states of rank 0 say."""
+    """Make a folder from parameters, states, and the model states of rank 0."""
     buffers, ties = _buffers_of(model), _ties_of(model)
     return DeepSpeedFolder(
         path=path,

@@ -46,11 +46,11 @@ class Schedule(LRScheduler):
             super().load_state_dict(state_dict)
 
     def option(self, name: str, value: Any) -> Any:
-        """Checked, as the key of a file that has its name."""
+        """Return the value of an option, checked as the key of that name in a file is."""
         return KEYS[f"scheduler.params.{name}"].kind.read(f"{type(self).__name__}.{name}", value)
 
     def per_group(self, name: str, value: Any, optimizer: Optimizer) -> list[float]:
-        """One number for each param group."""
+        """Return one number for each param group."""
         value, num_groups = self.option(name, value), len(optimizer.param_groups)
         values = value if isinstance(value, tuple) else (value,) * num_groups
         if len(values) != num_groups:
@@ -62,12 +62,12 @@ class Schedule(LRScheduler):
 
 
 class OneCycle(Schedule):
-    """Up and down once, the momentum down and up meanwhile; then both may decay (arXiv 1803.09820).
+    """One cycle: the learning rate goes up and down, the momentum down and up (arXiv 1803.09820).
 
-    In the cycle of c = first + second steps, s = k / first while k <= first, then (c - k) / second;
-    with n stairs, floor(n s) / n. Learning rate: min + (max - min) s. Momentum: max - (max - min)
-    s. After the cycle, with d = (k - c) / decay_step_size, or 0 where that is 0: min / (1 +
-    decay_lr_rate d), and max (1 + decay_mom_rate d).
+    After the cycle both may decay. In the cycle of c = first + second steps, s = k / first while
+    k <= first, then (c - k) / second; with n stairs, floor(n s) / n. Learning rate: min + (max -
+    min) s. Momentum: max - (max - min) s. After the cycle, with d = (k - c) / decay_step_size, or 0
+    where that is 0: min / (1 + decay_lr_rate d), and max (1 + decay_mom_rate d).
 
     The momentum is the first of `betas` in a param group, or `momentum` where that is not 0; the
     second of the betas stays as it is.
@@ -131,7 +131,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """One for each param group. Sets their momenta, too, as torch's OneCycleLR does."""
+        """Return a rate for each param group. Sets momenta, too, as torch's OneCycleLR does."""
         if self.cycle_momentum:
             self._set_momenta()
         decayed = self._decayed()
@@ -157,14 +157,14 @@ class OneCycle(Schedule):
                 group[key] = momentum
 
     def _decayed(self) -> float | None:
-        """How many decay steps since the cycle ended; None while it lasts."""
+        """Return the number of decay steps since the cycle ended; None while it lasts."""
         steps = self.last_epoch - self.first_steps - self.second_steps
         if steps < 0:
             return None
         return steps / self.decay_steps if self.decay_steps else 0.0
 
     def _height(self) -> float:
-        """From 0 to 1 and back."""
+        """Return the height in the cycle, from 0 to 1 and back: the s of the class's formula."""
         step, size, stairs = self.last_epoch, self.first_steps, self.first_stairs
         if step > size:
             step = self.first_steps + self.second_steps - step
@@ -208,14 +208,14 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """One for each param group."""
+        """Return one learning rate for each param group."""
         steps = self.last_epoch // self.step_size * self.step_size
         progress = (steps if self.is_staircase else self.last_epoch) / self.step_size
         return [low * (1 + self.step_rate * progress) for low in self.min_lrs]
 
 
 class _Warmup(Schedule):
-    """What the three warmups share: how far along it is, from 0 to 1."""
+    """Base of the three schedules with a warmup: its progress, from 0 to 1."""
 
     total_num_steps: float = math.inf  # of those that end, another number
 
@@ -235,7 +235,7 @@ class _Warmup(Schedule):
         return max(0, self.last_epoch - 1)
 
     def _warmed(self) -> float | None:
-        """None once the warmup is over."""
+        """Return the progress of the warmup, from 0 to 1; None once it is over."""
         if self._iteration >= self.warmup_num_steps:
             return None
         if self.warmup_type == "linear":
@@ -244,7 +244,7 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From a small learning rate to a large one, which stays.
+    """Warmup from a small learning rate to a large one, which stays.
 
     With i = max(0, k - 1), w = max(2, warmup_num_steps) and g = log(i + 1) / log(w), or i / w where
     linear: min + (max - min) g while i < w, then max.
@@ -273,7 +273,7 @@ class WarmupLR(_Warmup):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """One for each param group."""
+        """Return one learning rate for each param group."""
         warmed = self._warmed()
         gamma = self._after() if warmed is None else warmed
         ends = zip(self.min_lrs, self.max_lrs, strict=True)
@@ -284,7 +284,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then down to the small learning rate in a straight line.
+    """Warmup of `WarmupLR`, then a linear decay to the small learning rate.
 
     After the warmup: min + (max - min) max(0, (t - i) / max(1, t - w)), with t = total_num_steps
     and the letters of `WarmupLR`.
@@ -324,7 +324,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """From a small part of the optimizer's learning rate to all of it, then down in half a cosine.
+    """Warmup from a part of the optimizer's learning rate to all of it, then half a cosine down.
 
     The ratio to the optimizer's learning rate, which is the largest, is r + (1 - r) g in the
     warmup, with r = warmup_min_ratio and the letters of `WarmupLR`; then c + (1 - c) (1 + cos(pi
@@ -356,7 +356,7 @@ class WarmupCosineLR(_Warmup):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """One for each param group."""
+        """Return one learning rate for each param group."""
         low, part = self.warmup_min_ratio, self._warmed()
         if part is None:
             steps = self._iteration - self.warmup_num_steps + 1

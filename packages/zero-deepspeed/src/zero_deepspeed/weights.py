@@ -26,17 +26,17 @@ class LazyTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Known without reading."""
+        """Return the shape, without reading the values."""
         return self._reader.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp32, unless it is no floating-point tensor."""
+        """Return fp32 for a floating-point tensor, else the dtype in the checkpoint."""
         dtype = self._reader.dtype
         return torch.float32 if dtype.is_floating_point else dtype
 
     def contiguous(self) -> Tensor:
-        """The values, in memory of their own.
+        """Read the values into memory of their own.
 
         Raises:
             zero_engine.FileError: A file went, or was cut short, since it was opened.
@@ -51,17 +51,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """What `model.load_state_dict` of the plain model takes, in fp32, on the host. Local.
+    """Return a state dict for the plain model's `load_state_dict`, in fp32, on the host. Local.
 
     Args:
-        checkpoint_dir: What `engine.save_checkpoint`, `zero_engine.save` or DeepSpeed wrote to: as
-            for `zero_engine.export`.
+        checkpoint_dir: The folder that `engine.save_checkpoint`, `zero_engine.save` or DeepSpeed
+            wrote to, as for `zero_engine.export`.
         tag: Which checkpoint; the newest when None.
         exclude_frozen_parameters: Leave out parameters that do not train.
         lazy_mode: Values are read by their `contiguous()`, one after another in little memory.
 
     Returns:
-        Weights and persistent buffers by name. Tied parameters, in all their names, are one tensor.
+        Weights and persistent buffers by name. Tied parameters are one tensor under all names.
 
     Raises:
         zero_engine.FileError: As for `zero_engine.export`.

@@ -1,4 +1,4 @@
-"""deepspeed.zero: models built in parts, and parameters whole for a while."""
+"""deepspeed.zero: models that are sharded while they are built, parameters gathered for a while."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where state rests; `Engine.offload_states` takes `cpu`."""
+    """Devices that state is offloaded to; `Engine.offload_states` takes `cpu`."""
 
     none = "none"
     cpu = "cpu"
@@ -47,7 +47,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What `Engine.offload_states` takes as `include`."""
+    """Kinds of state for the argument `include` of `Engine.offload_states`."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -57,7 +57,7 @@ class OffloadStateTypeEnum(StrEnum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether the values of a parameter are there; `param.ds_status` says which."""
+    """Availability of a parameter's values on this rank, as `param.ds_status` has it."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -95,7 +95,7 @@ class _Status:
 
 @final
 class _LocalPart:
-    """What this rank keeps of a parameter when it is asked for: a 1-D tensor's attributes."""
+    """Attributes of this rank's shard of a parameter, a 1-D tensor, looked up at each access."""
 
     __slots__ = ("_param",)
 
@@ -115,12 +115,12 @@ class _LocalPart:
 def name_parameters(model: nn.Module, threshold: int) -> None:
     """Give parameters the attributes that DeepSpeed's have at stage 3. Local.
 
-    `ds_id`, `ds_shape`, `ds_numel` and `ds_persist` are values; `ds_status` and `ds_tensor` say how
-    it is when they are asked. Those of parameters that are not sharded are set, too.
+    `ds_id`, `ds_shape`, `ds_numel` and `ds_persist` are fixed values; `ds_status` and `ds_tensor`
+    are looked up at each access. Parameters that are not sharded have the attributes, too.
 
     Args:
         model: Sharded at stage 3.
-        threshold: Parameters of so many elements or fewer rest whole.
+        threshold: Parameters of at most this many elements are not sharded: `ds_persist` is True.
     """
     for index, param in enumerate(model.parameters()):
         vars(param).update(
@@ -150,12 +150,12 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     sequence_data_parallel_group: Any = None,
     param_swapper: Any = None,
 ) -> AbstractContextManager[Any]:
-    """`zero_engine.Init`: build a model of which each rank keeps its part only. Collective.
+    """Build a model of which each rank keeps only its shards, by `zero_engine.Init`. Collective.
 
-    `initialize` may be called inside. `state_dict()` has empty tensors of what is sharded, inside
-    and after. `from_pretrained` of transformers works inside: each rank reads the files, and keeps
-    its part. Where it converts dtypes, it does so ahead, on threads, and may hold the whole model;
-    with HF_DEACTIVATE_ASYNC_LOAD=1 in the environment it does not.
+    `initialize` may be called inside. `state_dict()` has empty tensors for sharded parameters,
+    inside and after. `from_pretrained` of transformers works inside: each rank reads the files, and
+    keeps its shards. Where it converts dtypes, it does so ahead, on threads, and may have the whole
+    model in memory; with HF_DEACTIVATE_ASYNC_LOAD=1 in the environment it does not.
 
     Args:
         module: One that exists already: sharded at once.
@@ -163,13 +163,13 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         mem_efficient_linear: Only for DeepSpeed's signature: `torch.nn.Linear` is left as it is.
         remote_device: "cpu" and "nvme" come with zero-offload, as `pin_memory` and `param_swapper`.
         pin_memory: See above.
-        config_dict_or_path: Read for its stage: below 3 parameters rest whole, and this does
-            nothing. Whatever else is "auto" may stay so.
+        config_dict_or_path: Read for its stage and its `Wire`; other keys may be "auto". Below
+            stage 3 parameters are not sharded, and this does nothing.
         config: Another name of `config_dict_or_path`.
         enabled: Do nothing at all when False.
-        dtype: What floating-point tensors are made in, where no dtype is asked for. As they are
-            when None, also with fp16 or bf16 in the configuration: `initialize` rounds them then,
-            and keeps what was lost in its masters.
+        dtype: Dtype of floating-point tensors that are made without one. torch's default when
+            None, also with fp16 or bf16 in the configuration: `initialize` rounds them later, and
+            its masters have the values before that.
         mpu: Its `get_data_parallel_group()` is the group.
         zero_param_parallel_group: This rank's node, where the configuration has
             `zero_hpz_partition_size`: that says it already.
@@ -230,8 +230,8 @@ def MiCS_Init(
 ) -> AbstractContextManager[Any]:
     """`Init`, with its arguments, for a model that `mics_shard_size` will replicate. Collective.
 
-    While it is built each rank keeps its part of all ranks', which takes less memory than its part
-    of a replica's; `initialize` hands that out. The group is of all ranks, not those of a replica.
+    While it is built, parameters are sharded over all ranks, which takes less memory than shards of
+    a replica; `initialize` distributes those. The group is of all ranks, not those of a replica.
     """
     return Init(module, data_parallel_group, **options)
 
@@ -246,14 +246,14 @@ def _both(sharding: AbstractContextManager[Any], dtype: torch.dtype) -> Iterator
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The module's forward uses a parameter that is another module's. The same on every rank.
+    """Declare that a module's forward uses another module's parameter. The same on every rank.
 
-    Such a use works by itself; `zero_partition.register_external_parameter` lets its gather set out
-    ahead. Before the parameter's model is sharded, where DeepSpeed needs to be told already, there
-    is nothing to do.
+    Such a use works without it; `zero_partition.register_external_parameter` lets the parameter be
+    prefetched. Before the parameter's model is sharded, when DeepSpeed has to be told, this does
+    nothing.
 
     Raises:
-        TypeError: `parameter` is none.
+        TypeError: `parameter` is no parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
@@ -266,7 +266,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The model itself, whole inside: forwards communicate nothing. Collective to enter.
+    """Gather all parameters inside, so that forwards communicate nothing. Collective to enter.
 
     Args:
         model: The engine, or its module.
@@ -291,7 +291,7 @@ def _check_wire_arguments(
     param_group: Any,
     group: Group,
 ) -> None:
-    """Raise ConfigError for what is asked for and is not in the configuration.
+    """Raise ConfigError for an argument that the configuration does not ask for as well.
 
     Collective where there is a `param_group`, of torch: the ranks that keep secondary shards.
     """

@@ -20,7 +20,7 @@ check_names = partial(plan.check_names, error=ConfigError)
 
 
 def check_flag(where: str, value: Any) -> bool:
-    """True or False, and not what merely counts as one."""
+    """Return `value` if it is a bool; raise ConfigError for any other type."""
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: expected true or false, got {value!r}")
     return value
@@ -34,7 +34,7 @@ def check_number(
     *,
     below: float | None = None,
 ) -> Any:
-    """The number, if it is of at least `minimum`."""
+    """Return `value` if it is a `kind` in [minimum, below); raise ConfigError otherwise."""
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not is_number or not value >= minimum or (below is not None and value >= below):
         bound = "" if below is None else f" and below {below}"
@@ -44,7 +44,7 @@ def check_number(
 
 
 def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | None = None) -> Any:
-    """A validator of attrs: a number of at least `minimum`, or None where that is the default."""
+    """Return an attrs validator: a number in [minimum, below), or None if that is the default."""
 
     def check(owner: Any, attribute: Attribute, value: Any) -> None:
         if value is not None or attribute.default is not None:
@@ -55,7 +55,7 @@ def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | No
 
 
 def is_kind(*kinds: type | None) -> Any:
-    """A validator of attrs: an instance of one of these; None stands for itself."""
+    """Return an attrs validator: an instance of one of `kinds`; None among them allows None."""
 
     def check(owner: Any, attribute: Attribute, value: Any) -> None:
         if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
@@ -68,15 +68,19 @@ def is_kind(*kinds: type | None) -> Any:
 
 
 def names_fields(cls: type[Class]) -> type[Class]:
-    """As that of partitioning, with a ConfigError."""
+    """Have an attrs class check the field names it is given; an unknown one is a ConfigError."""
     return plan.names_fields(cls, ConfigError)
 
 
 def default_group(model: nn.Module | None = None, *, timeout_s: float | None = None) -> Group:
-    """All ranks of the job; without one just this process, where the model's parameters are.
+    """Return the group of all ranks, or of this process alone without torch.distributed.
 
-    ConfigError where the environment tells of several ranks, and there is no group of them: each
-    would keep a whole model, and nothing would be said.
+    The group of this process alone is on the device of the model's parameters, or on torch's
+    default device if there are none, or all are on the meta device.
+
+    Raises:
+        ConfigError: WORLD_SIZE names several ranks, but the group has one: each rank would train
+            a full model by itself, without an error.
     """
     if dist.is_initialized():
         group = Group.from_process_group(timeout_s=timeout_s)

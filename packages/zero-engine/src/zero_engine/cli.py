@@ -47,7 +47,7 @@ DTYPES: Final = {
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """A floating-point dtype by its name, or argparse's error."""
+    """Return a floating-point dtype by its name; raise ArgumentTypeError otherwise."""
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(
             f"expected one of {', '.join(sorted(DTYPES))}, got {text!r}"
@@ -56,7 +56,7 @@ def dtype_of(text: str) -> torch.dtype:
 
 
 def share_of(text: str) -> float:
-    """A share such as 20% or 0.2, or argparse's error."""
+    """Return a share such as 20% or 0.2, below 1; raise ArgumentTypeError otherwise."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip())
     share = 1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
     if share >= 1:
@@ -65,7 +65,7 @@ def share_of(text: str) -> float:
 
 
 def num_bytes_of(text: str) -> int:
-    """A size such as 5GB, in bytes, or argparse's error."""
+    """Return the bytes of a size such as 5GB; raise ArgumentTypeError otherwise."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B?)", text.strip().upper())
     size = 0
     if match is not None:
@@ -82,7 +82,7 @@ _SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # o
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `zero`."""
+    """Add `plan` to the commands of `zero`."""
     parser = commands.add_parser(
         "plan",
         help="say what training a model takes, before it is started",
@@ -199,7 +199,7 @@ def _model(options: argparse.Namespace) -> Any:
 
 
 def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
-    """The one configuration that was asked for; None: all of them."""
+    """Return the one configuration to plan in detail; None to plan all of them."""
     rests = (options.optimizer_rests, options.params_rest)
     if options.config is not None:
         asked = options.stage is not None or _config(options).wire != Wire()
@@ -216,7 +216,7 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
 
 
 def _config(options: argparse.Namespace) -> ZeroConfig:
-    """What holds at any stage and residence."""
+    """Return the configuration of precision and wire, which applies to every stage planned."""
     precision, masters = None, None if options.no_masters else torch.float32
     if options.dtype is not None:
         precision = Precision(params=options.dtype, masters=masters)
@@ -274,10 +274,11 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; by the process's own arguments when None.
+    """Run the `zero` command with these arguments; with those of the process when None.
 
-    Returns the exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make
-    no sense exit with 2 at once.
+    Returns the exit status: 0; 1 after an error, which is printed as one line on stderr, or if
+    `zero verify` found a difference that was not chosen. Arguments that cannot be parsed exit
+    with 2 at once.
     """
     parser = argparse.ArgumentParser(
         prog="zero",
@@ -344,7 +345,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[int], object] | None]:
-    """What to call with bytes written; None where tqdm is missing, or nobody looks."""
+    """Yield a function to call with the number of bytes written; None if tqdm is missing."""
     try:
         from tqdm import tqdm  # noqa: PLC0415  # no dependency of ours
     except ImportError:

@@ -1,4 +1,4 @@
-"""ZeroConfig: what the user can choose, checked when it is made."""
+"""ZeroConfig: the settings of `shard`, checked when it is made."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _is_asked_to_sanitize() -> bool:
 @names_fields
 @frozen
 class ZeroConfig:
-    """How to distribute a model. The same on every rank.
+    """Settings of how a model is sharded. The same on every rank.
 
     Args:
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
@@ -124,38 +124,38 @@ class ZeroConfig:
         min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
             they are not worth a gather and hooks of their own.
         precision: Dtypes of parameters, masters and gradients; as they are when None.
-        window: Stage 3: units that may be whole at a time, the one in use included; those that
+        window: Stage 3: units that may be gathered at a time, the one in use included; those that
             enclose others do not count. More hides more communication and costs their bytes.
             None: three on the CPU, two elsewhere.
-        max_live_numel: Stage 3, in place of `window`: parameter elements that may be whole at a
+        max_live_numel: Stage 3, in place of `window`: parameter elements that may be gathered at a
             time, those of units that enclose others included.
         prefetch_numel: Stage 3: parameter elements whose gathers may be launched ahead of their
-            use; 0 turns prefetching off. As many as may be whole when None.
-        max_reuse_numel: Stage 3: a unit stays whole until its next use if the units used in between
-            have no more parameter elements, and as many may be whole. Whenever as many may be
-            whole when None.
-        small_param_numel: Stage 3: parameters of at most this many elements rest whole on every
+            use; 0 turns prefetching off. As many as may be gathered when None.
+        max_reuse_numel: Stage 3: a unit stays gathered until its next use if the units used in
+            between have at most this many parameter elements, and if as many may be gathered at a
+            time. When None, only the latter counts.
+        small_param_numel: Stage 3: parameters of at most this many elements are replicated on every
             rank, as at stage 2: no gather for biases and norms, at the price of their bytes.
-        max_small_numel: Elements of all those together; the first ones of the model that fit, and
-            no bound when None.
+        max_small_numel: Most elements of all those parameters together: the first ones of the model
+            that fit are replicated. No bound when None.
         cut: Where parameters may be cut into shards: "flat" (anywhere), "row" (between rows),
             "tensor" (nowhere: one rank keeps it) or "block(k)" (on multiples of k elements); a
             mapping from parameter names, or patterns such as "blocks.*.weight", to these; or a
             function of name and parameter. What is left open (None) is `cut` in the param group, or
             what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
             says as its attribute `needs_cut`, else the smallest that will do, as a trial shows.
-        state_dict: What `state_dict()` does of what is sharded over several ranks, which are the
-            optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and at
-            1 and 2 with `Wire(params=...)`: "names" gives stand-ins of the model's parameters, with
-            shape, dtype and device: a use of their values raises and names `full_state_dict`; the
-            optimizer's raises and names `full_optimizer_state_dict`. "gather" makes both collective
-            and gives every rank everything, and the optimizer's `load_state_dict()` takes that.
-            "placeholders" means "names".
-        offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
+        state_dict: What `state_dict()` gives where values are sharded over several ranks, which are
+            the optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and
+            at 1 and 2 with `Wire(params=...)`. With "names", the model's gives placeholders that
+            have shape, dtype and device; a use of their values raises and names `full_state_dict`.
+            The optimizer's raises and names `full_optimizer_state_dict`. "gather" makes both
+            collective and gives every rank everything, and the optimizer's `load_state_dict()`
+            takes that. "placeholders" means "names".
+        offload: States to offload to the host or disk: the optimizer's at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
-        wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
-            node, `Wire(replicas=True)` shards over a node and averages over the nodes; and how they
-            are written on the way: `Wire(params="int8", gradients="int4")`.
+        wire: Which ranks communicate: `Wire(secondary=True)` keeps gathers of backward inside a
+            node, `Wire(replicas=True)` shards over a node and averages over the nodes. And how
+            values are encoded when they are sent: `Wire(params="int8", gradients="int4")`.
         groups: Ranks of parameters that not all ranks have, as experts that are spread over ranks,
             by pattern of the parameters' names: `{"*.experts.*": group}`, where the group (a
             `zero_comm.Group`, a ProcessGroup or a DeviceMesh of one dimension) has the ranks with
@@ -163,7 +163,7 @@ class ZeroConfig:
             those of other parameters are, by the number of all ranks.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
         sanitize: Check each use of memory and each collective, at several times the cost of a step:
-            see `zero_partition.sanitize`. What ZERO_SANITIZE=1 says when left out.
+            see `zero_partition.sanitize`. When left out, ZERO_SANITIZE=1 turns it on.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
@@ -225,12 +225,12 @@ class ZeroConfig:
 
     @property
     def placements(self) -> Placements:
-        """The stage's row of the table."""
+        """Placements of parameters, gradients and optimizer state: the stage's row of `STAGES`."""
         return STAGES[self.stage]
 
     @property
     def for_partition(self) -> PartitionConfig:
-        """What `zero_partition.partition` takes of it; all but `offload`."""
+        """Settings for `zero_partition.partition`: all, but of `offload` only `read_ahead`."""
         return PartitionConfig(
             placements=self.placements,
             units=self.units,

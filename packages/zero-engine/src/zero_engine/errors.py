@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration."""
+"""Errors of configurations, files and the loss scale, and of features that are not built."""
 
 
 class ConfigError(ValueError):
@@ -10,7 +10,7 @@ class FileError(OSError):
 
 
 class NotBuiltError(NotImplementedError):
-    """What was asked for is known by name, and comes with a part that is not there yet."""
+    """The feature asked for is known by name, but needs a part that is not built yet."""
 
 
 class LossScaleError(RuntimeError):

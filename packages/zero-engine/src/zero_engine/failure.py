@@ -1,4 +1,4 @@
-"""What a rank writes when it goes wrong, and what `zero report` finds in the reports of all."""
+"""Reports that ranks write after an error, and `zero report`, which compares those of all ranks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")  # another r
 
 
 def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
-    """Write what this rank is at, as `zero_comm.failure.install` asks. Local; waits for nobody.
+    """Write a report of this rank's state to `path`. Local; waits for no other rank.
 
-    Sections of `key = value`, as configparser reads them, and the Python stacks of all threads.
+    Called as `zero_comm.failure.install` documents. The report has sections of `key = value`, which
+    configparser reads, and the Python stacks of all threads.
     """
     report, sizes = Report(strict=False), [group.world_size for group in models.values()]
     report["report"] = {
@@ -93,7 +94,7 @@ def _schedule_of(sharded: ShardedModel) -> dict[str, str]:
 
 
 def summary(folder: str | Path) -> str:
-    """What the reports of all ranks say: a line for each, how they differ, and whom to look at.
+    """Compare the reports of all ranks: a line for each, how they differ, and whom to look at.
 
     Raises:
         FileError: There are none, or one is damaged.
@@ -125,7 +126,7 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
 
 
 def _place(report: Report) -> str:
-    """Where the main thread, or the error, is in the user's code."""
+    """Return the innermost file:line of the error, or of the main thread, in the user's code."""
     main, why = report["report"]["main thread"], report["report"]["why"]
     stack = "".join(text for name, text in report["stacks"].items() if main in name)
     frame = re.compile(r'File "(.+)", line (\d+)')
@@ -148,7 +149,7 @@ def _differences(reports: Mapping[int, Report]) -> Iterator[str]:
 
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
-    """Whom to look at first."""
+    """Return a line that says which rank to look at first, and why."""
     first = sorted(
         (report["report"]["time"], rank)
         for rank, report in reports.items()

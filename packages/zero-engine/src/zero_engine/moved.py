@@ -1,4 +1,7 @@
-"""Old paths, which work until zero 0.3 and warn; the only file that names packages above."""
+"""Old import paths, which work until zero 0.3 with a warning.
+
+Only this file of the package names packages that depend on it.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,12 @@ def _new_path(old: str) -> str | None:
 
 @final
 class OldPaths(MetaPathFinder, Loader):
-    """Makes modules by their old paths; each name in them is looked for by its new path. Local."""
+    """Finder of modules by their old paths; names in these are looked up at new paths. Local."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of what was a module, and of a package that had one."""
+        """Return the spec of a path that was a module, or a package with one; else None."""
         del path, target
         new = _new_path(fullname)
         if new is None:
@@ -57,13 +60,13 @@ class OldPaths(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if is_found else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Empty, but for what is asked of it."""
+        """Return an empty module, whose `__getattr__` looks names up at their new paths."""
         module, old = ModuleType(spec.name), spec.name
         vars(module)["__getattr__"] = lambda name: find(old, name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs."""
+        """Do nothing: the module has no code to run."""
 
 
 def _is_module(old: str, new: str) -> bool:
@@ -79,7 +82,13 @@ def _is_module(old: str, new: str) -> bool:
 
 
 def find(module: str, name: str) -> Any:
-    """What a name of a module is now; AttributeError if it never was one. Warns. Local."""
+    """Return what an old name of a module refers to now, with a DeprecationWarning. Local.
+
+    A name that was itself a module gives a module of old names, without a warning of its own.
+
+    Raises:
+        AttributeError: The module never had the name.
+    """
     old = f"{module}.{name}"
     home, _, attribute = (_new_path(old) or "").rpartition(".")
     is_hidden = name.startswith("__") and name not in {"__all__", "__version__"}
@@ -98,5 +107,5 @@ def find(module: str, name: str) -> Any:
 
 
 def install() -> None:
-    """Have old paths found from now on, after all that is there. Local."""
+    """Let imports find old paths from now on, after modules that exist. Local."""
     sys.meta_path.append(OldPaths())

@@ -1,4 +1,4 @@
-"""Offload: what rests elsewhere than on the device, and who keeps it there."""
+"""Offload: which states are kept on the host or on disk, and the backends that keep them there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}  # DeepSpe
 
 
 def our_word(value: Any) -> str:
-    """The end of an error that was given one of DeepSpeed's words."""
+    """Return the end of an error message: our word for `value`, if that is DeepSpeed's."""
     ours = RESIDENCES.get(value) if isinstance(value, str) else None
     return "" if ours is None else f"; DeepSpeed's {value!r} is {ours!r} here"
 
@@ -66,33 +66,34 @@ def _as_folder(value: Any) -> Path | None:
 @names_fields
 @frozen(kw_only=True)
 class Offload:
-    """What rests on the host or on disk between its uses. The same on every rank.
+    """Choice of the states that are offloaded to the host or disk. The same on every rank.
 
-    Numbers do not depend on it, except with `delayed_update`, and the last bits of torch's Adam,
-    AdamW and Adagrad, which zero-offload's kernels step off the device.
+    Offloading does not change results, with two exceptions: `delayed_update`, and the last bits of
+    torch's Adam, AdamW and Adagrad, whose offloaded state is stepped by zero-offload's kernels.
 
     Args:
-        optimizer: Where optimizer state and masters rest, and are stepped: "device", "host" or
+        optimizer: Where optimizer state and masters are stored and stepped: "device", "host" or
             "disk". Not at stage 0.
-        params: Where shards of parameters rest. At stage 3 only.
-        fraction: Of the optimizer state, by bytes, that rests at `optimizer`; what is left rests
-            and is stepped where shards of parameters do: on the device, or else on the host. 0
-            offloads nothing.
-        path: A folder on the disk to use; needed where something rests on disk.
+        params: Where shards of parameters are stored. At stage 3 only.
+        fraction: Share of the optimizer state, by bytes, that is stored at `optimizer`. The
+            remainder is stored and stepped on the device, or on the host if shards of parameters
+            are offloaded. 0 offloads nothing.
+        path: A folder on the disk to use; needed where something is offloaded to disk.
         pin: Page-lock host memory, where there is an accelerator: transfers then overlap with
             computing.
-        subgroup_bytes: Most optimizer state that is read, stepped and written together; three
-            times this passes through memory. Below 1 MiB the step takes many times as long.
+        subgroup_bytes: Most optimizer state that is read, stepped and written together. With the
+            disk, three times this is in memory at once. Below 1 MiB the step takes many times as
+            long.
         read_ahead: With params="disk": units whose shards are read ahead of their gather.
-        max_host_numel: With params="disk": elements of this rank's shards that rest on the host all
-            the same, those of the model's first units.
+        max_host_numel: With params="disk": elements of this rank's shards that are stored on the
+            host instead, beginning with the model's first units.
         budget_bytes: Most host memory of a rank; what the process may have when None.
         disk: How the disk is used, such as `zero_offload.tune(path)` returns.
-        delayed_update: `optimizer.step()` begins the update and returns; it goes on during the next
-            forward and backward, and the model has its values from the step after that on. So
-            gradients are of parameters that lack the last update: numbers differ, and learning may
-            be slower; compare. Takes memory for the new values, and for the gradients once more.
-            After the last step: `finish_update`.
+        delayed_update: `optimizer.step()` starts the update and returns. The update runs during the
+            next forward and backward, and the model gets its values in the step after these.
+            Gradients are therefore of parameters without the last update: results differ, and
+            learning may be slower; compare. Needs memory for the new values, and for a second copy
+            of the gradients. Call `finish_update` after the last step.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
@@ -141,9 +142,10 @@ _SMALL_BYTES: Final = 2**20  # sub-groups with less state stay in memory
 
 
 def shares_of(offload: Offload, *, at_home: bool) -> dict[str, Any]:
-    """Where how much of the state rests, as `OffloadedState.like` takes it.
+    """Return how much of the state is stored where, as arguments of `OffloadedState.like`.
 
-    Of shards that rest at a home none rests on the device, which could not step them.
+    With `at_home`, shards of parameters are offloaded. Then no state stays on the device, which
+    could not step these.
     """
     return {
         "state": "host" if offload.optimizer == "host" else "disk",
@@ -164,10 +166,10 @@ def homes_of(
     *,
     open_disk: Callable[[Offload], AbstractStore] = _open_disk,
 ) -> Homes:
-    """As it was configured; nothing is allocated or opened yet. Local.
+    """Return the offload backends of a configuration; none allocates or opens anything yet. Local.
 
-    Where the device is the CPU, what rests on the host rests on the device. Gradients wait on
-    the host where all of the optimizer's state is stepped there.
+    On the CPU, host and device are the same memory: there parameters for the host stay where they
+    are. Elsewhere, reduced gradients are kept on the host if all optimizer state is stepped there.
     """
     if offload is None:
         return Homes()

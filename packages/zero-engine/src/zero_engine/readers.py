@@ -1,4 +1,4 @@
-"""Reader: how files of another library reach this package, which knows none of their formats."""
+"""Interface to packages that read files of another library, whose formats this one does not know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARY: Final = "deepspeed"  # the name of its entry point
 
 
 class AbstractReader(ABC):
-    """Reads configurations and checkpoints of another library.
+    """Reader of another library's configurations and checkpoints.
 
     A package registers an instance as an entry point of the group `zero_engine.readers`.
     """
@@ -28,7 +28,7 @@ class AbstractReader(ABC):
     def zero_arguments(
         self, source: Any, *, model: nn.Module | None, auto: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Keyword arguments of ZeroConfig; see `ZeroConfig.from_deepspeed`. Local."""
+        """Return keyword arguments of ZeroConfig; see `ZeroConfig.from_deepspeed`. Local."""
 
     @abstractmethod
     def engine_config(
@@ -40,7 +40,7 @@ class AbstractReader(ABC):
         auto: Mapping[str, Any] | None,
         implied: Mapping[str, Any] | None,
     ) -> Any:
-        """An EngineConfig; see `EngineConfig.from_deepspeed`. Local."""
+        """Return an EngineConfig; see `EngineConfig.from_deepspeed`. Local."""
 
     @abstractmethod
     def config_of_engine(
@@ -54,25 +54,25 @@ class AbstractReader(ABC):
         optimizer: Any,
         lr_scheduler: Any,
     ) -> Any:
-        """The EngineConfig of `initialize`, whose other arguments complete what it says. Local."""
+        """Return the EngineConfig of `initialize`, completed by its other arguments. Local."""
 
     @abstractmethod
     def make_optimizer(
         self, params: Iterable[Any], name: str, options: Mapping[str, Any], /
     ) -> torch.optim.Optimizer:
-        """An optimizer by the name that the library's files give it. Local."""
+        """Return an optimizer by the name that the library's files give it. Local."""
 
     @abstractmethod
     def is_checkpoint(self, folder: Path, tag: str | None) -> bool:
-        """Whether the library saved what `tag` names, or the folder itself. Local."""
+        """Return whether the folder of a tag, or `folder` itself, is one the library saved. Local."""
 
     @abstractmethod
     def holds_checkpoint(self, folder: Path, tag: str | None) -> bool:
-        """The same, or a checkpoint in any folder of this one. Local."""
+        """Return whether `is_checkpoint` is true of `folder` or of any folder in it. Local."""
 
     @abstractmethod
     def open_checkpoint(self, folder: Path, tag: str | None) -> Any:
-        """What `export` reads: an object with `path`, `source` and `frozen`. Local."""
+        """Open a checkpoint for `export`: an object with `path`, `source` and `frozen`. Local."""
 
     @abstractmethod
     def load_checkpoint(
@@ -85,12 +85,12 @@ class AbstractReader(ABC):
         is_strict: bool,
         group: Any,
     ) -> Any:
-        """What was loaded; see `load_deepspeed`. Collective."""
+        """Load a checkpoint and return its report; see `load_deepspeed`. Collective."""
 
 
 @cache
 def find_reader() -> AbstractReader | None:
-    """The reader of DeepSpeed's files, if a package that has one is installed. Local."""
+    """Return the reader of DeepSpeed's files; None if no package has one. Local."""
     for entry in entry_points(group=_GROUP, name=_LIBRARY):
         try:
             reader = entry.load()
@@ -105,7 +105,11 @@ def find_reader() -> AbstractReader | None:
 
 
 def reader_for(what: str) -> AbstractReader:
-    """The same where it is needed; ConfigError says what to install if there is none. Local."""
+    """Return the reader of DeepSpeed's files, which `what` needs. Local.
+
+    Raises:
+        ConfigError: There is none; the error says what to install.
+    """
     reader = find_reader()
     if reader is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Reports as tables to print, and what tables and pictures need of packages that are extras."""
+"""Reports as tables to print, and access to the extras tabulate and matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import ConfigError, FileError
 
 
 def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **options: Any) -> str:
-    """Text in columns, as `tabulate` of that package lays it out. Local.
+    """Return rows as text in columns, laid out by the package tabulate. Local.
 
     Raises:
         ConfigError: The package is not installed.
@@ -30,7 +30,7 @@ def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **optio
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of matplotlib's, of so many inches. Local.
+    """Return a figure of matplotlib's, with width and height in inches. Local.
 
     Raises:
         ConfigError: The package is not installed.
@@ -45,11 +45,11 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path | str) -> None:
-    """Write it; the path's ending says the format. Local.
+    """Write a figure to a file, whose ending says the format. Local.
 
     Raises:
         ConfigError: matplotlib does not know the format.
-        FileError: It cannot be written there.
+        FileError: The file cannot be written.
     """
     try:
         figure.savefig(path, dpi=120)
@@ -60,10 +60,10 @@ def save_figure(figure: Any, path: Path | str) -> None:
 
 
 def schedule_table(model: nn.Module) -> str:
-    """When each unit of a model sharded at stage 3 is whole: one line for each gather. Local.
+    """Return a table of when units of a model sharded at stage 3 are gathered and released. Local.
 
-    Of the last training step, or the last evaluation where nothing was trained yet; from the second
-    forward on. The values behind it are `zero_partition.schedule_report(model)`.
+    The table has one line for each gather of the last training step, or of the last evaluation
+    where nothing was trained yet. It is known from the second forward on. The values behind it are `zero_partition.schedule_report(model)`.
 
     Raises:
         zero_partition.StateError: Not sharded.
@@ -78,12 +78,12 @@ def schedule_table(model: nn.Module) -> str:
 
 
 def report(model: nn.Module) -> str:
-    """What this rank sent for a model in its last step: by operation, and by unit. Local.
+    """Return tables of the bytes that this rank sent for a model in its last step. Local.
 
-    Bytes, those that stay inside its node and those that go across to other nodes apart, as far as
-    nodes are known: from `Wire(levels=...)`, or from the hosts that gloo ranks run on. With
-    `Wire(replicas=True)` a reduction is a reduce_scatter inside and an all_reduce across. The
-    values behind it are `zero_partition.traffic_report(model)`.
+    One table is by operation, one by unit. Bytes sent inside the node are counted apart from those
+    sent across to other nodes, as far as nodes are known: from `Wire(levels=...)`, or from the
+    hosts that gloo ranks run on. With `Wire(replicas=True)` a reduction is a reduce_scatter inside
+    and an all_reduce across. The values behind it are `zero_partition.traffic_report(model)`.
 
     Raises:
         zero_partition.StateError: Not sharded.

@@ -1,4 +1,4 @@
-"""shard(): the plain PyTorch front door; Init() and materialise() build what it takes in parts."""
+"""shard() for plain PyTorch loops; Init() and materialise(), which build models already sharded."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def shard(
 ) -> tuple[Model, AnyOptimizer]:
     """Distribute a model and its optimizer over all ranks; the training loop stays as it is.
 
-    Collective. Both objects come back as they are, changed in place; all ranks take the values of
-    rank 0. Optimizer state that exists is sharded, and a scheduler built before goes on working.
+    Collective. Both objects are changed in place and returned; all ranks take the values of rank 0.
+    Optimizer state that exists is sharded, and a scheduler built before goes on working.
 
-    A model that is sharded already is sharded anew, at any moment between steps: with another
-    optimizer, which gets the shards, while no rank ever has more than a unit whole (the one before
-    loses its state, and raises if it is stepped again); with the same one, whose state is whole for
-    a moment; and with none, where it keeps the one that it has.
+    A model that is already sharded can be sharded again at any moment between steps. With another
+    optimizer, that one gets the shards, and no rank ever gathers more than one unit at a time; the
+    previous optimizer loses its state, and raises if it is stepped again. With the same optimizer,
+    its state is gathered for a moment. With none, the model keeps the optimizer that it has.
 
     Args:
-        model: On the device of the group, its parameters dense, of any strides.
+        model: A model on the device of the group, its parameters dense, of any strides.
         optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
-            looks at more than single elements keeps tensors whole, or is refused; see
-            `ZeroConfig.cut`. A list of several is stepped, zeroed and clipped one by one, in any
-            order, as those of a GAN; what steps together is one `ChainedOptimizer`.
+            is not elementwise restricts how parameters are cut, or is refused: `ZeroConfig.cut`.
+            Several in a list are stepped, zeroed and clipped one by one, in any order, as those of
+            a GAN; optimizers that step together are one `ChainedOptimizer`.
         config: `ZeroConfig()`, stage 3, when None.
         group: The ranks to distribute over: a Group, a ProcessGroup, or a DeviceMesh of one
-            dimension, or of two, of which the first has replicas and the second shards (what
-            `Wire.replicas` says, too). All of them when None, or just this process if
+            dimension, or of two, of which the first has replicas and the second shards (as
+            `Wire.replicas` does, too). All ranks when None, or just this process if
             torch.distributed was not initialised.
 
     Returns:
@@ -68,7 +68,7 @@ def shard(
         ConfigError: `config`, `model` or `optimizer` is of the wrong type, or there are several
             ranks but torch.distributed is not initialised.
         zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
-        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.AgreementError: Ranks have different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
     is_bare = config is None and optimizer is None and isinstance(model, nn.Module)
@@ -115,7 +115,7 @@ def shard(
 def _as_one(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
 ) -> SeparateOptimizers:
-    """Return several optimizers as the one that a partition has; they go on by themselves."""
+    """Return several optimizers as one, which a partition needs; each is still stepped by itself."""
     owners: dict[int, int] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     for number, optimizer in enumerate(optimizers):
@@ -151,7 +151,7 @@ def _as_one(
 
 
 def has_optimizer(sharded: ShardedModel, given: Any) -> bool:
-    """Return whether it is the optimizer that was sharded with a model, or all of several."""
+    """Return whether `given` is None, or the optimizer (or all of several) sharded with a model."""
     own = sharded.optimizer
     if isinstance(given, list | tuple):
         return isinstance(own, SeparateOptimizers) and [*own.optimizers] == [*given]
@@ -169,10 +169,10 @@ def unshard(
     model: Model,
     optimizer: AnyOptimizer = None,  # type: ignore[assignment]
 ) -> tuple[Model, AnyOptimizer]:
-    """Undo `shard`: plain objects again, whole on every rank, with none of our hooks. Collective.
+    """Undo `shard`: the full model and optimizer on every rank, without our hooks. Collective.
 
-    For exporting, copying or compiling a model, or to shard it in another way. Gradients that are
-    there come back whole in `param.grad`. Needs the memory that the plain model and optimizer have.
+    For exporting, copying or compiling a model, or to shard it in another way. Existing gradients
+    are gathered into `param.grad`. Every rank needs memory for the full model and optimizer.
 
     Args:
         model: The very module that `shard` returned.
@@ -184,7 +184,7 @@ def unshard(
     Raises:
         ConfigError: `optimizer` was not sharded together with `model`.
         zero_partition.StateError: Not sharded, a forward or backward is running, or an entry of the
-            optimizer's state is laid out so that no whole of it is known; nothing was done.
+            optimizer's state cannot be put together from its shards; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = find_sharded(model)
@@ -203,7 +203,7 @@ def Init(
     group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
 ) -> AbstractContextManager[Any]:
-    """Build a model of which each rank keeps its part only. Collective.
+    """Build a model of which each rank keeps only its shards. Collective.
 
         with zero_engine.Init(config=config):
             model = Model()
@@ -211,7 +211,7 @@ def Init(
         zero_engine.shard(model, optimizer, config)
 
     See `zero_partition.Init` for what happens inside: values are those of plain construction on
-    rank 0. Below stage 3 parameters rest whole anyway, and this does nothing.
+    rank 0. Below stage 3 parameters are not sharded, and this does nothing.
 
     Args:
         module: A module that exists already: sharded at once, with or without `with`.
@@ -238,7 +238,7 @@ def materialise(
     group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
 ) -> None:
-    """Give a model on the meta device memory and values; each rank holds its part. Collective.
+    """Allocate and fill a model on the meta device; each rank keeps its shards. Collective.
 
     Args:
         model: Built under `torch.device("meta")`; changed in place, ties kept.
@@ -251,7 +251,7 @@ def materialise(
         ConfigError: Several ranks, but torch.distributed is not initialised.
         zero_partition.PartitionError: Names every parameter, buffer and tensor attribute that
             `init` left unwritten.
-        zero_comm.AgreementError: Ranks hold different models.
+        zero_comm.AgreementError: Ranks have different models.
         zero_comm.CommError: A rank did not take part in time.
     """
     config = ZeroConfig() if config is None else config

@@ -1,4 +1,4 @@
-"""offload_states() and reload_states(): training state makes room between phases."""
+"""offload_states() and reload_states(): move training state off the device between phases."""
 
 from __future__ import annotations
 
@@ -40,32 +40,31 @@ def offload_states(
     pin: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Put training state elsewhere between phases, and give its memory back. Collective.
+    """Offload training state between phases, and free its memory. Collective.
 
-    For generation between training phases, or several models that take turns. Between steps or
-    micro-batches, gradients waiting or not; with the same `include` on every rank. Until
-    `reload_states(model)`, what needs state that is gone raises StateError; what does not goes on
-    working: without "optim", "masters" and "grads", forwards. `memory_report` says in
-    `parked_bytes` what was given back; memory that a graph or a kept `.data` views stays, with a
-    warning. Where one rank has no room, all is where it was, on every rank.
+    For generation between training phases, or several models that take turns. Call it between steps
+    or micro-batches, with or without pending gradients, with the same `include` on every rank.
+    Until `reload_states(model)`, calls that need offloaded state raise StateError; others go on
+    working: forwards do if only "optim", "masters" and "grads" are offloaded. `memory_report` says
+    in `parked_bytes` how much was freed; memory that a graph or a kept `.data` views is not freed,
+    with a warning. If one rank lacks memory for its copies, nothing is offloaded on any rank.
 
-    On the host, what a device had is gained there. A model on the CPU is copied within the same
-    memory, which gains nothing but the slots and reduction buffers: its state gains room by
-    `to="disk"`.
+    With `to="host"`, memory of a device is freed. A model on the CPU is copied within the same
+    memory, which frees only the slots and reduction buffers; `to="disk"` frees its state, too.
 
     Args:
         model: The very module that `shard` returned.
-        include: Of "params" (what rests of them: shards at stage 3, all of them elsewhere),
-            "masters", "grads", "optim" (the optimizer's tensors) and "buffers" (slots and reduction
-            buffers, which are just released); all when None.
-        to: Where to.
+        include: Of "params" (shards at stage 3, full parameters at other stages), "masters",
+            "grads", "optim" (the optimizer's tensors) and "buffers" (slots and reduction buffers,
+            which are just released); all when None.
+        to: Where to copy the state.
         path: An existing folder on the disk to use, for files of this job's own.
-        pin: Page-lock host memory, where there is an accelerator. It is taken from the host budget.
-        non_blocking: Return before a device's copies are done. The memory is free for what follows
-            on the current stream, and torch keeps it; else it goes back to the device.
+        pin: Page-lock host memory, where there is an accelerator. It counts to the host budget.
+        non_blocking: Return before a device's copies are done. Freed memory then stays in torch's
+            cache, for work that follows on the current stream; else it is returned to the device.
 
     Raises:
-        ConfigError: Another kind or place, or a place that does not go with the rest.
+        ConfigError: An unknown kind or destination, or a wrong argument for that destination.
         zero_partition.StateError: Not sharded, parked already, during a forward or backward, inside
             a context that gathers, or after a backward that an exception ended; or another rank
             had no room.
@@ -80,12 +79,12 @@ def offload_states(
 
 @collective
 def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
-    """Bring back what `offload_states` has put elsewhere. Every rank calls it.
+    """Restore the state that `offload_states` has offloaded. Every rank calls it.
 
     Collective for parameters at stage 3 where ranks read each other's memory, else local.
 
-    Every tensor is right again, objects that were taken from the model or the optimizer before
-    included: parameters, gradients, the optimizer's state. Does nothing where nothing is parked.
+    Parameters, gradients and optimizer state have their values again, in the same tensor objects
+    that the model and the optimizer had before. Does nothing where nothing is offloaded.
 
     Args:
         model: The very module that `shard` returned.
@@ -103,7 +102,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
 def offload_as_deepspeed(
     model: nn.Module, include: Any, device: Any, *, pin_memory: Any, non_blocking: Any
 ) -> None:
-    """What `Engine.offload_states` documents."""
+    """Offload states by DeepSpeed's names; see `Engine.offload_states`. Collective."""
     where = "Engine.offload_states()"
     device = getattr(device, "value", device)
     if device != "cpu":
@@ -119,7 +118,7 @@ def offload_as_deepspeed(
 def _offload(
     model: nn.Module, kinds: Collection[StateKind], backup: Backup, *, non_blocking: bool
 ) -> None:
-    """Hand what torch has no use for to whoever else is on the machine, too."""
+    """Offload states and, if blocking, return memory that torch or malloc caches to the machine."""
     seams.offload_states(model, backup, kinds, non_blocking=non_blocking)
     if non_blocking:
         return

@@ -1,6 +1,6 @@
-"""For tests: disks that fail, checkpoints that are not as they were saved, and other residences.
+"""Helpers for tests: failing disks, altered checkpoints, and other offload backends.
 
-A disk that fails is a `FileSystem` with another call in place of one of its own:
+A failing disk is a `FileSystem` with another call in place of one of its own:
 
     full = FileSystem(write=raise_no_space)
     with pytest.raises(zero_engine.FileError):
@@ -58,7 +58,7 @@ def save(
     tag: str | None = None,
     keep: int | None = None,
 ) -> SaveReport:
-    """`zero_engine.save` on another file system, which may fail on this rank only. Collective.
+    """Save by `zero_engine.save` on a file system that may fail on this rank only. Collective.
 
     `zero_engine.Saver` takes `system` itself.
     """
@@ -77,19 +77,19 @@ def save(
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Make a manifest of a checkpoint's own folder, with the checksum of what it says. Local."""
+    """Write `content` as the manifest of a checkpoint's folder, with its checksum. Local."""
     (checkpoint / MANIFEST).write_bytes(seal(content))
 
 
 def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a checkpoint says of itself in place, as if it had been saved so. Local."""
+    """Change a checkpoint's manifest in place, with the checksum of its new content. Local."""
     content = unsealed(checkpoint / MANIFEST)
     change(content)
     write_manifest(checkpoint, content)
 
 
 def damage(path: Path, position: int = -1, flip: int = 4) -> None:
-    """Flip bits of one byte of a file. Local; the same again undoes it."""
+    """Flip bits of one byte of a file. Local; a second call undoes it."""
     content = bytearray(path.read_bytes())
     content[position] ^= flip
     path.write_bytes(content)
@@ -97,7 +97,7 @@ def damage(path: Path, position: int = -1, flip: int = 4) -> None:
 
 @contextmanager
 def held_copies() -> Iterator[Event]:
-    """`Saver(overlap=True)` copies nothing on its thread before this event is set. Local."""
+    """Delay copies on the thread of `Saver(overlap=True)` until the yielded event is set. Local."""
     may_copy, copy = Event(), Copying._copy
 
     def copy_later(copying: Copying) -> None:
@@ -110,10 +110,10 @@ def held_copies() -> Iterator[Event]:
 
 @contextmanager
 def host_apart() -> Iterator[None]:
-    """On CPUs, `shard` and `plan` see a host whose memory is not the device's. Local.
+    """Let `shard` and `plan` treat the host as another memory than a CPU device. Local.
 
-    What an `Offload` puts on the host then rests apart from the device, but for gradients, which
-    stay there.
+    State that an `Offload` puts on the host is then offloaded, except gradients, which stay on the
+    device.
     """
 
     def apart(offload: Offload | None, _: torch.device) -> Homes:
@@ -133,12 +133,13 @@ def resting(
     store: Callable[[], AbstractStore],
     gradient_home: Callable[[], GradientHome],
 ) -> Iterator[None]:
-    """`shard` keeps what an `Offload` names at these instead. Local.
+    """Let `shard` use these backends for the states that an `Offload` names. Local.
 
     Args:
-        home: Makes what has parameters that rest on "disk".
-        store: Makes what has optimizer state that rests on "disk".
-        gradient_home: Makes where gradients wait of state that rests elsewhere, all of it.
+        home: Makes the backend of shards of parameters that are offloaded to "disk".
+        store: Makes the store of optimizer state that is offloaded to "disk".
+        gradient_home: Makes the backend of reduced gradients, where all optimizer state is
+            offloaded.
     """
 
     def instead(offload: Offload | None, device: torch.device) -> Homes:

@@ -44,7 +44,7 @@ def accelerator() -> torch.device | None:
 def accelerator_in_use() -> torch.device | None:
     """Return the type of accelerator, if this process has used it; `accelerator` initializes none.
 
-    Torch's modules of devices say so by `is_initialized`; one without that function is used.
+    Torch's modules of devices say so by `is_initialized`; a device without it counts as used.
     """
     found = accelerator()
     if found is None:

@@ -1,4 +1,4 @@
-"""Tensors that rest on host or disk, and optimizers that step where they rest."""
+"""Tensors that are offloaded to host or disk, and optimizers that step them there."""
 
 # Layers, lowest first: errors, torch_private, ranges, _native, build, memory, disk, adam, state,
 # residence, testing.

@@ -1,4 +1,4 @@
-"""What can go wrong where tensors rest and are stepped, one type per remedy."""
+"""Errors of offloaded tensors and of the optimizers that step them, one type per remedy."""
 
 
 class OffloadError(RuntimeError):
@@ -17,8 +17,8 @@ class BudgetError(OffloadError, MemoryError):
     """Host memory was asked for that the budget, or the machine, does not have.
 
     Attributes:
-        nbytes: What was asked for.
-        held: What each name holds already, in bytes.
+        nbytes: Bytes that were asked for.
+        held: Bytes that are allocated already, by name.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class BudgetError(OffloadError, MemoryError):
 
 
 class StoreError(OffloadError, OSError):
-    """A store cannot keep a value, or cannot give it back.
+    """A store cannot write a value, or cannot read it.
 
     Attributes:
-        key: Of the value; empty where it is not about one.
-        path: Of the file or folder; empty in memory.
-        nbytes: That were to be kept or given back.
-        errno: What the system said, or None.
+        key: Key of the value; empty where the error is not about one.
+        path: Path of the file or folder; empty for a store in memory.
+        nbytes: Bytes that were to be written or read.
+        errno: Error number of the system, or None.
     """
 
     def __init__(

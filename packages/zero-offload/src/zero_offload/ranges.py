@@ -1,4 +1,4 @@
-"""What is a range in profilers and timelines, where zero-comm is there to record it."""
+"""Ranges of profilers and timelines: marks on methods, which zero-comm reads if it is there."""
 
 from __future__ import annotations
 

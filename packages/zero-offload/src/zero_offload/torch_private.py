@@ -25,7 +25,7 @@ def accelerator() -> torch.device | None:
 
 
 def as_subclass_sharing_memory(cls: type[T], tensor: Tensor) -> T:
-    """`tensor` as an instance of `cls`, without autograd history."""
+    """Return `tensor` as an instance of `cls` on the same memory, without autograd history."""
     return torch.Tensor._make_subclass(cls, tensor)
 
 

@@ -1,4 +1,4 @@
-"""Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
+"""ZeRO stages 0 to 3: which rank owns which elements of a model, and when units are gathered."""
 
 # Layers, lowest first: errors, torch_private, nested, chained, plan, dtensors, stand_in, memory,
 # init, run, sanitize, optimizer, values, enter, report, dry_run, redundancy, public, planning,
@@ -187,7 +187,7 @@ _MOVED: Final = {"STAGES": "zero_partition.plan", "Stage": "zero_partition.plan"
 
 
 def __getattr__(name: str) -> Any:
-    """Load what a name needs when it is first asked for (PEP 562)."""
+    """Import the module of a public name on first access (PEP 562)."""
     if name in _MOVED:
         warnings.warn(
             f"zero_partition.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",

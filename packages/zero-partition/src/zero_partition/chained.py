@@ -48,15 +48,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """Parameter to its state in whichever optimizer updates it; to read."""
+        """Return each parameter's state from the optimizer that updates it: a new dict, to read."""
         return {key: value for o in self.optimizers for key, value in o.state.items()}
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Torch's constructor sets it; each optimizer has its own."""
+        """Ignore what torch's constructor sets: each optimizer has its own state."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: it would have to be of one of the optimizers, before they are chained."""
+        """Raise StateError: a group is added to one of the optimizers before they are chained."""
         if self._is_built:
             raise StateError(
                 "ChainedOptimizer.add_param_group(): add it to one of the optimizers before "
@@ -80,14 +80,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the optimizers, in their order. Collective where theirs are."""
+        """Return the state dicts of the optimizers, in their order. Collective where theirs are."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, into the same number of optimizers. Collective where theirs is.
+        """Load what `state_dict` returned for as many optimizers. Collective where theirs is.
 
         Raises:
-            StateError: It holds another number of optimizers, or none.
+            StateError: The dict has the states of another number of optimizers, or of none.
         """
         states = state_dict.get("optimizers")
         if not isinstance(states, list | tuple) or len(states) != len(self.optimizers):
@@ -115,7 +115,7 @@ class SeparateOptimizers(ChainedOptimizer):
 
 
 def is_inner(value: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is an optimizer that another wraps: it steps the very same param groups."""
+    """Return whether `value` is an optimizer that `optimizer` wraps: they have the same groups."""
     return (
         isinstance(value, torch.optim.Optimizer)
         and value is not optimizer
@@ -137,10 +137,10 @@ def set_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 
 def prepare_wrappers(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let a wrapper and the optimizer inside have one state, and the wrapper's step call hooks.
+    """Make a wrapper and the optimizer inside share one state; let the wrapper's step call hooks.
 
-    What both keep of a parameter is saved, cut and loaded as one then. A wrapper that does not call
-    torch's constructor has no hooks around its step.
+    Entries that both have of a parameter are then saved, cut and loaded together. A wrapper that
+    does not call torch's constructor has no hooks around its step.
     """
     for member in members_of(optimizer):
         inner = inner_of(member)
@@ -155,20 +155,20 @@ def prepare_wrappers(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def with_state_dict_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose `state_dict()` calls hooks: a wrapper's may ask the one inside."""
+    """Return the optimizer whose `state_dict()` calls hooks: itself, or the one that it wraps."""
     has_hooks = hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
     return optimizer if has_hooks else inner_of(optimizer)
 
 
 def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that were chained, or itself."""
+    """Return the chained optimizers, the optimizer alone if it is not chained, none for None."""
     if optimizer is None:
         return ()
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
 def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return what an optimizer's state has of no parameter, such as a count of all steps."""
+    """Return the entries of an optimizer's state that are of no parameter, such as a step count."""
     state = optimizer.state
     return {key: state[key] for key in state if not isinstance(key, Tensor)}
 
@@ -177,10 +177,10 @@ _IN_STATE_DICT: Final = {"state", "param_groups"}  # of every optimizer; what el
 
 
 def extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer's `state_dict()` has beside state and param groups. Local.
+    """Return the entries of `state_dict()` beside `state` and `param_groups`. Local.
 
-    Some count steps, or keep learning rates, in attributes that their own `state_dict()` or a hook
-    of it saves.
+    Some optimizers count steps, or keep learning rates, in attributes that their own `state_dict()`
+    or a hook of it saves.
     """
     saves, hooks = with_state_dict_hooks(optimizer), state_dict_post_hooks
     is_own = type(saves).state_dict is torch.optim.Optimizer.state_dict
@@ -192,9 +192,10 @@ def extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_extra_entries(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
-    """Let an optimizer's own `load_state_dict()` take them. Local.
+    """Load extra entries with the optimizer's own `load_state_dict()`. Local.
 
-    What was not saved, since no file should say it, is what the optimizer has now.
+    Entries that were not saved, since they do not belong in a file, keep the values that the
+    optimizer has now.
     """
     saves = with_state_dict_hooks(optimizer)
     if not extra or (twin := _without_params(saves)) is None:
@@ -209,7 +210,7 @@ def load_extra_entries(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any
 
 
 def _without_params(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return a copy without parameters and our hooks; None where it computes its param groups."""
+    """Return a copy without parameters and our hooks; None if its class computes param groups."""
     kind = type(optimizer)
     if any(hasattr(kind, name) for name in _IN_STATE_DICT):
         return None
@@ -238,12 +239,17 @@ def _merged(own: Any, given: Any) -> Any:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group says about its parameters."""
+    """Return the options in a param group: all entries but the parameters and their names."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
 def attribute_with_params(optimizer: torch.optim.Optimizer, ids: Container[int]) -> str | None:
-    """Where it keeps some of these parameters, by their ids, outside its param groups."""
+    """Return the name of an attribute that lists some of these parameters; None if none does.
+
+    Args:
+        optimizer: Its param groups do not count.
+        ids: Ids of the parameters.
+    """
     for name, value in vars(optimizer).items():
         if isinstance(value, list | tuple) and any(id(item) in ids for item in value):
             return name

@@ -1,4 +1,7 @@
-"""What `memory_report` will say of a model on one rank, from layouts alone. Planning only."""
+"""Plan one rank's memory (as `memory_report` reports it), traffic and saves from layouts alone.
+
+Planning only.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from .report import MemoryReport, encoded_bytes
 def stepped_params(
     plan: ModelPlan, buffer: BufferPlan, rank: int
 ) -> Iterator[tuple[ParameterPlan, tuple[int, ...]]]:
-    """Parameters of a buffer, and the shape of what is stepped of each on a rank of the shards."""
+    """Yield a buffer's parameters, and the shape that a rank of the shards steps of each."""
     if plan.placements.optim is Placement.REPLICATED:
         yield from ((param, tuple(param.shape)) for param in buffer.params)
         return
@@ -51,7 +54,14 @@ def stepped_params(
 def state_bytes(
     plan: ModelPlan, param: ParameterPlan, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Of the state of a parameter that is stepped so: per element or row, and single numbers."""
+    """Return bytes of one parameter's optimizer state: per element or row, and single numbers.
+
+    Args:
+        plan: Of the model.
+        param: Without a param group it has no state.
+        shape: Of the tensor that the optimizer steps for it.
+        dtype: Of that tensor.
+    """
     group = plan.group_of.get(param.name)
     return (0, 0) if group is None else plan.state.bytes_of((group, len(shape), dtype), shape)
 
@@ -61,25 +71,25 @@ class PlannedOperation:
     """One kind of operation on one unit's buffers in one step, as this rank sends it."""
 
     unit: str  # its name
-    name: str  # as `record_traffic` has it
+    name: str  # of the operation, as in `record_traffic`
     calls: int
-    inside: Sent  # to ranks of its own node
-    across: Sent  # to those of others
+    inside: Sent  # to ranks of this rank's node
+    across: Sent  # to ranks of other nodes
 
     @property
     def sent(self) -> Sent:
-        """To whomever."""
+        """Return what is sent in all, inside the node and across nodes."""
         return self.inside + self.across
 
 
 def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
-    """What one rank sends in a step of one micro-batch, from the second step on. Local.
+    """Plan what one rank sends in a step of one micro-batch, from the second step on. Local.
 
     Control messages, which are flags and scalars, are left out.
 
     Args:
         plan: Of the model.
-        rank: Whose, of all that train it.
+        rank: The rank that sends, among all that train the model.
     """
     gathered = Counter(gather.unit for gather in gathers_of(plan))
     return tuple(
@@ -94,7 +104,7 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
 
 
 def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
-    """Of a step."""
+    """Return the gathers of one step, in the order of uses."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
     uses = [use for use in plan.uses if use.unit in plan.extents]
@@ -104,7 +114,7 @@ def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
 def _operations_of(
     plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, num_gathers: int
 ) -> Iterator[tuple[str, int, tuple[Sent, Sent]]]:
-    """Names, how often, and what all of these calls send inside a node and across."""
+    """Yield each operation's name, number of calls, and what all of them send; see `sent_of`."""
     routes, layout = plan.routes.of(buffer), buffer.layout
     is_sharded = plan.placements.optim is Placement.SHARDED
     shards = _Ranks(
@@ -156,7 +166,7 @@ def _operations_of(
 
 @frozen
 class _Ranks:
-    """Ranks that exchange a buffer, and which of them this one is."""
+    """Ranks that exchange a buffer, and the position of this rank among them."""
 
     splits: Sequence[int]
     payload: Sequence[int]
@@ -171,7 +181,7 @@ class _Ranks:
         sends_own: bool,
         codec: AbstractCodec | None = None,
     ) -> tuple[Sent, Sent]:
-        """Inside a node and across, of so many calls; see `sent_of`."""
+        """Return what `calls` calls send, inside the node and across nodes; see `sent_of`."""
         inside, across = sent_of(
             self.splits,
             self.payload,
@@ -186,7 +196,7 @@ class _Ranks:
     def all_reduce(
         self, dtype: torch.dtype, *, codec: AbstractCodec | None = None
     ) -> tuple[Sent, Sent]:
-        """A reduce-scatter and an all-gather."""
+        """Return what an all-reduce sends, which is a reduce-scatter and an all-gather."""
         both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))
         (inside, across), (more_inside, more_across) = both
         return inside + more_inside, across + more_across
@@ -194,15 +204,15 @@ class _Ranks:
 
 @frozen(kw_only=True)
 class PlannedMemory:
-    """One rank's bytes at the moments of training, activations and the model's buffers apart.
+    """One rank's bytes at the moments of training, without activations and the model's buffers.
 
-    `step_peak_bytes` is of the device, with what autograd holds of the gradient that it has made
-    last and what travels in another dtype; what the optimizer allocates to step is not in it.
+    `step_peak_bytes` is of the device. It includes the gradient that autograd has made last and
+    what travels in another dtype, but not what the optimizer allocates to step.
     """
 
     at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
     before_step: MemoryReport  # gradients wait for the optimizer
-    init_peak_bytes: int  # of the device, while a model is sharded that is whole on it
+    init_peak_bytes: int  # of the device, while a full model on it is sharded
     step_peak_bytes: int
 
 
@@ -214,16 +224,16 @@ def plan_memory(
     home_host_bytes: int = 0,
     home_disk_bytes: int = 0,
 ) -> PlannedMemory:
-    """Where one rank's bytes will be. Local.
+    """Compute one rank's bytes at the moments of training, by kind. Local.
 
     Every trainable parameter is taken to get a gradient in every backward.
 
     Args:
         plan: Of the model.
-        rank: Whose, of all that train it.
-        offload: What keeps the optimizer's state elsewhere, if something does.
-        home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
-        home_disk_bytes: Likewise on disk.
+        rank: The rank that has the bytes, among all that train the model.
+        offload: Bytes of the offloaded optimizer state, if it is offloaded.
+        home_host_bytes: Host memory of offloaded shards of parameters, in bytes.
+        home_disk_bytes: Files of offloaded shards of parameters, in bytes.
     """
     counts = _Counts(plan, rank, has_offload=offload is not None)
     for index, unit in enumerate(plan.units):
@@ -278,7 +288,7 @@ def plan_memory(
 
 
 def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
-    """Of a node's copy: units whose slot goes to another within a step."""
+    """Return bytes of the secondary shards: of units whose slot another unit takes in a step."""
     if not plan.routes.has_secondary:
         return 0
     kept = {gather.unit for gather in gathers_of(plan) if gather.released is not None}
@@ -291,7 +301,10 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
 
 
 def _encoded_bytes(plan: ModelPlan) -> int:
-    """Of gathers that are launched before the first use of a step: between steps they travel."""
+    """Return bytes of encoded shards that are in flight between steps.
+
+    They are of gathers that are launched before the first use of a step.
+    """
     if plan.routes.reads_peers and not plan.rests.params:
         return 0  # nobody asks ahead
     ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
@@ -304,7 +317,10 @@ def _encoded_bytes(plan: ModelPlan) -> int:
 
 
 def _publishing_bytes(plan: ModelPlan) -> int:
-    """Most, at a time, of encoded shards of what a step has updated, where that rests whole."""
+    """Return the most bytes, at a time, of updated shards that are gathered encoded.
+
+    They are of replicated parameters, whose shards a step has updated.
+    """
     of_units = [
         sum(
             sum(map(codec.wire_bytes, buffer.layout.splits))
@@ -320,7 +336,10 @@ def _publishing_bytes(plan: ModelPlan) -> int:
 
 
 def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
-    """Of what is kept for the hops that move something, of as many elements as each encodes."""
+    """Return bytes of the LoCo errors of a buffer's gradients, 0 where none are kept.
+
+    Each hop between several ranks has errors of as many elements as it encodes.
+    """
     routes, splits = plan.routes, buffer.layout.splits
     codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer))
     loco = routes.wire.loco
@@ -337,7 +356,7 @@ def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
 
 @define
 class _Counts:
-    """Bytes of what was added, by kind."""
+    """Bytes of the buffers that were added, by kind."""
 
     plan: ModelPlan
     rank: int  # of all that train the model
@@ -346,17 +365,17 @@ class _Counts:
     padding: int = 0
     state: int = 0
     scalars: int = 0
-    accumulators: int = 0  # whole gradients that stay
+    accumulators: int = 0  # replicated gradients, padding included
     shards: int = 0  # payload of gradients' shards on the device
     shard_padding: int = 0
     host_grads: int = 0
-    grads: int = 0  # that the optimizer reads
+    grads: int = 0  # payload of gradients that the optimizer reads
     num_flags: int = 0
     loco: int = 0
-    on_their_way: int = 0  # most, at a time, between autograd and where they rest
+    on_their_way: int = 0  # most of one buffer's gradients before they are in the shard
 
     def add(self, index: int, buffer: BufferPlan) -> None:
-        """One buffer of the unit at this position."""
+        """Add one buffer of the unit at this position."""
         plan, layout, placement = self.plan, buffer.layout, self.plan.resting[index]
         itemsize, rank = buffer.dtype.itemsize, plan.routes.of(buffer).shard_rank(self.rank)
         payload, numel = layout.payload_splits[rank], layout.splits[rank]
@@ -423,7 +442,10 @@ class _Counts:
 
 
 def _is_adopted(plan: ModelPlan, buffer: BufferPlan) -> bool:
-    """Return whether its gradient is reduced where it is; see `BufferPlan.is_one_param`."""
+    """Return whether a buffer's gradient is reduced in the memory where autograd put it.
+
+    See `BufferPlan.is_one_param`.
+    """
     is_sharded = plan.placements.grads is Placement.SHARDED
     is_scaled = plan.precision.scaling_of(plan.routes.whole).divisor_before != 1.0
     is_as_it_travels = not is_scaled and plan.precision.wire_of(buffer) == buffer.dtype
@@ -431,7 +453,7 @@ def _is_adopted(plan: ModelPlan, buffer: BufferPlan) -> bool:
 
 
 def _plan_reductions(plan: ModelPlan) -> ReductionPlan:
-    """Two backwards, in which gradients come in the reverse order of parameters."""
+    """Plan the reductions of two backwards with gradients in the reverse order of parameters."""
     of_param: dict[str, PlannedGradients] = {}
     for unit in plan.units if plan.placements.grads is Placement.SHARDED else ():
         for buffer in unit.buffers:
@@ -458,7 +480,10 @@ def _plan_reductions(plan: ModelPlan) -> ReductionPlan:
 
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
-    """While units are laid down one after the other; those to come are the user's still."""
+    """Return the device's peak while units are sharded one after the other.
+
+    Parameters of units that are still to come are in the user's memory.
+    """
     left, laid, peak = sum(plan.user_bytes.values()), 0, 0
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
@@ -470,7 +495,7 @@ def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
 
 
 def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:
-    """Bytes while one buffer of the unit at this position is laid down, and once it is."""
+    """Return bytes while one buffer of the unit at this position is built, and afterwards."""
     layout, placement = buffer.layout, plan.resting[index]
     master = plan.rests.master_of(plan.precision, buffer, placement)
     own_rank = plan.routes.of(buffer).shard_rank(rank)
@@ -493,14 +518,17 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
 
 @frozen(kw_only=True)
 class PlannedSave:
-    """What one rank gives when all is saved; every element is given once, by one rank."""
+    """Bytes that one rank contributes when all is saved.
+
+    Every element is contributed once, by one rank.
+    """
 
     num_bytes: int  # all, errors of encoding too: what it writes, or copies to write it later
     batch_bytes: int  # most that is read together, where that takes memory of its own
 
 
 def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
-    """Say what `plan_parts` will say of a rank's parts, from the second step on. Local."""
+    """Plan the parts of a rank that `plan_parts` will list, from the second step on. Local."""
     if plan.routes.replica(rank):
         return PlannedSave(num_bytes=0, batch_bytes=0)
     sizes = [
@@ -518,7 +546,7 @@ def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
 
 
 def _loco_bytes(plan: ModelPlan, rank: int) -> int:
-    """Of what `loco_state` gives: errors, and for each buffer the number of its reductions."""
+    """Return bytes of `loco_state`: errors, and for each buffer the number of its reductions."""
     buffers = [buffer for unit in plan.units for buffer in unit.buffers if buffer.trainable]
     kept = [num_bytes for buffer in buffers if (num_bytes := loco_bytes(plan, buffer, rank))]
     return sum(num_bytes + torch.int64.itemsize for num_bytes in kept)
@@ -527,7 +555,7 @@ def _loco_bytes(plan: ModelPlan, rank: int) -> int:
 def _sizes_of(
     plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
 ) -> Iterator[int]:
-    """Of each run of elements that the rank gives, in bytes."""
+    """Yield the bytes of each run of elements that the rank contributes."""
     dtype = plan.rests.training_of(plan.precision, buffer, placement)
     routes = plan.routes.of(buffer)
     rank, num_ranks = routes.shard_rank(rank), routes.shards
@@ -555,7 +583,7 @@ def _sizes_of(
 
 
 def _first_with(buffer: BufferPlan, position: int) -> int:
-    """The first rank that has state of a parameter."""
+    """Return the first rank that has state of a parameter."""
     param, span = buffer.params[position], buffer.layout.spans[position]
     if param.cut == Cut.FLAT or not param.shape.numel():
         return 0  # all have

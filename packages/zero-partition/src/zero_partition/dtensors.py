@@ -1,4 +1,4 @@
-"""Parameters that are DTensors: what of them is partitioned, and what is whole over their mesh."""
+"""Parameters that are DTensors: their local tensors are planned, sharded and gathered."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LocalPart(nn.Parameter):
 
     @classmethod
     def of(cls, dtensor: nn.Parameter) -> LocalPart:
-        """Make the local tensor of a DTensor such a part."""
+        """Make the local tensor of a DTensor a `LocalPart`, and return it."""
         part = cls(local_tensor_of(dtensor).detach(), requires_grad=False)
         part.dtensor = dtensor
         set_local_tensor(dtensor, part)
@@ -56,7 +56,7 @@ class LocalPart(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The local tensor of the DTensor's gradient."""
+        """Return the local tensor of the DTensor's gradient; None if it has no gradient."""
         grad = self.dtensor.grad
         return None if grad is None else local_tensor_of(grad)
 
@@ -66,7 +66,7 @@ class LocalPart(nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Return the part, out of any graph; setting it gives the DTensor its dtype, too."""
+        """Return the part without autograd history; setting it also gives the DTensor its dtype."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
@@ -78,7 +78,7 @@ class LocalPart(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Return that of the DTensor: this one is in no graph."""
+        """Return `requires_grad` of the DTensor: the part itself is in no graph."""
         return self.dtensor.requires_grad
 
     @property
@@ -87,14 +87,14 @@ class LocalPart(nn.Parameter):
 
     @property
     def tensor_model_parallel(self) -> bool:
-        """Whether ranks of the mesh have other parts, as Megatron marks such parameters."""
+        """Return whether ranks of the mesh have other parts, as Megatron marks such parameters."""
         return any(placement.is_shard() for placement in spec_of(self.dtensor).placements)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Do as torch's; the gradient is placed as the parameter is when the hook is called.
+        """Register the hook as torch does, for gradients that are placed as the parameter is.
 
-        One that autograd has left as partial sums is reduced over the mesh, as torch does it where
-        an optimizer reads it.
+        A gradient that autograd has left as partial sums is reduced over the mesh before the hook
+        is called, as torch does it where an optimizer reads it.
         """
         own = ref(self)  # Python's garbage collector does not see through such hooks
 
@@ -110,28 +110,28 @@ class LocalPart(nn.Parameter):
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether it is a DTensor; imports nothing, as that takes most of a second."""
+    """Return whether it is a DTensor, without importing the class, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(param: Any) -> Any:
-    """Return what is partitioned of a parameter that a module holds: itself if it is plain."""
+    """Return what is sharded of a module's parameter: a DTensor's local tensor, or itself."""
     return local_tensor_of(param) if is_dtensor(param) else param
 
 
 def outer_of(param: Any) -> Any:
-    """Return the parameter that modules hold, of one that is partitioned."""
+    """Return the parameter that modules have of a sharded one: the DTensor of a part, or itself."""
     return param.dtensor if isinstance(param, LocalPart) else param
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return a local value as what `tensor` is: a DTensor of the same mesh, or itself."""
+    """Return a local value in the form of `tensor`: a DTensor that is placed likewise, or plain."""
     return dtensor_over(local, tensor) if is_dtensor(tensor) else local
 
 
 def whole_over_mesh(param: Tensor, local: Tensor) -> Tensor:
-    """Return the value of which this rank's mesh has these parts. Collective over the mesh."""
+    """Return the full value of which `local` is this rank's part. Collective over the mesh."""
     if not isinstance(param, LocalPart):
         return local
     whole: Any = dtensor_over(local, param.dtensor)
@@ -139,20 +139,21 @@ def whole_over_mesh(param: Tensor, local: Tensor) -> Tensor:
 
 
 def part_of_whole(param: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of a value of the DTensor that a parameter is part of. Local."""
+    """Return this rank's part of a full value of a parameter; all of it if it is plain. Local."""
     return local_part(whole, param.dtensor) if isinstance(param, LocalPart) else whole
 
 
 def plain_of(value: Any) -> Tensor:
-    """Return the whole of a DTensor, and what is none as it is. Collective over the mesh then."""
+    """Return the full tensor of a DTensor, collective over its mesh; other values as they are."""
     return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
 
 
 def split_of(param: Any) -> Split | None:
-    """Return how a DTensor, or what this is the part of, is split; None where it is not. Local.
+    """Return how a DTensor, or the DTensor of a part, is split; None where it is not. Local.
 
     Raises:
-        StateError: Over several dimensions of a mesh, or into other parts than torch makes.
+        StateError: It is split over several dimensions of a mesh, or into other parts than torch
+            makes.
     """
     dtensor = outer_of(param)
     if not is_dtensor(dtensor) or not any(p.is_shard() for p in spec_of(dtensor).placements):
@@ -178,7 +179,7 @@ def split_of(param: Any) -> Split | None:
 
 
 def part_index(param: Any) -> int:
-    """Return which part of a DTensor is this rank's. Local."""
+    """Return the index of this rank's part of a DTensor. Local."""
     return spec_of(outer_of(param)).mesh.get_local_rank()  # type: ignore[no-any-return]
 
 
@@ -188,7 +189,7 @@ def has_parts(model: nn.Module) -> bool:
 
 
 def refuse_to_cut(model: nn.Module, cuts: Mapping[int, Cut]) -> None:
-    """Raise PartitionError where an optimizer needs more than a rank's part of one. Local.
+    """Raise PartitionError where an optimizer needs more of a DTensor than a rank's part. Local.
 
     Args:
         model: As inside `localized`.
@@ -206,10 +207,10 @@ def refuse_to_cut(model: nn.Module, cuts: Mapping[int, Cut]) -> None:
 
 
 def mesh_group_of(params: Any) -> Group | None:
-    """Return the ranks over which parameters are split besides; None where none is.
+    """Return the ranks of the mesh that parameters are DTensors on; None where none is a DTensor.
 
     Raises:
-        PartitionError: They are of several meshes, or of one with several dimensions.
+        PartitionError: They are on several meshes, or on one with several dimensions.
     """
     meshes = {
         id(m): m for p in params if isinstance(p, LocalPart) for m in [spec_of(p.dtensor).mesh]
@@ -227,13 +228,13 @@ def mesh_group_of(params: Any) -> Group | None:
 
 
 def grid_of(whole: Group, parts: Group | None) -> Group | None:
-    """Return the group of all ranks that have some of a model; None where `whole` is that.
+    """Return the group of all ranks that have some part of a model; None where `whole` is that.
 
     Collective over both, and over the ranks of the result the first time.
 
     Args:
-        whole: Those that train the same part.
-        parts: Those that have other parts; None where there are none.
+        whole: Ranks that train the same part.
+        parts: Ranks that have the other parts; None where there are none.
     """
     if parts is None or parts.world_size == 1:
         return None
@@ -249,16 +250,16 @@ def localized(
     optimizers: Sequence[torch.optim.Optimizer | None],
     is_sharded: Callable[[], bool],
 ) -> Iterator[None]:
-    """Inside, a model and its optimizers hold the local parts of their DTensors. Local.
+    """Give a model and its optimizers the local parts of their DTensors in the context. Local.
 
-    Buffers too, which `parallelize_module` replicates; these are plain tensors. Afterwards modules
-    hold their DTensors again; so do optimizers, unless the model is sharded then, as the optimizer
-    has shards.
+    Buffers too, which `parallelize_module` replicates; their local tensors are plain. Afterwards
+    modules have their DTensors again. Optimizers have them again unless the model is sharded by
+    then, since the optimizer of a sharded model has shards.
 
     Args:
         model: Any.
         optimizers: Of this model.
-        is_sharded: Asked at the end.
+        is_sharded: Called at the end; returns whether the model is sharded.
     """
     found = [
         (own, name, tensor)
@@ -300,7 +301,7 @@ def _replace(
     new: Mapping[Any, Any],
     convert: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Put other parameters into an optimizer's groups, and their state with them."""
+    """Replace parameters in an optimizer's groups, and give the new ones the state of the old."""
     for member in members_of(optimizer) if new else ():
         for group in member.param_groups:
             group["params"][:] = [new.get(param, param) for param in group["params"]]

@@ -1,4 +1,4 @@
-"""What can go wrong when parameters are partitioned, one type per remedy."""
+"""Errors of partitioned models, one type per remedy."""
 
 
 class LayoutError(ValueError):
@@ -10,7 +10,7 @@ class PartitionError(ValueError):
 
 
 class StateError(RuntimeError):
-    """Something was asked of a partitioned model at a moment, or in a way, that has no answer."""
+    """A partitioned model was used at a moment, or in a way, that is not supported."""
 
 
 class LoadError(ValueError):
@@ -18,7 +18,7 @@ class LoadError(ValueError):
 
 
 class AtRestError(StateError):
-    """The values of a parameter were read or written while it rests sharded."""
+    """The values of a parameter were read or written while it is sharded."""
 
 
 class OverlapError(StateError):
@@ -30,4 +30,4 @@ class SanitizerError(StateError):
 
 
 class LostEditError(StateError):
-    """A gathered parameter was written in a way that cannot last."""
+    """A gathered parameter was written in a way that is lost when it is sharded again."""

@@ -1,4 +1,4 @@
-"""Optimizer state of any nesting as tensors and words about them, and never as pickled objects."""
+"""Nested optimizer state as tensors and a JSON description, never as pickled objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .torch_private import pytree
 
 
 def is_wrapper(value: Any) -> bool:
-    """Return whether it is a tensor that is made of others, such as a quantized one."""
+    """Return whether a value is a tensor that is made of other tensors, such as a quantized one."""
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
@@ -36,7 +36,7 @@ def is_made_of_attributes(value: Any) -> bool:
 
 
 def _has_attributes_alone(kind: type) -> bool:
-    """Return whether objects of a class are, and nothing is done when they end."""
+    """Return whether objects of a class are attributes alone, and have no finalizer."""
     plain = ("__reduce__", "__reduce_ex__", "__getstate__", "__new__")
     return (
         not issubclass(kind, (Tensor, *_OPAQUE))
@@ -50,7 +50,7 @@ def _has_attributes_alone(kind: type) -> bool:
 
 @frozen
 class Parts:
-    """A tensor that is made of others, or an object that is its attributes, taken apart."""
+    """Parts of a tensor that is made of other tensors, or of an object that is its attributes."""
 
     module: str
     name: str
@@ -70,15 +70,15 @@ class Parts:
         return cls(*names, inner, context, tuple(value.shape))
 
     def describe(self, tensors: list[Tensor]) -> Any:
-        """Return what JSON can say of it, as `describe`."""
+        """Return a description for JSON, and append the tensors to the list, as `describe` does."""
         parts = (self.inner, self.context, self.shape)
         return ["wrapper", [self.module, self.name], *(describe(part, tensors) for part in parts)]
 
     def built(self) -> Any:
-        """Return what was taken apart, or itself where something stands for a tensor inside.
+        """Return the tensor or object made of the parts; itself while a placeholder is among them.
 
         Raises:
-            StateError: Its class is none that the process has already.
+            StateError: The process has no such class, or it cannot be made of parts.
         """
         if not all(map(_is_there, self.inner.values())):
             return self
@@ -100,7 +100,7 @@ class Parts:
 
 
 def _is_there(value: Any) -> bool:
-    """Return whether a value of `Parts` is itself, with nothing in the place of tensors."""
+    """Return whether a value of `Parts` has no placeholder in the place of a tensor."""
     if type(value) in {list, tuple}:
         return all(map(_is_there, value))
     if isinstance(value, dict):
@@ -110,9 +110,9 @@ def _is_there(value: Any) -> bool:
 
 
 def foreign_classes(value: Any, packages: Collection[str]) -> list[str]:
-    """Return the classes outside these packages of which objects would be made in a value.
+    """Return the classes outside these packages of which `Parts.built` would make objects.
 
-    A file may name any class that the process has, and some delete files when objects end.
+    A file may name any class that the process has, and some classes delete files when objects end.
     """
     if isinstance(value, Parts):
         is_own = value.shape is not None or value.module.partition(".")[0] in packages
@@ -130,7 +130,7 @@ def foreign_classes(value: Any, packages: Collection[str]) -> list[str]:
 
 
 def flat_entries(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return state without dicts inside, by the names of its entries."""
+    """Return the entries of a state by name, in nested dicts too; see NOTE(entries' names)."""
     found: dict[str, Any] = {}
     waiting = [((key,), value) for key, value in reversed([*state.items()])]
     while waiting:
@@ -163,7 +163,7 @@ def nested_entries(entries: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def set_entry(state: dict[Any, Any], name: str, value: Any) -> None:
-    """Make a value an entry of state, wherever in it the name leads."""
+    """Set an entry of a state, in the nested dict to which its name leads."""
     *outer, key = keys_of_entry(name)
     for each in outer:
         state = state.setdefault(each, {})
@@ -176,11 +176,11 @@ def keys_of_entry(name: str) -> list[Any]:
 
 
 def describe(value: Any, tensors: list[Tensor]) -> Any:
-    """What JSON can say of a value. Its tensors are appended to the list, in order.
+    """Describe a value for JSON, and append its tensors to the list, in order.
 
     Raises:
-        StateError: It holds something that is no tensor, number, string, None, list, tuple or dict,
-            and no object that is its attributes alone.
+        StateError: The value contains something that is no tensor, number, string, None, list,
+            tuple or dict, and no object that is its attributes alone.
     """
     kinds: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "size", set: "set"}
     said: Any
@@ -221,10 +221,10 @@ def _describe_key(key: Any) -> Any:
 
 
 def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
-    """The value that was described, of these tensors, or of what stands for them.
+    """Return the value that was described, made of these tensors or of placeholders for them.
 
     Raises:
-        StateError: It is no description, which may come from a file, or one of more tensors.
+        StateError: The description, which may come from a file, is invalid, or has more tensors.
     """
     try:
         return _rebuilt(description, tensors)
@@ -292,12 +292,12 @@ def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """A new nest of lists, tuples and dicts around other tensors; all else in it is as it was.
+    """Return a copy of nested lists, tuples and dicts with other tensors; all else stays as it is.
 
     Args:
-        value: The nest.
-        change: What is put in the place of each.
-        kind: What stands for tensors in it.
+        value: The nested value.
+        change: Called with each tensor; its result takes the tensor's place.
+        kind: The class of what is replaced, where that is not tensors.
     """
     if isinstance(value, kind):
         return change(value)
@@ -331,7 +331,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def plain_tensors_in(value: Any) -> Iterator[Tensor]:
-    """As `tensors_in`, and of those that are made of others, the tensors inside."""
+    """Yield tensors as `tensors_in` does, and for a tensor that is made of others those inside."""
     for tensor in tensors_in(value):
         if is_wrapper(tensor):
             yield from plain_tensors_in(list(Parts.of(tensor).inner.values()))
@@ -340,9 +340,10 @@ def plain_tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """The same with every floating-point tensor that torch's pytrees find in another dtype.
+    """Convert every floating-point tensor that torch's pytrees find in a value to another dtype.
 
-    The very same object, not a copy of its containers, where all of them are of it.
+    Where all of them have that dtype, the very same object is returned, not a copy of its
+    containers.
     """
 
     def is_other(leaf: Any) -> bool:
@@ -355,10 +356,10 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
 
 
 def converted_output(value: Any, dtype: torch.dtype) -> Any:
-    """As `converted`, of what the model returned.
+    """Convert the output of the model, as `converted` does.
 
     Raises:
-        StateError: A tensor lies in something that torch's pytrees do not know.
+        StateError: A tensor is inside an object that torch's pytrees do not know.
     """
     result = converted(value, dtype)
     if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors_in(result)):

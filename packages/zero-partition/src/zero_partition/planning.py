@@ -1,4 +1,4 @@
-"""What a model, an optimizer and a configuration will take: memory, traffic and files.
+"""Plans of the memory, traffic and files of a model, an optimizer and a configuration.
 
 Building blocks for planners. They may change between minor versions.
 """

@@ -1,4 +1,4 @@
-"""What users call on a partitioned model between its steps, by the objects they hold."""
+"""Functions that users call on a partitioned model between its steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from .torch_private import plain_access
 
 @collective
 def finish_update(model: nn.Module) -> None:
-    """Let the model compute with every update that was begun. Collective, blocking; between steps.
+    """Apply every update that was begun to the model. Collective, blocking; between steps.
 
-    After an optimizer's step that is delayed the model lacks the update of that step until the
-    next one. Call this after the last step, before the model is evaluated or exported; what trains
-    on goes on without delay for one step. Where no update is delayed nothing happens.
+    After an optimizer's step that is delayed, the model lacks the update of that step until the
+    next one. Call this after the last step, before the model is evaluated or exported. Training may
+    go on afterwards: its next step has no delay. Where no update is delayed nothing happens.
 
     Raises:
-        StateError: Not sharded, a forward is running, or a context keeps parameters whole.
-        Exception: What the update has ended with; a StoreError, a TornStepError.
+        StateError: Not sharded, a forward is running, or a context has gathered parameters.
+        Exception: The error with which the update has ended, such as a StoreError or a
+            TornStepError.
     """
     require_sharded(model).finish_update()
 
@@ -97,9 +98,10 @@ def backward_without_batch(model: nn.Module) -> None:
 
 
 def release_buffers(model: nn.Module) -> None:
-    """Give slots and reduction buffers back until the next step needs them. Local.
+    """Free slots and reduction buffers until the next step needs them. Local.
 
-    For another use of the memory between phases. A graph made before it can no longer run backward.
+    Their memory is then free for another use between phases. A graph that was made before can no
+    longer run backward.
 
     Raises:
         StateError: Not sharded, or a unit is in use.
@@ -109,15 +111,15 @@ def release_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def record_codec_errors(model: nn.Module) -> Iterator[CodecErrors]:
-    """Find out what codecs lose of what this rank sends within the context. Local.
+    """Measure what codecs lose of what this rank sends within the context. Local.
 
-    Of its shards in gathers that are launched there, and of its own gradients in the first hop of
-    their reduction, without what `Loco` adds to them. What it sends is encoded and decoded once
-    more to see; nothing else changes.
+    This covers its shards in gathers that are launched inside, and its own gradients in the first
+    hop of their reduction, without what `Loco` adds to them. To measure, what it sends is encoded
+    and decoded once more; nothing else changes.
 
     Yields:
-        `params.relative()` and `gradients.relative()`: by unit, the norm of what was lost by the
-        norm of what was to be sent; only units of which something was sent encoded.
+        `params.relative()` and `gradients.relative()`: by unit, the norm of what was lost divided
+        by the norm of what was to be sent; only units of which something was sent encoded.
 
     Raises:
         StateError: Not sharded.

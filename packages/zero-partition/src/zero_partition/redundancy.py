@@ -56,23 +56,23 @@ Owned: TypeAlias = tuple[Tensor, int]  # and the rank that has its values
 
 @frozen(eq=False)
 class Bucket:
-    """Tensors that travel as one, in the order of the ranks that have them; of any dtypes."""
+    """Tensors that are sent together, in the order of the ranks that have them; of any dtypes."""
 
     owned: tuple[Owned, ...]
     layout: FlatLayout  # in bytes
     memory: Tensor | None = None  # on the group's device; without it they are packed
-    views: tuple[Tensor, ...] = ()  # of that, one for each
+    views: tuple[Tensor, ...] = ()  # of `memory`, one for each tensor
 
     @classmethod
     def plan(cls, owned: Iterable[Owned], world_size: int) -> Bucket:
-        """All of these in one."""
+        """Plan one bucket of all these tensors."""
         owned = tuple(sorted(owned, key=lambda each: each[1]))  # stable
         sizes, owners = [tensor.nbytes for tensor, _ in owned], [owner for _, owner in owned]
         align = ALIGN_BYTES if len(owned) > 1 else 1
         return cls(owned, FlatLayout.plan_whole(sizes, owners, world_size=world_size, align=align))
 
     def placed_on(self, device: torch.device) -> Bucket:
-        """The same with memory in which all of them can be, in their own order of dims."""
+        """Return the bucket with memory for its tensors, and views in each one's order of dims."""
         # Zeros: padding travels too, and uninitialised bytes of a process are nobody's business.
         memory = torch.zeros(self.layout.numel, dtype=torch.uint8, device=device)
         views = []
@@ -99,9 +99,10 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, group: Group, *, to: int | None = None) -> Callable[[], None]:
-        """Send what this rank has. Collective; the result waits, and fills the tensors of others.
+        """Send this rank's tensors to all ranks, or only to the rank `to`. Collective.
 
-        All receive, or only the rank `to`.
+        Returns:
+            A function that waits, and fills the tensors that other ranks have sent.
         """
         self.install()  # a user may have given a parameter other memory
         memory = self._memory_on(group.device)
@@ -131,9 +132,10 @@ class Bucket:
         return wait
 
     def _memory_on(self, device: torch.device) -> Tensor | None:
-        """Its bytes, where tensors travel from their own memory into their own memory.
+        """Return the bytes that tensors are sent from and received into without packing; else None.
 
-        One that is alone can. Parameters are copied, so that autograd sees that they are written.
+        They are the bucket's memory, or that of a tensor that is alone. A parameter is copied
+        instead, so that autograd sees that it is written.
         """
         tensor = self.owned[0][0]
         is_alone = len(self.owned) == 1 and tensor.device == device and not tensor.requires_grad
@@ -144,7 +146,7 @@ class Bucket:
 
 
 def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> list[Bucket]:
-    """Deal tensors into buckets, in each of which every rank has about as much to send.
+    """Pack tensors into buckets, in each of which every rank sends a like share of its tensors.
 
     No bucket of several tensors is larger than `max_bytes`.
     """
@@ -162,7 +164,10 @@ def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> 
 def exchange(
     buckets: Iterable[Bucket], group: Group, *, to: int | None = None, in_flight: int
 ) -> None:
-    """Send them all, so many at a time. Collective; waits."""
+    """Send all buckets. Collective, blocking.
+
+    After each launch it waits until at most `in_flight` buckets are under way.
+    """
     waits: deque[Callable[[], None]] = deque()
     for bucket in buckets:
         waits.append(bucket.launch(group, to=to))
@@ -173,20 +178,23 @@ def exchange(
 
 
 def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """The bytes from `start` on, as a contiguous tensor of this dtype and shape."""
+    """Return the bytes from `start` on, as a contiguous tensor of the dtype and shape of `like`."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def facts_of(param: Tensor) -> tuple[bool, torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    """What buckets rest on; equal on all ranks. First: whether its owner may change it."""
+    """Return the facts on which buckets depend; but for the device, equal on all ranks.
+
+    The first is whether the parameter's owner may change it.
+    """
     travels = param.requires_grad or param.grad is not None
     return travels, param.shape, param.stride(), param.dtype, param.device
 
 
 def named_params(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, Tensor]]:
-    """What to call each parameter in messages, the index of its param group, and itself.
+    """Yield each parameter with its name for messages and the index of its param group.
 
-    It has its own name where the optimizer was given names.
+    A parameter has its own name where the optimizer was given names.
     """
     number = 0
     for index, group in enumerate(optimizer.param_groups):
@@ -203,10 +211,11 @@ Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or t
 def check_state(
     given: Mapping[str, Any], optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer
 ) -> None:
-    """Raise LoadError unless the optimizer can go on from this state. Local, and the same anywhere.
+    """Raise LoadError unless the optimizer can go on from this state. Local; alike on all ranks.
 
-    Which entries a parameter should have, and of what shape, says a trial step of a copy of `own`,
-    which has a part of the parameters, on a tensor of its shape. Memory for one at a time.
+    A trial step of a copy of `own`, which has a part of the parameters, says which entries a
+    parameter should have, and of what shape: it steps a tensor of the parameter's shape. This takes
+    memory for one tensor at a time.
     """
     kind = type(own).__name__
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
@@ -243,14 +252,14 @@ def check_state(
 
 
 def _numbers_in(state_dict: Mapping[str, Any]) -> list[Any]:
-    """What it calls each parameter."""
+    """Return the numbers by which a state dict calls its parameters, in order."""
     return [number for group in state_dict["param_groups"] for number in group["params"]]
 
 
 def _try(
     own: torch.optim.Optimizer, index: int, param: Tensor, options: Sequence[Mapping[str, Any]]
 ) -> Expected | None:
-    """Entries after a step in this param group; None where that fails, and nothing is known."""
+    """Return the entries after a trial step in this param group; None where the step fails."""
     twin = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     tried = [[twin] if at == index else [] for at in range(len(options))]
     states = states_after_step(own, tried, options)
@@ -304,7 +313,7 @@ def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimi
 
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, grads: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Let an optimizer see no parameters but these, with these gradients."""
+    """Let an optimizer see only these parameters, with these gradients, inside the context."""
     kept = [group["params"] for group in optimizer.param_groups]
     grads_before = {param: param.grad for param in grads}
     try:
@@ -321,7 +330,7 @@ def only(optimizer: torch.optim.Optimizer, grads: Mapping[Tensor, Tensor]) -> It
 
 
 def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Make the options of param groups those of others, which have the same order."""
+    """Copy the options of param groups to others, which have the same order."""
     for mine, theirs in zip(source, target, strict=True):
         theirs.update(options_of(mine))
 
@@ -332,7 +341,7 @@ def _bytes_of(param: Tensor) -> int:
 
 
 class _StepsAlong(JoinHook):
-    """Steps on a rank that has run out of inputs, as long as others have some."""
+    """Join hook that steps on a rank that has run out of inputs, as long as others have some."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -346,8 +355,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """Stage 1 in one line, for a loop with DistributedDataParallel.
 
     Each parameter belongs to one rank, whose optimizer updates it and has its state; after each
-    step its owner sends it to the others. Parameters are dealt whole, the largest first, to the
-    rank that has least, so any optimizer works that treats them one by one, matrix-wise ones too.
+    step its owner sends it to the others. Parameters are assigned whole, the largest first, to the
+    rank that has least. So any optimizer works that treats them one by one, matrix-wise ones too.
     No rank keeps more state than the N-th part and that of one parameter, where state is as large
     as its parameter or a multiple of it.
 
@@ -360,7 +369,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Attributes:
         optim: This rank's optimizer, over its own parameters.
         group: The ranks.
-        state: This rank's, by its own parameters. `param_groups` have those of all ranks.
+        state: The state of this rank's own parameters. `param_groups` have the parameters of all
+            ranks.
     """
 
     def __init__(
@@ -446,7 +456,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return tuple(sizes)
 
     def owner_of(self, param: Tensor) -> int:
-        """The rank that updates a parameter and has its state. Local.
+        """Return the rank that updates a parameter and has its state. Local.
 
         Raises:
             PartitionError: It is in no param group.
@@ -459,9 +469,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return self._owners[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Deal the parameters of one more group. Collective; the dict is not changed.
+        """Assign the parameters of one more group to ranks. Collective; the dict is not changed.
 
-        Those that were dealt before stay with their rank.
+        Parameters that were assigned before stay with their rank.
 
         Raises:
             zero_comm.AgreementError: Ranks add different parameters, or the optimizer of one cannot
@@ -490,8 +500,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this rank's parameters and give every rank all of them. Collective; blocks.
 
-        Changes of `param_groups` (a scheduler's) reach the optimizer, and its changes of them come
-        back. A parameter may have been frozen or unfrozen since the last step, on all ranks.
+        Changes of `param_groups` (a scheduler's) reach the optimizer, and its own changes of them
+        are copied back. A parameter may have been frozen or unfrozen since the last step, on all
+        ranks.
 
         Args:
             closure: Computes the loss again, with gradients; called as often as the optimizer calls
@@ -529,7 +540,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """Process group of torch's in which `Join` does."""
+        """Torch's process group in which `Join` communicates."""
         return self.group.process_group
 
     def overlap_with_ddp(
@@ -673,13 +684,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._shared = [params[number] for number, _ in described]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters as of the last consolidation, and the options as of now.
+        """Return the state of all parameters as of the last consolidation, and the present options.
 
-        It is that of the plain optimizer, which loads it, as does a ZeroRedundancyOptimizer of any
-        number of ranks. Local.
+        It is the state dict of the plain optimizer, which can load it, as can a
+        ZeroRedundancyOptimizer of any number of ranks. Local.
 
         Raises:
-            StateError: It was not consolidated on this rank.
+            StateError: State was not consolidated on this rank.
         """
         mine = self.state
         self.state = self._consolidated()  # type: ignore[assignment]
@@ -689,15 +700,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.state = mine
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The state of this rank's own parameters, numbered among themselves. Local."""
+        """Return the state of this rank's own parameters, numbered among themselves. Local."""
         copy_options(self.param_groups, self.optim.param_groups)
         return self.optim.state_dict()
 
     def rank_local_state_dict(self, rank: int) -> dict[str, Any]:
-        """What `local_state_dict()` of a rank was when the state was consolidated here. Local.
+        """Return a rank's `local_state_dict()` as of the last consolidation on this rank. Local.
+
+        Options are the present ones.
 
         Raises:
-            StateError: It was not consolidated on this rank, or there is no such rank.
+            StateError: State was not consolidated on this rank, or there is no such rank.
         """
         whole = self._consolidated()
         if not 0 <= rank < self.group.world_size:
@@ -711,10 +724,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a whole state, each rank that of its own parameters. Local; call it on all.
+        """Load a full state, each rank that of its own parameters. Local; call it on all.
 
         The state may come from the plain optimizer, or from any number of ranks. It is copied: the
-        dict and its tensors are neither changed now nor by later steps. A parameter without state
+        dict and its tensors are changed neither now nor by later steps. A parameter without state
         begins anew, as in the plain optimizer.
 
         Raises:
@@ -740,7 +753,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _deal(self, params: Sequence[Tensor]) -> None:
-        """Give each an owner, the largest first; those that train before, to be even alone."""
+        """Assign parameters to ranks, the largest first.
+
+        Trainable ones are assigned before frozen ones, so that they are balanced by themselves.
+        """
         loads = list(self.bytes_per_rank)
         for trains in (True, False):
             chosen = [param for param in params if param.requires_grad is trains]
@@ -748,12 +764,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._owners.update(zip(chosen, ranks, strict=True))
 
     def _part_of(self, group: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """A param group, with the parameters of one rank only."""
+        """Return a param group with the parameters of one rank only."""
         own = [param for param in group["params"] if self._owners[param] == rank]
         return {**options_of(group), "params": own}
 
     def _together(self, attempt: Callable[[], None]) -> None:
-        """Do what may fail on some ranks alone; if it does, all raise. Collective."""
+        """Run `attempt`, which may fail on some ranks alone; if it does, all raise. Collective."""
         problem: Exception | None = None
         try:
             for name, _, param in named_params(self):
@@ -779,7 +795,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise problem
 
     def _agree(self, problem: str = "") -> None:
-        """Raise unless all ranks have the same parameters and groups, or problem. Collective."""
+        """Raise unless ranks have the same parameters, param groups and problem. Collective."""
         facts = {
             f"what speaks against {self._kind}": problem,
             "optimizer": self._kind,
@@ -792,7 +808,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         check_agreement(facts, group=self.group, tag=AGREE_TAG, timeout_s=_TIMEOUT_S)
 
     def _plan(self) -> None:
-        """Decide how parameters travel, as they are now. Local."""
+        """Plan the buckets in which parameters are sent, as they are now. Local."""
         packed, placed = list[Tensor](), list[Owned]()
         for param, owner in self._owners.items():
             travels, *_, device = facts_of(param)

@@ -1,4 +1,4 @@
-"""Where this rank's bytes are, computed from layouts."""
+"""Reports of a sharded model on this rank: bytes of each kind, gathers, traffic, LoCo errors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from zero_partition.run.sharded_model import ShardedModel
 class MemoryReport:
     """Bytes on this rank right now, each kind apart, without model buffers and activations.
 
-    All but the last two kinds are in the device's memory.
+    All kinds but `parked_bytes`, `host_bytes` and `disk_bytes` are in the device's memory.
 
-    `trained_bytes_per_rank` says how even the shards of all ranks are: where tensors stay whole
-    they differ, and optimizer state and the work of a step with them.
+    `trained_bytes_per_rank` says how even the shards of all ranks are. Where tensors are not cut,
+    shards differ in size, and so do optimizer state and the work of a step.
     """
 
-    params_bytes: int  # elements of parameters that rest here
+    params_bytes: int  # elements of parameters that this rank stores
     gradients_bytes: int  # elements of gradients that wait for the optimizer
     optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
     padding_bytes: int  # what alignment and even cuts add to the three
-    slots_bytes: int  # where sharded parameters are whole while in use
+    slots_bytes: int  # memory into which sharded parameters are gathered
     secondary_bytes: int  # parts of further copies: its node's, `ShardedAverage`s; padding included
-    reduction_bytes: int  # where gradients are collected and received
+    reduction_bytes: int  # memory in which gradients are collected and received
     encoded_bytes: int  # parameters on their way into slots, as a codec has written them
     loco_bytes: int  # what encoding gradients lost, kept for the next reduction
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
@@ -43,17 +43,17 @@ class MemoryReport:
     parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
     num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
-    host_bytes: int  # of host memory where any of it rests, or passes through, off the device
-    disk_bytes: int  # of files where they rest
+    host_bytes: int  # host memory of offloaded state, and of its transfers
+    disk_bytes: int  # files of offloaded state
 
     @property
     def model_state_bytes(self) -> int:
-        """What the ZeRO paper counts: parameters, gradients and optimizer state."""
+        """Return bytes that the ZeRO paper counts: parameters, gradients and optimizer state."""
         return self.params_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it that is in the device's memory."""
+        """Return bytes of all kinds that are in the device's memory."""
         return (
             self.model_state_bytes
             + self.padding_bytes
@@ -154,13 +154,16 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
 
 def encoded_bytes(codec: AbstractCodec, numel: int, payload: int) -> tuple[int, int]:
-    """Of a shard that rests encoded: of its payload, scales included, and of padding."""
+    """Return bytes of a shard that is stored encoded: of payload, scales included, and padding."""
     padding = codec.value_bytes(numel) - codec.value_bytes(payload)
     return codec.wire_bytes(numel) - padding, padding
 
 
 def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:
-    """Of its state but for masters: one value per element or row, and single numbers."""
+    """Return device bytes of optimizer state: values per element or row, and single numbers.
+
+    Masters are left out. Offloaded state counts with the first.
+    """
     if sharded.residence.offload is not None:
         return sharded.residence.offload.footprint.device_bytes, 0
     state = scalars = 0
@@ -186,13 +189,13 @@ def _gathered_bytes(sharded: ShardedModel) -> int:
 
 @frozen
 class ScheduleRow:
-    """One time that a unit becomes whole. Moments are in words."""
+    """One gather of a unit. Moments are in words."""
 
     unit: str  # its name
     num_bytes: int  # of its slot's memory that it takes, padding included
-    slot: int  # units with one number take turns in one memory
+    slot: int  # its number; units with one number use one memory in turn
     gathered: str
-    used: str  # first
+    used: str  # the first use
     released: str  # when another unit takes its memory
 
 
@@ -200,7 +203,7 @@ class ScheduleRow:
 class ScheduleReport:
     """The gathers of one training step, in the order of uses, or of one evaluation.
 
-    Units that rest whole on this rank have no rows.
+    Units that are replicated on this rank have no rows.
     """
 
     rows: tuple[ScheduleRow, ...]
@@ -209,13 +212,14 @@ class ScheduleReport:
 
 
 def schedule_report(model: nn.Module) -> ScheduleReport:
-    """When each unit of a model sharded at stage 3 is whole, and in which memory. Local.
+    """Report when each unit of a model at stage 3 is gathered, and in which memory. Local.
 
-    Of the last training step, or the last evaluation where nothing was trained yet. A rank whose
-    order changes from step to step launches what the step before it would have needed.
+    The report is of the last training step, or of the last evaluation where nothing was trained
+    yet. A rank whose order changes from step to step launches what the step before it would have
+    needed.
 
     Returns:
-        No rows where parameters rest whole, and before the second forward.
+        No rows where parameters are replicated, and before the second forward.
 
     Raises:
         StateError: Not sharded.
@@ -254,12 +258,14 @@ def schedule_report(model: nn.Module) -> ScheduleReport:
 
 
 def traffic_report(model: nn.Module) -> Traffic:
-    """What this rank sent for a model in its last step, from one `optimizer.step()` to the next.
+    """Report what this rank sent for a model in its last step. Local.
 
-    Local. A gather that was launched ahead counts in the step that it was launched for.
+    A step goes from one `optimizer.step()` to the next. A gather that was launched ahead counts in
+    the step that it was launched for.
 
     Returns:
-        Per operation, and by subject per unit; what was sent so far where none is complete.
+        Traffic per operation, and by subject per unit; what was sent so far where no step is
+        complete.
 
     Raises:
         StateError: Not sharded.
@@ -281,7 +287,7 @@ _NUM_REDUCTIONS: Final = "num_reductions"  # of each buffer, in their order: one
 
 
 def loco_facts(sharded: ShardedModel) -> dict[str, str]:
-    """What must be the same where errors that were saved are to be fed back. Local.
+    """Return the facts that must be the same where saved LoCo errors are restored. Local.
 
     Empty where none are kept. Equal on every rank.
     """
@@ -303,7 +309,10 @@ def loco_facts(sharded: ShardedModel) -> dict[str, str]:
 
 
 def loco_state(sharded: ShardedModel) -> dict[str, Tensor]:
-    """This rank's errors, 1-D tensors by names of their own; not copied. Local."""
+    """Return this rank's LoCo errors: 1-D tensors by names of their own; not copied. Local.
+
+    One more tensor has the number of reductions of each buffer.
+    """
     counts, tensors = [], {}
     for name, errors in _kept(sharded).items():
         state = errors.state_dict()
@@ -315,9 +324,9 @@ def loco_state(sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
-    """Feed back what `loco_state` gave where `loco_facts` are the same; forget all if empty. Local.
+    """Restore what `loco_state` returned where `loco_facts` are the same. Local.
 
-    Where none are kept, nothing happens.
+    Errors are reset if `saved` is empty. Where none are kept, nothing happens.
 
     Args:
         sharded: The model, between steps.
@@ -338,7 +347,7 @@ def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
 
 
 def _kept(sharded: ShardedModel) -> dict[str, LocoErrors]:
-    """By the first parameter of the buffer."""
+    """Return the LoCo errors of each buffer that has some, by the name of its first parameter."""
     return {
         _name(g.buffer.plan): g.loco_errors
         for g in sharded.reducer.gradients
@@ -351,7 +360,7 @@ def _name(plan: BufferPlan) -> str:
 
 
 def _layout_of(plan: BufferPlan) -> str:
-    """Which elements each rank has; too long to say in full."""
+    """Return a checksum of which elements each rank has, which is too long to say in full."""
     spans = [(span.start, span.stop) for span in plan.layout.spans]
     said = ([param.name for param in plan.params], spans, plan.layout.splits)
     return f"{zlib.crc32(repr(said).encode()):08x}"

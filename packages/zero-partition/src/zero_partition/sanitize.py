@@ -1,4 +1,4 @@
-"""The sanitizer: memory whose turn has ended is poisoned, and values are compared at each use."""
+"""The sanitizer: poisons the memory of units after their turn, and compares values at each use."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
 
 @define(eq=False)
 class _Checks:
-    """What is known of one model on one rank, for what is found to be held against."""
+    """Checksums and slot contents of one model on one rank, with which values are compared."""
 
     rank: int
     names: list[str] = field(factory=list)  # of all parameters
     first: dict[int, int] = field(factory=dict)  # by buffer: the number of its first parameter
-    held: dict[int, Tensor] = field(factory=dict)  # by unit: the bytes of its slot, as they were
+    held: dict[int, Tensor] = field(factory=dict)  # by unit: its slot's bytes when gathered
     poisoned: set[int] = field(factory=set)  # units whose slot is poison now
     idle: WeakKeyDictionary[Slot, Any] = field(factory=WeakKeyDictionary)  # with what memory
-    noted: dict[str, int] = field(factory=dict)  # checksums of what rests
+    noted: dict[str, int] = field(factory=dict)  # `sums` after the last known write
     sent: dict[int, tuple[int, list[list[int]]]] = field(factory=dict)  # version; by rank, piece
 
     # ---- Slots of units ----
@@ -138,7 +138,11 @@ class _Checks:
         self.look_for_poison(outputs, f"the output of unit {unit.name!r}")
 
     def keep(self, unit: Unit) -> None:
-        """Its values have come, and stay as they are until `reshard`."""
+        """Compare gathered values with checksums of their shards, and copy the slot's bytes.
+
+        Gaps between parameters are filled with a canary before. The values stay the same until
+        `reshard`.
+        """
         memory = _memory(unit)
         for buffer, full in _wholes(unit, memory):
             version, rows = self.sent.get(buffer.index, (-1, []))
@@ -231,7 +235,7 @@ class _Checks:
         call(**named)
 
     def ranks_of(self, model: ShardedModel, name: str) -> list[int]:
-        """Return which ranks have the parameter that an entry of `sums` is of. Local."""
+        """Return the ranks that have the parameter of an entry of `sums`. Local."""
         for buffer in model.buffers:
             first, own = self.first[buffer.index], model.routes.of(buffer.plan).own
             names = self.names[first : first + len(buffer.params)]
@@ -249,7 +253,7 @@ class _Checks:
         self.noted = self.sums(model)
 
     def sums(self, model: ShardedModel) -> dict[str, int]:
-        """Of all that lies in memory of this rank, by what an error calls it."""
+        """Return checksums of all values in memory of this rank, by their names in errors."""
         return {
             f"{self.names[self.first[buffer.index] + position]}{kind}": _checksum(values)
             for buffer in model.buffers
@@ -275,7 +279,7 @@ class _Checks:
 
     @contextmanager
     def reading(self, unit: Unit) -> Iterator[None]:
-        """What a store finds by checksums of its own is said by name."""
+        """Raise SanitizerError with the unit's parameters where a store finds a wrong checksum."""
         try:
             yield
         except OSError as error:
@@ -299,13 +303,13 @@ def _memory(unit: Unit) -> Tensor:
 
 
 def _wholes(unit: Unit, memory: Tensor) -> Iterator[tuple[FlatBuffer, Tensor]]:
-    """Its buffers, and where each lies in a slot's memory."""
+    """Yield the buffers of a unit, and the memory of each in a slot's memory."""
     for start, buffer in zip(unit.plan.offsets, unit.buffers, strict=False):
         yield buffer, memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
 
 
 def _resting(buffer: FlatBuffer) -> Iterator[tuple[str, int, Tensor]]:
-    """What lies in memory of this rank, by kind and position of the parameter."""
+    """Yield the values in memory of this rank, with kind and position of their parameter."""
     if buffer.whole is not None:
         for position, span in enumerate(buffer.plan.layout.spans):
             yield "", position, buffer.whole[span.as_slice()]

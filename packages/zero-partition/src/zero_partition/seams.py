@@ -1,6 +1,6 @@
-"""What other packages build on: where values rest, what is saved and loaded, and by which ranks.
+"""Building blocks for other packages: offload, saving and loading, and groups of ranks.
 
-Building blocks for zero-engine and for packages like it. They may change between minor versions.
+They are for zero-engine and for packages like it. They may change between minor versions.
 """
 
 from zero_partition.chained import SeparateOptimizers, members_of

@@ -1,4 +1,4 @@
-"""What a parameter is while it rests sharded: a class that notices every use of its values."""
+"""Tensor classes that intercept uses of values which are sharded, unpublished or parked."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .torch_private import (
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of this shape that costs one element and reads as NaN.
+    """Return a tensor of this shape that costs one element and reads as NaN.
 
-    Each call makes a scalar of its own: detectors of tied weights compare addresses. Dtypes
-    without NaN read as zero; only the state check protects them.
+    Each call makes a scalar of its own: detectors of tied weights compare addresses. Dtypes without
+    NaN read as zero; only the state check protects them.
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def refuse_deepcopy() -> NoReturn:
-    """A copy would share our buffers."""
+    """Raise StateError: a copy would share our buffers."""
     raise StateError(
         "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
         "with the optimizer and with other ranks. Build a fresh model and load "
@@ -51,7 +51,7 @@ def refuse_deepcopy() -> NoReturn:
 
 
 def refuse_pickle() -> NoReturn:
-    """A file would hold no values."""
+    """Raise StateError: a file would have no values."""
     raise StateError("pickling a sharded model: save zero_engine.full_state_dict(model) instead")
 
 
@@ -77,14 +77,17 @@ _ACCESSES: Final = {"__get__", "__set__", "__delete__"}
 
 
 def names_of(func: Callable) -> tuple[str, str]:
-    """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
+    """Return the name of a torch function, and of the attribute that it reads or sets.
+
+    The latter is "" if it neither reads nor sets one.
+    """
     name = getattr(func, "__name__", None) or str(func)
     name = name.partition(".")[0]  # of an operator's overload: DTensors call `div_.Tensor`
     return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
 
 
 def _looks_at_no_element(func: Callable) -> bool:
-    """Whether a torch function asks for shape, dtype and the like only."""
+    """Return whether a torch function reads no element: for shape, dtype and the like only."""
     name, attribute = names_of(func)
     if name in _METADATA or name.startswith(_FACTORIES):
         return True
@@ -93,13 +96,13 @@ def _looks_at_no_element(func: Callable) -> bool:
 
 @lru_cache(maxsize=256)  # asked of each function that an optimizer calls on a gradient
 def _gives_nothing_away(func: Callable) -> bool:
-    """Whether it neither reads nor writes elements, nor gives away a way to."""
+    """Return whether a function neither reads nor writes elements, nor returns a way to do so."""
     name = getattr(func, "__name__", "")
     return name in _SHAPE or (name == "__get__" and names_of(func)[1] not in VALUES)
 
 
 class StandIn:
-    """Mixed into the class of a tensor whose values are elsewhere: every use of them is noticed."""
+    """Mixin of the class of a tensor whose values are elsewhere: intercepts every use of them."""
 
     __slots__ = ()
     _answers = staticmethod(_looks_at_no_element)
@@ -108,20 +111,20 @@ class StandIn:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about shape; leave what would read or write values to the class."""
+        """Answer questions about shape; pass what would read or write values to `_on_use`."""
         if cls._answers(func):
             return plain_call(func, args, kwargs or {})
         return cls._on_use(func, *names_of(func), args, kwargs or {})
 
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
-        """A torch function of this name, or the read of this attribute, needs values."""
+        """Handle a use of values, by a torch function of this name or a read of this attribute."""
         raise NotImplementedError
 
 
 @cache
 def stand_in_type(kind: type[StandIn], cls: type[Tensor]) -> type[Any]:
-    """What a tensor of this class is meanwhile. Named like it: messages and `repr` show it."""
+    """Return a tensor's class with `kind` mixed in. Messages and `repr` show the same name."""
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls)(cls.__name__, (kind, cls), names)
 
@@ -163,7 +166,7 @@ class NameOnly(StandIn, Tensor):  # type: ignore[misc]
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make what is only like it, such as `zeros_like` does, and refuse all else."""
+        """Make a new tensor that is like it, as `zeros_like` does, and refuse all else."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name.startswith(_FACTORIES):
             device = kwargs.get("device") or args[0].param.device
@@ -205,7 +208,7 @@ def export(module: nn.Module, values: Mapping[str, Callable[[], Tensor]]) -> Non
 
     Args:
         module: The module that owns the parameters.
-        values: For some of them, by attribute, what makes their values.
+        values: For some of them, by attribute: functions that return their values.
     """
     for attribute, make in values.items():
         vars(own_parameters(module)[attribute])["detach"] = make
@@ -228,11 +231,11 @@ _ELEMENTWISE: Final = {
 
 
 class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
-    """Stands in `param.grad` while the gradient is sharded. A use of its values raises.
+    """Placeholder in `param.grad` while the gradient is sharded; a use of its values raises.
 
     So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
-    find no gradients and do nothing. What is the same for a shard as for the whole is done to the
-    shard: `zero_()`, and `mul_()` and `div_()` by a number.
+    find no gradients and do nothing. Operations that are the same for a shard as for the full
+    gradient are applied to the shard: `zero_()`, and `mul_()` and `div_()` by a number.
 
     Autograd adds to what it finds in `param.grad`. What it adds to a guard is kept in `received`.
     """
@@ -293,11 +296,11 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         return f"GradientGuard(shape={tuple(self.shape)}: the gradient is sharded)"
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copied model starts without gradients."""
+        """Return None: a copied model starts without gradients."""
 
 
 def _is_one_number(operand: Any) -> bool:
-    """Return whether every element is multiplied or divided by the same; None: there is none."""
+    """Return whether the operand is one number for all elements, or None where there is none."""
     if isinstance(operand, Tensor):
         return not operand.dim() and not isinstance(operand, GradientGuard)
     return operand is None or isinstance(operand, int | float)
@@ -308,13 +311,13 @@ _ADD: Final = torch.ops.aten.add.Tensor
 
 
 class GradientShard(Tensor):
-    """`grad` of a parameter shard: an ordinary tensor, but for what needs all ranks.
+    """Gradient of a parameter shard: an ordinary tensor, but for functions that need all ranks.
 
-    `torch.amp.GradScaler` works: whether any rank found an inf is agreed on where it looks. Norms
-    raise, since a rank sees its own elements only.
+    `torch.amp.GradScaler` works: where it looks for an inf, ranks agree on whether any has found
+    one. Norms raise, since a rank sees its own elements only.
     """
 
-    _groups: tuple[Group, ...]  # that have the rest of the model's gradients
+    _groups: tuple[Group, ...]  # over which the model's gradients are sharded
     is_unscaled: bool = False  # GradScaler has taken the loss scale out
     is_touched: bool = False  # others had its elements; writes through `data` leave no other trace
 
@@ -324,7 +327,7 @@ class GradientShard(Tensor):
 
         Args:
             tensor: Plain.
-            groups: All ranks that have a part are reached by one after the other.
+            groups: Reductions over one after the other reach all ranks that have a part.
         """
         shard = as_subclass_sharing_memory(cls, tensor)
         shard._groups = tuple(group for group in groups if group.world_size > 1)  # type: ignore[attr-defined]
@@ -375,10 +378,10 @@ _NO_WRITES: Final = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
 class ShardOfParam(Tensor):
-    """Mixed into what shows the optimizer's parameters between steps: writes and norms are noticed.
+    """Base of the optimizer's parameters between steps; it intercepts writes and norms.
 
-    A write waits until no rank reads the shards, and is published before somebody reads. What would
-    be of this rank's elements only raises, as it does of gradients.
+    A write waits until no rank reads the shards, and is published before the next read. Functions
+    whose result would be of this rank's elements only raise, as they do for gradients.
     """
 
     sharded: Callable[[], Any]  # a weak reference to the `ShardedModel`, of the layer above
@@ -426,11 +429,11 @@ def _show_as_view(found: Tensor, shards: list[ShardOfParam]) -> None:
 
 
 class ViewOfShard(ShardOfParam):
-    """A view of one, such as `param.data`."""
+    """View of a shard of the optimizer's parameters, such as `param.data`."""
 
 
 class ParamShard(ShardOfParam, nn.Parameter):  # type: ignore[misc]
-    """A parameter of the optimizer's between its steps; a plain Parameter within them."""
+    """Parameter of the optimizer between its steps; within a step it is a plain Parameter."""
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         with plain_access():
@@ -464,7 +467,7 @@ def _shards_in(args: tuple) -> list[GradientShard]:
 
 
 def _divided_over(args: tuple) -> tuple[Group, ...]:
-    """Return the groups that have the rest of these gradients; none where there is no rest."""
+    """Return the groups over which these gradients are sharded; none where one rank has them."""
     return next((getattr(shard, "_groups", ()) for shard in _shards_in(args)), ())
 
 
@@ -483,17 +486,17 @@ _OWNERS: Final = WeakIdKeyDictionary()
 
 
 def record_owner(tensor: Tensor, owner: Any) -> None:
-    """`tensor` is the parameter, or stands for it."""
+    """Record the owner of a tensor that is the parameter, or stands for it."""
     _OWNERS[tensor] = owner.name, ref(owner)
 
 
 def forget_owner(tensor: Tensor) -> None:
-    """It is an ordinary one again."""
+    """Drop what was recorded of a tensor, which is an ordinary one again."""
     _OWNERS.pop(tensor, None)
 
 
 def find_owner(tensor: Tensor) -> Any:
-    """What was recorded of this very tensor; None if nothing was.
+    """Return the owner that was recorded of this very tensor; None if none was.
 
     Raises:
         StateError: The model it belonged to was deleted.
@@ -526,13 +529,13 @@ _WRITES: Final = {
 
 
 class AtRest(StandIn):
-    """Mixed into the class of a parameter for as long as it rests sharded."""
+    """Mixin of the class of a parameter for as long as it is sharded."""
 
     __slots__ = ()
 
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
-        """Put whole values where values are used."""
+        """Call the function with gathered values in place of parameters whose values it uses."""
         if attribute == "data":
             return _guard_data(args[0], plain_call(func, args, kwargs))
         if name in _AUTOGRAD or name in _PRINTS:
@@ -558,10 +561,10 @@ class AtRest(StandIn):
 
 
 class Unpublished(StandIn):
-    """Mixed into the class of a parameter that rests whole, while shards of it were written.
+    """Mixin of the class of a replicated parameter while shards of it were written.
 
-    Each rank has written its own part, so that a use has to be preceded by a gather. Most are in a
-    call of the model, which begins with that; others come from anywhere.
+    Each rank has written its own part, so that a use has to be preceded by a gather. Most uses are
+    in a call of the model, which begins with that gather; others may be anywhere.
     """
 
     __slots__ = ()
@@ -575,11 +578,14 @@ class Unpublished(StandIn):
 
 
 class AtRestData(AtRest, Tensor):  # type: ignore[misc]
-    """`param.data` of a parameter at rest: the same stand-in, without autograd."""
+    """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
 
 
 def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
-    """What it is at rest; its own class where Python cannot change it, and uses go unnoticed."""
+    """Return the class that a parameter has while it is sharded.
+
+    It is the parameter's own class where Python cannot change that, and uses go unnoticed.
+    """
     own, at_rest = type(param), stand_in_type(AtRest, type(param))
     with contextlib.suppress(TypeError):
         param.__class__ = at_rest
@@ -589,7 +595,7 @@ def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
 
 
 def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-    """Call what reads values, or writes them, with whole ones."""
+    """Call a function that reads or writes values with gathered values."""
     is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in tensors_among(written):
@@ -626,9 +632,10 @@ def _guard_data(param: Tensor, data: Any) -> Tensor:
 
 
 def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call what treats parameters as places in a graph, and runs the user's code besides.
+    """Call a function that treats parameters as nodes of a graph, in their own classes.
 
-    Disabling the class for the call, as elsewhere, would disable it for that code too.
+    Such a function also runs the user's code. Disabling `__torch_function__` for the call, as
+    elsewhere, would disable it for that code too.
     """
     found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, AtRest)]
     types = [type(tensor) for tensor in found]
@@ -658,7 +665,7 @@ _NUMBERS: Final = {int, float, bool}
 
 
 def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with something in the place of every parameter at rest."""
+    """Return the same structure with a substitute for every sharded parameter."""
     if isinstance(value, AtRest):
         return substitute(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
@@ -671,7 +678,7 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Bound:
-    """A hook belongs to one model on one rank: copying or pickling it would share our buffers."""
+    """Base of hooks of one model on one rank: copying or pickling one would share our buffers."""
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         refuse_deepcopy()
@@ -689,7 +696,7 @@ class Bound:
 
 
 class ParkedTensor(StandIn):
-    """Mixed into the class of a tensor for as long as its values are parked."""
+    """Mixin of the class of a tensor for as long as its values are parked."""
 
     __slots__ = ()
 
@@ -716,7 +723,7 @@ def _refuse(name: str) -> NoReturn:
 
 @frozen
 class View:
-    """How one tensor saw its storage, and of which class it was."""
+    """Class of a tensor, and its place in its storage, before its values were parked."""
 
     tensor: Tensor
     whole_type: type[Tensor]
@@ -724,13 +731,13 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        """As it is now."""
+        """Record the class and the place that a tensor has now."""
         place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         return cls(tensor, type(tensor), place)
 
 
 class StateKind(Enum):
-    """What training state consists of."""
+    """Kinds of training state."""
 
     PARAMS = "params"  # what rests of parameters: shards at stage 3, whole buffers elsewhere
     MASTERS = "masters"  # what the optimizer updates, where that is not the parameters
@@ -740,28 +747,28 @@ class StateKind(Enum):
 
 
 class Backup(Protocol):
-    """Where bytes are while they are parked. Local; used by one thread.
+    """Storage for bytes while they are parked. Local; used by one thread.
 
     All tensors are 1-D, uint8, contiguous, on the model's device.
     """
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take the room for values of so many bytes, by key: called once, before all else."""
+        """Allocate space for values of so many bytes, by key. Called once, before all else."""
 
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
-        """Copy `source`, whose memory is given back to its allocator right afterwards.
+        """Copy `source`, whose memory is freed right afterwards.
 
         Args:
-            key: One for which there is room.
-            source: As many bytes as there is room for.
+            key: One of those for which space was allocated.
+            source: As many bytes as were allocated for the key.
             non_blocking: Whether the copy may be left to the current stream.
         """
 
     def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
-        """Copy what was written into `into`. After an error it can be asked for again."""
+        """Copy the bytes of a key into `into`. After an error they can be read again."""
 
     def close(self) -> None:
-        """Release everything: all has been read, or nobody wants it."""
+        """Release everything: all has been read, or is no longer needed."""
 
 
 @define(eq=False)
@@ -777,24 +784,24 @@ class ParkedStorage:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody views the memory, now that our tensors do not."""
+        """Return whether nobody views the memory, now that our tensors do not."""
         return self.storage is not None and not has_views(self.storage)
 
     def take_away(self) -> None:
-        """Let our tensors let go of it. The objects, their shapes and their places stay."""
+        """Make our tensors view placeholders; the objects and their shapes stay."""
         for tensor in (view.tensor for view in self.views):
             tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
             with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
                 tensor.__class__ = stand_in_type(ParkedTensor, type(tensor))  # type: ignore[assignment]
 
     def give_up(self, backup: Backup, *, non_blocking: bool) -> None:
-        """Write the bytes there, and give the memory back."""
+        """Write the bytes to the backup, and free the memory."""
         assert self.storage is not None, "storages are given up once"
         backup.write(self.key, _view(self.storage, torch.uint8), non_blocking=non_blocking)
         self.storage = None
 
     def put_back(self, backup: Backup, *, non_blocking: bool) -> None:
-        """Every view sees its values again."""
+        """Read the bytes if the memory was freed, and make every tensor view its values again."""
         if self.storage is None:
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
             backup.read(self.key, memory, non_blocking=non_blocking)
@@ -815,17 +822,17 @@ class Parked:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that were given back."""
+        """Bytes of memory that were freed."""
         return sum(s.num_bytes for s in self.storages if s.storage is None)
 
     @property
     def stand_in_bytes(self) -> int:
-        """Bytes of what stands in for tensors: one element each."""
+        """Bytes of the placeholders of parked tensors: one element each."""
         return sum(v.tensor.element_size() for s in self.storages for v in s.views)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Tensors, by id, whose memory was given back."""
+        """Ids of the tensors whose memory was freed."""
         gone = (view for s in self.storages if s.storage is None for view in s.views)
         return frozenset(id(view.tensor) for view in gone)
 
@@ -835,6 +842,6 @@ class Parked:
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:
-    """All of it, or what is seen from an offset with a size and strides."""
+    """Return a view of all of a storage, or of an offset with a size and strides in it."""
     blank = torch.empty(0, dtype=dtype, device=storage.device)
     return blank.set_(storage, *place)  # type: ignore[call-overload,no-any-return]

@@ -112,7 +112,7 @@ def current_backward() -> int:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread right now."""
+    """Return whether autograd is running a backward pass on this thread right now."""
     return current_backward() != -1
 
 
@@ -122,9 +122,9 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def will_accumulate(param: Tensor) -> bool:
-    """Whether the backward that is running now will add to `param.grad`.
+    """Return whether the backward that is running now will add to `param.grad`.
 
-    Not if it is `torch.autograd.grad`; also not where it recomputes a segment that uses `param`.
+    It will not if it is `torch.autograd.grad`, nor where it recomputes a segment that uses `param`.
     """
     if not param.requires_grad:  # frozen for this backward, as a GAN does by turns
         return False
@@ -136,7 +136,7 @@ def will_accumulate(param: Tensor) -> bool:
 
 
 def is_in_ddp_forward() -> bool:
-    """Whether a DistributedDataParallel is running the forward of what it wraps."""
+    """Return whether a DistributedDataParallel is running the forward of its module."""
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
@@ -161,13 +161,13 @@ def pipeline_that_splits_backward() -> str:
 
 
 def outside_functional_transforms() -> AbstractContextManager[None]:
-    """Inside, tensors are made and moved as if no transform of torch.func were being taken."""
+    """Make and move tensors inside as if no transform of torch.func were being taken."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined]
 
 
 @contextmanager
 def unseen_by_dispatch_modes() -> Iterator[None]:
-    """Inside, modes of the user's see no operator; those of the compiler's tracers still do."""
+    """Hide operators inside from the user's dispatch modes, but not from the compiler's tracers."""
     hidden: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
         hidden.append(_pop_mode())
@@ -179,7 +179,7 @@ def unseen_by_dispatch_modes() -> Iterator[None]:
 
 
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
-    """`tensor` as an instance of `cls`, without autograd history."""
+    """Return `tensor` as an instance of `cls`, without autograd history."""
     return torch.Tensor._make_subclass(cls, tensor)
 
 
@@ -206,7 +206,7 @@ def num_viewers(tensor: Tensor) -> int:
 
 
 def has_views(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor, an array or a graph still views this memory."""
+    """Return whether a tensor, an array or a graph still views this memory."""
     return torch._C._storage_Use_Count(storage._cdata) > 1  # one is the object we were given
 
 
@@ -220,10 +220,10 @@ def swap_memory(tensor: Tensor, other: Tensor) -> None:
 
 
 def untraced(func: Func) -> Func:
-    """`func` runs as it is, with all that it calls, where code that is not traced calls it.
+    """Keep `func`, and all that it calls, from being compiled when untraced code calls it.
 
-    Such as autograd, in a backward that runs inside compiled code. It is a mark on the code, and
-    costs a call nothing; `torch.compiler.disable` is a function around it, and costs 1.5 µs.
+    Such code is autograd, in a backward that runs inside compiled code. This marks the code object,
+    and costs a call nothing; `torch.compiler.disable` is a function around it, and costs 1.5 µs.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ def untraced(func: Func) -> Func:
 
 
 def skip_frame(func: Func) -> Func:
-    """`func` runs as it is where torch.compile meets it; what it calls may be compiled.
+    """Keep torch.compile from compiling `func`; functions that it calls may be compiled.
 
     Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
     """
@@ -241,12 +241,12 @@ def skip_frame(func: Func) -> Func:
 
 
 def call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module(...)` calls in place of its hooks and forward, None if that was not changed."""
+    """Return the call of `module(...)` in place of its hooks and forward; None if not changed."""
     return module.__dict__.get("_compiled_call_impl")
 
 
 def set_call_of(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let `module(...)` call this instead; None goes back to its hooks and forward."""
+    """Let `module(...)` call this instead; None restores its hooks and forward."""
     if call is None:
         module.__dict__.pop("_compiled_call_impl", None)
     else:
@@ -254,7 +254,7 @@ def set_call_of(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def modules_being_called() -> Iterator[nn.Module]:
-    """The modules whose calls this thread is inside of, the innermost first. Costs no hook."""
+    """Yield modules whose calls this thread is inside of, the innermost first. Costs no hook."""
     frame = sys._getframe()
     while frame := frame.f_back:
         if frame.f_code is nn.Module._call_impl.__code__:
@@ -262,10 +262,10 @@ def modules_being_called() -> Iterator[nn.Module]:
 
 
 def checkpoint_call() -> dict[str, Any] | None:
-    """The local variables of what torch.distributed.checkpoint does with a state dict right now.
+    """Return the local variables of a call of torch.distributed.checkpoint that runs now, or None.
 
-    Of `get_model_state_dict()` and its like, where this thread is inside of one: `info` has their
-    options, of which the `state_dict()` that they call is told nothing. Costs no hook.
+    That is `get_model_state_dict()` or one like it, where this thread is inside of one. `info` has
+    its options, of which the `state_dict()` that it calls is told nothing. Costs no hook.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if module is None:
@@ -291,7 +291,7 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 
 
 def change_dtype(tensor: Any, local: Tensor) -> None:
-    """Let a DTensor, the same object, be of the dtype of this local tensor, which it has then."""
+    """Give a DTensor, the same object, this local tensor and its dtype."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 (it takes most of a second)
 
     where = {"shape": tensor.shape, "stride": tensor.stride()}
@@ -308,7 +308,7 @@ def dtensor_over(local: Tensor, other: Any) -> Tensor:
 
 
 def local_part(whole: Tensor, other: Any) -> Tensor:
-    """Return what a rank has of a whole value that is placed as this DTensor."""
+    """Return this rank's part of a full value that is placed as the DTensor `other`."""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 (as above)
         compute_local_shape_and_global_offset,
     )

@@ -1,4 +1,4 @@
-"""The memory that tensors lie in, and how much of it a checkpointer keeps: Ledger."""
+"""Storages of tensors, and the count of their bytes that a checkpointer keeps: Ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_ckpt.torch_private import inner_tensors
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Wherever `replace_in` looks."""
+    """Return the tensors in a value, wherever `replace_in` looks."""
     found: list[Tensor] = []
 
     def find(tensor: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ Storages = dict[tuple[torch.device, int], int]  # bytes, by device and address
 
 
 def storages_in(value: Any) -> Storages:
-    """The memory of all tensors in it; of what is known of them."""
+    """Return the storages of all tensors in a value, without those that are not known."""
     found: Storages = {}
     for tensor in tensors_in(value):
         for part in _parts_of(tensor) or ():
@@ -41,12 +41,12 @@ def storages_in(value: Any) -> Storages:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether all of its memory can be told, and writes to it are counted."""
+    """Return whether all storages of a tensor are known, and writes to them are counted."""
     return not tensor.is_inference() and _parts_of(tensor) is not None
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """The plain tensors that it is made of; None where there is no saying."""
+    """Return the strided tensors that a tensor consists of; None where they are not known."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor] if tensor.layout is torch.strided else None
     inner_ones = inner_tensors(tensor)
@@ -63,7 +63,7 @@ def _parts_of(tensor: Tensor) -> list[Tensor] | None:
 
 @define(eq=False)
 class Ledger:
-    """How many bytes a checkpointer keeps: each piece of memory once, however many keep it."""
+    """Count of the bytes that a checkpointer keeps; a storage that is kept twice counts once."""
 
     _lock: Lock = field(factory=Lock, init=False)
     _holders: Counter[tuple[torch.device, int]] = field(factory=Counter, init=False)
@@ -73,13 +73,13 @@ class Ledger:
 
     @property
     def num_bytes(self) -> int:
-        """Now."""
+        """Bytes that are kept now."""
         with self._lock:
             self._settle()
             return self._num_bytes
 
     def enter(self, storages: Storages) -> None:
-        """Someone keeps these."""
+        """Count storages that are kept from now on, once more for each call."""
         with self._lock:
             self._settle()
             for key, num_bytes in storages.items():
@@ -87,7 +87,7 @@ class Ledger:
                 self._holders[key] += 1
 
     def give_up(self, storages: Storages) -> None:
-        """He keeps them no more. Takes no lock."""
+        """Undo one `enter` of these storages, at the next use. Takes no lock, for finalizers."""
         self._given_up.append(storages)
 
     def _settle(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Copy:
-    """One copy on its way. Both tensors live until it is settled."""
+    """One asynchronous copy. Both tensors live until `settle` is called."""
 
     target: Tensor
     source: Tensor | None  # None once it is settled
@@ -44,9 +44,10 @@ class Copy:
     )
 
     def settle(self) -> Tensor:
-        """Whatever the stream of the computation does from now on comes after the copy.
+        """Make the stream of the computation wait for the copy, and return the target.
 
-        Local; blocks no host thread.
+        The source is no longer referred to; `is_torn` says whether it was written in place
+        meanwhile. Local; blocks no host thread.
         """
         if self.source is not None:
             self._wait()
@@ -62,27 +63,27 @@ class Copy:
 @final
 @define(eq=False)
 class PinnedHost:
-    """Copies on one more stream per device, one after another in both directions."""
+    """Pinned host memory; one side stream per device makes copies in both directions, in order."""
 
     _sides: dict[torch.device, torch.Stream] = field(factory=dict, init=False)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies somewhere else than on the host."""
+        """Return whether a tensor is on a device other than the CPU."""
         return tensor.device.type != "cpu"
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Pinned memory to copy to."""
+        """Return pinned host memory to copy to."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
-        """Begin to copy to what `allocate` gave, after all that the current stream has to do."""
+        """Start a copy to memory of `allocate`, after the work that is on the current stream."""
         stream = torch.accelerator.current_stream(source.device)
         return self._copy(source, target, stream)
 
     def back(self, copy: Copy) -> Copy:
-        """Begin to copy what went away to new memory of the device that it came from.
+        """Start a copy from the host to new memory of the device that the data came from.
 
-        After all that the stream of the computation has been given so far.
+        The copy comes after the work that is on the stream of the computation so far.
         """
         with copy.stream:
             target = torch.empty_like(copy.target, device=copy.stream.device, pin_memory=False)
@@ -101,7 +102,7 @@ class PinnedHost:
 
 @define(eq=False)
 class _Slab:
-    """Slots for the inputs at one position of layers that are alike, on one device."""
+    """Slots for inputs at one position of a call, of one device; layers have the same sizes."""
 
     memory: Tensor  # (slots, elements of one)
     free: list[int]
@@ -112,24 +113,26 @@ class _Slab:
 class PackedSaver(AbstractSaver):
     """Keeps inputs in less memory of the device: split over ranks, on the host, in permanent slots.
 
-    Any of these together. They concern inputs of floating point. All others, parameters, and
-    tensors with an attribute `no_checkpointing = True` are kept as `KeepSaver` does.
+    These options may be combined. They apply to dense inputs of floating point. All others,
+    parameters, and tensors with an attribute `no_checkpointing = True` are kept as `KeepSaver`
+    does.
 
-    An enclosing checkpoint drops what is saved inside it, as activations of its own; other
-    saved-tensor hooks may keep it elsewhere. So inside of any, inputs are split, and where they
-    rest is left to the hooks: neither slots nor the host are used, and nothing is counted.
+    An enclosing checkpoint drops the tensors that are saved inside it, as its own activations;
+    other saved-tensor hooks may move them elsewhere. So inside of any such hooks inputs are split
+    and nothing more: neither slots nor the host are used, and nothing is counted.
 
     Args:
         group: Ranks that are called with the same inputs, as those of a model-parallel group are.
             Each keeps a shard of every input, 1/N of its elements (shards differ by one element
             at most), and gathers it for the second run: one message per dtype and call. Inputs
-            with fewer elements than ranks stay whole. All ranks make the same checkpointed calls.
+            with fewer elements than ranks are not split. All ranks make the same checkpointed
+            calls.
         on_host: Whether inputs on a device are copied to pinned host memory, on a stream of its
             own, and back while the layer after it (the one before it in backward) is computed.
-        num_slots: How many layers keep inputs at a time. Memory is allocated once for so many, for
-            each position among the inputs of a call, so that a long training does not fragment it.
-            Inputs at one position have the same dtype and number of elements in all layers. A slot
-            is free again as soon as the graph of its call is.
+        num_slots: Number of layers that keep inputs at a time. Memory is allocated once for that
+            many, for each position among the inputs of a call, so that a long training does not
+            fragment it. Inputs at one position have the same dtype and number of elements in all
+            layers. A slot is free again as soon as the graph of its call is freed.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -164,11 +167,11 @@ class PackedSaver(AbstractSaver):
         self._lock = RLock()
 
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
-        """Pack what can be. Local.
+        """Pack the inputs that can be packed, and keep the others as they are. Local.
 
         Raises:
-            CheckpointError: Slots are for inputs of another kind, or all are taken; an input lies
-                on another device than the group's.
+            CheckpointError: Slots are for inputs of another size or dtype, or all are taken; an
+                input is on another device than the group's.
         """
         is_hooked = hooks_save_tensors()
         with self._lock:
@@ -190,8 +193,8 @@ class PackedSaver(AbstractSaver):
     def kept_bytes(self) -> dict[torch.device, int]:
         """Bytes of this rank that calls keep now, by device; the host's is `cpu`. Local.
 
-        Each storage counts once, and as a whole where part of it is an input that is kept as it is;
-        of slots those count that are in use. Of dense tensors only.
+        Each storage counts once, and all of it even if an input that is kept as it is uses only a
+        part. Slots count while they are in use. Only dense tensors count.
         """
         found: Storages = {}
         with self._lock:
@@ -207,14 +210,14 @@ class PackedSaver(AbstractSaver):
     def reset(self) -> None:
         """Allocate slots anew for the next call, of any shape and dtype. Local.
 
-        What is kept already stays where it is.
+        Inputs that are kept already stay in their old slots.
         """
         self._slabs.clear()
 
     def _pack(
         self, index: int, tensor: Tensor, layer: str, *, is_hooked: bool
     ) -> tuple[Tensor, _PackedInput] | None:
-        """What to keep instead of an input; None for the input itself."""
+        """Return the tensor to keep instead of an input, and how it is packed; None to keep it."""
         if not _can_be_copied(tensor):
             return None
         host = None if is_hooked or not self._host or not self._host.takes(tensor) else self._host
@@ -241,9 +244,9 @@ class PackedSaver(AbstractSaver):
     def _take_slot(
         self, position: int, like: Tensor, layer: str, user: _PackedInput, host: PinnedHost | None
     ) -> Tensor:
-        """A slot for a 1-D tensor, not yet written. Free again when its user dies.
+        """Return an unwritten slot for a 1-D tensor, free again when `user` is deleted.
 
-        On the host, or on the tensor's device where there is none.
+        The slot is on the host, or on the tensor's device if `host` is None.
         """
         assert self._num_slots is not None
         key = position, like.device
@@ -277,7 +280,10 @@ class PackedSaver(AbstractSaver):
         return slab.memory.data[slot]  # .data: a write to one slot is none to the others
 
     def _settle(self) -> None:
-        """Let go of the inputs that were copied away last: their copies had a layer's time."""
+        """Free the inputs of the last call that were copied to the host.
+
+        Streams wait for these copies, which had a layer's time to finish.
+        """
         last = self._before(self._num_calls)
         if last is not None:
             for packed in last.packed.values():
@@ -285,14 +291,14 @@ class PackedSaver(AbstractSaver):
                     packed.leaving.settle()
 
     def _before(self, number: int) -> _PackedInputs | None:
-        """Of the calls that still keep something here, the last one before a number."""
+        """Return the last call before a number that still keeps inputs here; None without one."""
         with self._lock:
             return self._live.get(max((n for n in self._live if n < number), default=-1))
 
 
 @define(eq=False)
 class _PackedInput:
-    """A flat copy of an input, or a shard of one."""
+    """Shape, strides and copies under way of an input that is kept flat, whole or as a shard."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -304,14 +310,15 @@ class _PackedInput:
     arriving: Copy | None = field(default=None, init=False)  # from there, ahead of use
 
     def prefetch(self) -> None:
-        """Begin to copy it back."""
+        """Start the copy back to the device, if the input is on the host and none was started."""
         if self.host is not None and self.leaving is not None and self.arriving is None:
             self.arriving = self.host.back(self.leaving)
 
     def fetch(self, value: Tensor) -> Tensor:
-        """The flat tensor, or this rank's shard of it, where it is needed: for good, if not split.
+        """Return the flat tensor, or this rank's shard of it, on the device of the input.
 
-        Not the slot itself: a graph that is kept longer than this call may refer to it.
+        A slot whose tensor is not split is cloned: a graph that lives longer than this call, and so
+        than its slot, may refer to the tensor.
         """
         if self.leaving is not None:
             self.prefetch()
@@ -321,7 +328,7 @@ class _PackedInput:
         return value.clone() if self.is_slot and self.splits is None else value
 
     def on_device(self) -> list[Tensor]:
-        """What lies on the device for the time of a copy."""
+        """Return the device's tensors of copies under way: sources to the host, targets from it."""
         leaving = None if self.leaving is None else self.leaving.source
         arriving = None if self.arriving is None else self.arriving.target
         return [tensor for tensor in (leaving, arriving) if tensor is not None]
@@ -329,7 +336,7 @@ class _PackedInput:
 
 @define(eq=False)
 class _PackedInputs(AbstractKept):
-    """Those of one call."""
+    """Inputs of one call, some or all of them packed."""
 
     _saver: PackedSaver
     _number: int
@@ -392,11 +399,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Its elements in the order of memory; with the shape and strides that make it of them. Local.
+    """Return a tensor's elements in memory order, and the shape and strides to restore it. Local.
 
-    A view, of transposed, expanded and overlapping tensors too; a copy where the memory between
-    its elements is not its own. The strides are the tensor's, or those of the copy, in the same
-    order.
+    The elements are a view, also of transposed, expanded and overlapping tensors. They are a copy
+    where the memory between them is not the tensor's own; then the strides are those of the copy,
+    in the same order.
     """
     numel = _memory_numel(tensor)
     if numel > tensor.numel():
@@ -410,7 +417,7 @@ def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
 
 
 def _memory_numel(tensor: Tensor) -> int:
-    """From its first element to its last, in memory."""
+    """Return the number of elements in memory from a tensor's first element to its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 

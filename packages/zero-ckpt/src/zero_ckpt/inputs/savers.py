@@ -1,4 +1,4 @@
-"""What is kept of a function's inputs until backward needs them: AbstractSaver, KeepSaver."""
+"""Savers, which keep a function's inputs until backward needs them: AbstractSaver, KeepSaver."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ class AbstractKept(ABC):
 
     @abstractmethod
     def restore(self) -> Sequence[Tensor]:
-        """All inputs, detached, with the values, shapes and order of strides that they had.
+        """Return all inputs, detached, with the values, shapes and order of strides that they had.
 
         May be called several times (a graph that is retained). Collective where the saver says so.
         """
 
     def prefetch(self) -> None:  # noqa: B027
-        """`restore` is to come soon: begin what takes long. Local; waits for nothing."""
+        """Start slow copies for a `restore` that comes soon. Local; waits for nothing."""
 
     def measures_gathers(self, measuring: Measuring) -> None:  # noqa: B027
-        """Calls are profiled: from now on be inside `measuring()` while ranks exchange inputs."""
+        """Set a context to be in while ranks exchange inputs; called when calls are profiled."""
 
 
 class AbstractSaver(ABC):
-    """Where inputs rest between forward and backward."""
+    """Strategy for keeping inputs between forward and backward."""
 
     @abstractmethod
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """Keep what `restore` needs. Local; the inputs themselves stay untouched.
 
         Args:
-            inputs: As `detached` gives them; of any shape, dtype, device and layout.
-            layer: Whose inputs, for messages.
+            inputs: Tensors from `detached`, of any shape, dtype, device and layout.
+            layer: Name of the layer, for messages.
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Let memory that is kept between calls go, and be of another size next time. Local."""
+        """Free memory that is kept between calls; its size may be another next time. Local."""
 
 
 def detached(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Without their graphs. Those that a saver is not to pack say so by `stays_as_it_is`."""
+    """Return the tensors without their graphs, with the attribute that `stays_as_it_is` reads."""
     found = [tensor.detach() for tensor in inputs]
     for tensor, plain in zip(inputs, found, strict=True):
         if stays_as_it_is(tensor):
@@ -59,12 +59,12 @@ def detached(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stays_as_it_is(tensor: Tensor) -> bool:
-    """Whether somebody set DeepSpeed's attribute that says so."""
+    """Return whether a tensor has DeepSpeed's `no_checkpointing` set; it is not packed then."""
     return getattr(tensor, "no_checkpointing", False)
 
 
 class _Hold(torch.autograd.Function):
-    """A node whose only purpose is what it saves."""
+    """Autograd node whose only purpose is to save tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _Hold(torch.autograd.Function):
 @final
 @frozen(eq=False)
 class _Kept(AbstractKept):
-    """Saves inputs in an autograd node: writes in place are noticed, saved-tensor hooks apply."""
+    """Inputs saved in an autograd node: writes in place are noticed, saved-tensor hooks apply."""
 
     # An output of the node. Before torch 2.13 a `grad_fn` of a Python function does not own its
     # C++ node, which frees what it saved as soon as no output refers to it.
@@ -87,7 +87,7 @@ class _Kept(AbstractKept):
     _layer: str
 
     def restore(self) -> Sequence[Tensor]:
-        """The tensors themselves, or what saved-tensor hooks made of them."""
+        """Return the tensors themselves, or those that saved-tensor hooks return for them."""
         try:
             return self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
@@ -102,13 +102,14 @@ class _Kept(AbstractKept):
 @final
 @frozen
 class KeepSaver(AbstractSaver):
-    """Keeps them as they are: memory that the caller has anyway, if the layer before made it.
+    """Keeps inputs as they are, without a copy.
 
-    Whatever `torch.autograd.graph.saved_tensors_hooks` surround the call apply to them, those of
-    an enclosing checkpoint too.
+    An input that the layer before made takes memory that the caller has anyway. All
+    `torch.autograd.graph.saved_tensors_hooks` around the call apply to inputs, also those of an
+    enclosing checkpoint.
     """
 
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
-        """By reference. A write in place before backward is noticed by `restore`."""
+        """Keep references to inputs. `restore` notices a write in place before backward."""
         anchor = torch.empty(0, requires_grad=True, device="cpu")
         return _Kept(_Hold.apply(anchor, *inputs), layer)

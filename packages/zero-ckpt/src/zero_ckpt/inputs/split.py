@@ -29,7 +29,7 @@ _REMEDY: Final = (
 
 
 def group_class() -> type[Group]:
-    """Return `zero_comm.Group`, imported only by those who split inputs over ranks.
+    """Return `zero_comm.Group`, imported only where inputs are split over ranks.
 
     Raises:
         CheckpointError: zero-comm is not installed.
@@ -53,7 +53,14 @@ class Split:
     _group: Group
 
     def shard(self, flat: Tensor, layer: str) -> tuple[Tensor, tuple[int, ...] | None]:
-        """This rank's, a view, and the elements per rank; None where each keeps them all. Local."""
+        """Return this rank's shard, a view, and the elements per rank. Local.
+
+        Return the tensor and None where each rank keeps all of it: it has fewer elements than there
+        are ranks, or is on the CPU while the group is not.
+
+        Raises:
+            CheckpointError: The tensor is neither on the group's device nor on the CPU.
+        """
         from zero_comm import even_splits  # noqa: PLC0415
 
         group = self._group
@@ -72,10 +79,12 @@ class Split:
     def gather(
         self, shards: Sequence[Tensor], splits: Sequence[Sequence[int]], *, number: int, layer: str
     ) -> list[Tensor]:
-        """The flat tensors whose shards these are. Collective: one message per dtype.
+        """Gather the flat tensors whose shards these are. Collective: one all-gather per dtype.
 
-        The call that they belong to has the same number on every rank; CommError where a rank does
-        not come, or comes for another call.
+        `number` is that of the call whose inputs they are, the same on every rank.
+
+        Raises:
+            CommError: A rank does not take part, or gathers for another call.
         """
         from zero_comm import Purpose, all_gather_flat  # noqa: PLC0415
 

@@ -68,10 +68,10 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, st
 
 
 def switch_of(name: str, environment: Mapping[str, str]) -> str:
-    """What a switch asks for; auto where it is not set.
+    """Return the value of a switch in the environment; "auto" where it is not set.
 
     Raises:
-        CodecError: It has a value that it does not know.
+        CodecError: The switch has an unknown value.
     """
     switch = environment.get(name) or "auto"
     if switch not in SWITCHES:

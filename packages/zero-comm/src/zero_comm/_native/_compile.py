@@ -27,7 +27,7 @@ FLAGS = (
 
 
 class CompileError(Exception):
-    """There is no compiler, or it refused; the text says which command and what it wrote."""
+    """Error if there is no compiler, or it fails; the text has its command and its output."""
 
 
 def is_current(folder: Path, out_dir: Path) -> bool:

@@ -62,7 +62,7 @@ class Blockwise(AbstractCodec):
 
     @property
     def granule(self) -> int:
-        """A block."""
+        """Number of elements of a block."""
         return self.block
 
     def error_bound(self, values: Tensor) -> Tensor:

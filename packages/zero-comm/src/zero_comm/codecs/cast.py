@@ -40,12 +40,12 @@ class Cast(AbstractCodec):
         return numel * self.dtype.itemsize
 
     def scale_bytes(self, numel: int) -> int:
-        """None are needed."""
+        """Return 0: there are no scales."""
         return 0
 
     @property
     def granule(self) -> int:
-        """Each value by itself."""
+        """Return 1: each value is encoded by itself."""
         return 1
 
     def error_bound(self, values: Tensor) -> Tensor:

@@ -37,31 +37,31 @@ class AbstractCodec(ABC):
 
     @abstractmethod
     def scale_bytes(self, numel: int) -> int:
-        """Bytes of what it takes beside them to read them back."""
+        """Bytes of the scales that decoding needs beside the values."""
 
     @property
     @abstractmethod
     def granule(self) -> int:
-        """So many elements, and multiples of it, are encoded independently of the others."""
+        """Number of elements that, as its multiples, are encoded independently of the others."""
 
     @abstractmethod
     def error_bound(self, values: Tensor) -> Tensor:
-        """How far each value may come back from where it was: float32, as many as `values`.
+        """Return the largest possible error of each value: float32, as many as `values`.
 
-        For values read back as float32; in 16 bits they are rounded once more. A value that does
-        not come back finite has no bound: nan, or inf.
+        The bound is for values decoded to float32; in 16 bits they are rounded once more. A value
+        that is not finite after decoding has no bound: nan, or inf.
         """
 
     @abstractmethod
     def _encode(self, values: Tensor, written: Tensor, scales: Tensor) -> None:
-        """Fill both."""
+        """Fill `written` and `scales`."""
 
     @abstractmethod
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
         """Write `out`, or add to it."""
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether it encodes values of this dtype."""
+        """Return whether the codec encodes values of this dtype."""
         return dtype in DTYPES
 
     def wire_bytes(self, numel: int) -> int:
@@ -117,10 +117,10 @@ class AbstractCodec(ABC):
 
     @torch.no_grad()
     def relative_error(self, values: Tensor) -> Tensor:
-        """What is lost of `values`, as a share: the norm of the errors by that of the values.
+        """Return the relative error of `values`: the norm of the errors by that of the values.
 
-        A float32 scalar on their device, which is not waited for; 0 where there is nothing to lose,
-        nan where a value is not finite. Encodes and decodes them all, for a report.
+        A float32 scalar on their device, which the host does not wait for; 0 if all values are 0,
+        nan if a value is not finite. Encodes and decodes all of them, for a report.
         """
         exact = values.float()
         lost = self.decode(self.encode(values), torch.empty_like(exact)).sub_(exact)
@@ -150,14 +150,14 @@ class AbstractCodec(ABC):
         self._decode(written, scales, out, adds=adds)
 
     def spans(self, values: Tensor, *, granule: int = 1) -> Iterator[slice]:
-        """Cuts of values that several passes leave in the cache of a CPU; one on other devices."""
+        """Yield slices that stay in a CPU's cache for several passes; one on other devices."""
         numel, step = values.numel(), lcm(self.granule, granule)
         step = max(1, SPAN_NUMEL // step) * step if values.device.type == "cpu" else numel
         for start in range(0, numel, max(1, step)):
             yield slice(start, min(start + step, numel))
 
     def _span(self, wire: Tensor, start: int, length: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Where values and scales of a span are written."""
+        """Return the parts of `wire` for the values and the scales of a span."""
         at, scales_at = self.value_bytes(start), self._start_of_scales(numel)
         scales_at += self.scale_bytes(start)
         written = wire[at : at + self.value_bytes(length)]
@@ -253,7 +253,7 @@ def decode_blocks(
 
 
 def scales_of(values: Tensor, *, limit: int, block: int) -> Tensor:
-    """One for each block of float32 values; nan where one of them is not finite."""
+    """Return the scale of each block of float32 values; nan where one is not finite."""
     if not values.numel():
         return values.new_empty(0)
     largest = _rows(values, block).abs().amax(dim=1)
@@ -263,6 +263,6 @@ def scales_of(values: Tensor, *, limit: int, block: int) -> Tensor:
 
 
 def _rows(values: Tensor, block: int) -> Tensor:
-    """One for each block, the last one filled up with zeros."""
+    """Return a row for each block, the last one padded with zeros."""
     missing = -values.numel() % block
     return (pad(values, (0, missing)) if missing else values).view(-1, block)

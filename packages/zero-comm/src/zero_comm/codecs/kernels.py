@@ -1,4 +1,4 @@
-"""What encodes blocks on a device in one pass: chosen once, or the reason why plain torch does."""
+"""Kernels that encode blocks on a device in one pass: chosen once, or why plain torch does it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOG: Final = logging.getLogger("zero_comm")
 
 
 def native_status(device: torch.device | str = "cpu") -> str:
-    """Why blockwise codecs run in plain torch on a device; empty if kernels do. Local.
+    """Return why blockwise codecs run in plain torch on a device; empty if kernels do. Local.
 
-    Those of a CPU are compiled with the package, those of CUDA by Triton at the first call, here or
-    in a codec, which takes seconds and waits for the device once.
+    Kernels of a CPU are compiled with the package, those of CUDA by Triton at the first call, here
+    or in a codec, which takes seconds and waits for the device once.
 
     Raises:
         CodecError: There are none, and ZERO_COMM_NATIVE=require (of a CPU) or
@@ -44,7 +44,7 @@ def native_status(device: torch.device | str = "cpu") -> str:
 
 
 def kernels(device: torch.device) -> Kernels | TritonKernels | None:
-    """Those of a device, loaded at the first call; None where plain torch does the work.
+    """Return the kernels of a device, loaded at the first call; None for plain torch.
 
     Raises:
         CodecError: They are required, and there are none.
@@ -108,7 +108,7 @@ def _try_triton(device: torch.device) -> tuple[TritonKernels | None, str]:
 
 
 def _agrees(found: TritonKernels, device: torch.device) -> bool:
-    """Whether bytes and sums are those of plain torch, which they are not if a sum is fused."""
+    """Return whether bytes and sums equal plain torch's; a fused multiply-add would differ."""
     how, numbers = {"bits": 8, "block": 256}, {"dtype": torch.float32, "device": device}
     values, results = torch.linspace(-3, 5, 4096, **numbers).sin_(), []
     for encode, decode in ((found.encode, found.decode), (encode_blocks, decode_blocks)):

@@ -1,6 +1,6 @@
-"""Blockwise codecs of CUDA tensors in one pass over memory, to the bits of `_blocks.py`.
+"""Blockwise codecs of CUDA tensors in one pass over memory, with the bits of `codec.py`.
 
-Triton is imported here, so this file is imported only where there is Triton: by `_kernels.py`.
+Triton is imported here, so this file is imported only where there is Triton: by `kernels.py`.
 """
 
 from typing import ClassVar, Final, final
@@ -32,7 +32,10 @@ _NAN: Final = tl.constexpr(0x7FC00000)
 @final
 @frozen(eq=False)
 class TritonKernels:
-    """Both ways, for 1-D contiguous tensors of one CUDA device whose sizes fit; any numel."""
+    """Encoding and decoding of 1-D contiguous CUDA tensors of one device.
+
+    Their sizes must fit each other; any numel.
+    """
 
     dtypes: ClassVar = DTYPES
 
@@ -62,7 +65,7 @@ class TritonKernels:
 
 
 def tile_of(bits: int, block: int) -> dict[str, int]:
-    """What a program has at a time: rows are blocks, as many as fit; or part of a long one."""
+    """Return the shape of a program's tile: a row for each block, or part of one long block."""
     columns = min(triton.next_power_of_2(block), _TILE)
     return {"BITS": bits, "BLOCK": block, "ROWS": _TILE // columns, "COLUMNS": columns}
 
@@ -141,9 +144,9 @@ def _decode(
 
 @triton.jit
 def _places(first, start, numel, ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile, from row `first` and column `start` on, where each row has ROW elements.
+    """Return the offsets of a tile's elements, and a mask of those that exist.
 
-    And which of them there are.
+    The tile begins at row `first` and column `start`; each row has ROW elements.
     """
     columns = start + tl.arange(0, COLUMNS)[None, :]
     at = first * ROW + (tl.arange(0, ROWS)[:, None] * ROW + columns)

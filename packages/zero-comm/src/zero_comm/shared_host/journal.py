@@ -26,7 +26,7 @@ _CAPACITY: Final = 1024  # entries that peers may lag behind
 
 @frozen
 class JournalAddress:
-    """Where a rank's journal lies. Exchanged once, by other means."""
+    """Address of a rank's journal. Ranks exchange it once, by messages."""
 
     pid: int
     address: int
@@ -35,7 +35,7 @@ class JournalAddress:
 
 @define(eq=False)
 class Journal:
-    """This rank's own. Its user sees to it that one thread writes at a time."""
+    """This rank's journal. Callers make sure that one thread writes at a time."""
 
     world_size: int
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
@@ -52,31 +52,32 @@ class Journal:
 
     @property
     def whereabouts(self) -> JournalAddress:
-        """What peers need to know to read it."""
+        """Return the process id, address and token by which peers read the journal."""
         return JournalAddress(os.getpid(), ctypes.addressof(self._words), self.token)
 
     @property
     def num_written(self) -> int:
-        """How many entries there are, those in the outbox included."""
+        """Number of entries, including those in the outbox."""
         return max(self.head, next(reversed(self._outbox), -1) + 1)
 
     @property
     def head(self) -> int:
-        """How many entries peers can see, or could until they were written over."""
+        """Number of entries that peers can see, including those overwritten since."""
         return self._words[_HEAD]
 
     def write(self, entry: Entry, *, read_by_all: Callable[[int], int]) -> None:
-        """Append; what does not fit yet follows as peers read on. `read_by_all`: see `publish`."""
+        """Append an entry; while the ring is full, it waits in the outbox. See `publish`."""
         self._outbox[self.num_written] = entry
         self.publish(read_by_all)
 
     def publish(self, read_by_all: Callable[[int], int]) -> None:
-        """Let peers see what there is room for.
+        """Copy entries from the outbox to the ring, as many as there is room for.
 
-        Where an exception ends it, the next call goes on: nothing is lost or comes twice.
+        After an exception, the next call continues: no entry is lost or appears twice.
 
         Args:
-            read_by_all: How many of so many entries every peer has read; asked when there is none.
+            read_by_all: Returns how many of the first `head` entries every peer has read; called
+                with `head` when the ring is full.
         """
         for head in range(self.head, self.num_written):
             if head - self._read_by_all >= _CAPACITY:
@@ -102,7 +103,7 @@ class Journal:
         self._words[_TOKEN] = 0
 
     def fence(self) -> None:
-        """What was written before is seen before what is written after: release, then acquire."""
+        """Order writes: peers see earlier ones before later ones. A release, then an acquire."""
         with self._fence:
             pass
         with self._fence:

@@ -132,7 +132,7 @@ def _try_alone() -> _Verdict:
 
 
 def _boot_id() -> int:
-    """The same number on every process of one running system."""
+    """Return a number that is equal in all processes of one booted system; 0 if it has none."""
     return zlib.crc32(_BOOT_ID.read_bytes()) if _BOOT_ID.exists() else 0
 
 

@@ -44,7 +44,7 @@ from .process_memory import read_into, read_word, why
 
 @frozen
 class RemoteBuffer:
-    """A peer's buffer, lent until this rank is done with it."""
+    """A peer's buffer, which this rank may read until it says that it is done."""
 
     lender: int  # rank
     reader: int
@@ -69,7 +69,7 @@ class RemoteBuffer:
 
 @define(eq=False)
 class Transfer:
-    """One collective of this rank: its buffer is lent to every peer until all are done."""
+    """One collective of this rank: every peer may read its buffer until all are done."""
 
     tag: int
     buffer: Tensor

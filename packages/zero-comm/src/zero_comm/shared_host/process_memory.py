@@ -43,7 +43,7 @@ _READ: Final = _find_call()
 
 
 def is_supported() -> bool:
-    """Whether this system has the call at all; whether it is permitted, only trying tells."""
+    """Return whether this system has the call. Only a read shows whether it is permitted."""
     return _READ is not None
 
 

@@ -29,7 +29,7 @@ _LINGER_S: Final = 60.0
 
 @define(eq=False)
 class Remains:
-    """What has to stay until every peer has left too."""
+    """Memory of one exposure, which must stay allocated until no peer reads it."""
 
     shards: tuple[Tensor, ...]
     words: ctypes.Array[ctypes.c_int64]
@@ -46,7 +46,7 @@ class Remains:
         Finalize(None, _linger, exitpriority=10)
 
     def are_needed(self) -> bool:
-        """Whether a peer may still read them. Asked by the end of the process and a thread."""
+        """Return whether a peer may still read the shards. Called at exit and by a thread, too."""
         with _LOCK:
             for rank in tuple(self.addresses):
                 try:
@@ -66,7 +66,7 @@ _LOCK: Final = threading.RLock()  # a garbage collection may run leave() anywher
 
 
 def leave(remains: Remains) -> None:
-    """This rank reads no more; its shards go when no peer does. Returns at once."""
+    """Note that this rank reads no more; free its shards when no peer does. Returns at once."""
     with _LOCK:
         remains.words[_CLOSED] = HAS_LEFT
         _WORDS.append(remains.words)
@@ -90,9 +90,9 @@ def _wait_for_peers() -> None:
 
 
 def _linger() -> None:
-    """A process that ends must not take away what its peers still read: it waits, but not long.
+    """Keep a process that ends alive while peers read its shards, for `_LINGER_S` at most.
 
-    Not after an error: peers that wait for this rank should hear of it at once.
+    Does nothing after an error: peers that wait for this rank should learn of it at once.
     """
     mine = [
         remains
@@ -131,12 +131,12 @@ def new_words() -> Words:
 
 @define(eq=False)
 class SharedShards:
-    """This rank's shards and where its peers' lie: ranks read them without their owner.
+    """This rank's shards and the addresses of its peers' shards, read without their owners.
 
-    Everyone reads one version of everyone's shards, until all ranks have begun to write; nobody
-    reads the next one of a rank before that rank has ended its write. A rank that drops this object
-    leaves its shards readable until all peers have done so; one that ends without an error stays
-    for that, a minute at most.
+    All ranks read the same version of all shards until every rank has begun to write; nobody reads
+    a rank's next version before that rank has ended its write. A rank that drops this object leaves
+    its shards readable until all peers have dropped theirs; a process that ends without an error
+    waits for that, a minute at most.
     """
 
     shards: tuple[Tensor, ...]
@@ -163,7 +163,7 @@ class SharedShards:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is between `begin_write` and `end_write`."""
+        """Return whether this rank is between `begin_write` and `end_write`."""
         return self._is_writing
 
     def begin_write(self, *, timeout_s: float | None = None) -> None:
@@ -194,7 +194,10 @@ class SharedShards:
             self._take_turn(_OPENED, "reading weights that are being written")
 
     def _take_turn(self, word: int, doing: str) -> None:
-        """This rank has written a version into a word: what those wait for who have done so too."""
+        """Count a launch for the version that this rank has written to a word.
+
+        Waits for the same word of a peer refer to that launch.
+        """
         self._turns[word] = self._watch.launch(doing, self._keys[word])
 
     def _wait_for(self, rank: int, word: int, what: str, timeout_s: float | None) -> None:

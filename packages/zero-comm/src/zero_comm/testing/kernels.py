@@ -1,4 +1,4 @@
-"""What encodes blocks: chosen, loaded from elsewhere, or left out."""
+"""Kernels that encode blocks: chosen, loaded from elsewhere, or left out."""
 
 from __future__ import annotations
 
@@ -66,13 +66,15 @@ def triton_gives(kernels: Callable[[], Any] | None) -> Iterator[None]:
 
 
 def triton_ptx(capability: int, dtype: str, bits: int, block: int) -> list[str]:
-    """Of the kernels that encode, decode, and decode to add; compiling needs no GPU. Local.
+    """Return the PTX of the kernels that encode, decode, and decode to add. Local.
+
+    Compiling needs no GPU.
 
     Args:
-        capability: Of the device: 80, 90 and so on.
+        capability: Compute capability of the device: 80, 90 and so on.
         dtype: "fp32", "bf16" or "fp16".
-        bits: Of the codec.
-        block: Likewise.
+        bits: Bits of the codec.
+        block: Block of the codec, in elements.
     """
     triton = importlib.import_module("triton")
     backends = importlib.import_module("triton.backends.compiler")

@@ -22,15 +22,16 @@ def local_peers(
     timeout_s: float = 20.0,
     told: Callable[[Any], Any] | None = None,
 ) -> list[PeerMemory]:
-    """So many ranks in this process, each of them what `Reads.memory` is. They have met.
+    """Return ranks of one group in this process, as `Reads.memory` has them. They have met.
 
     Args:
-        world_size: How many.
-        timeout_s: Their group's.
-        told: What the others are told of where the last rank's journal lies (pid, address, token).
+        world_size: Number of ranks.
+        timeout_s: Timeout of their group, in seconds.
+        told: Changes the address of the last rank's journal (pid, address, token) that the others
+            are told.
 
     Raises:
-        OSError: It does not lie there.
+        OSError: There is no such journal at that address.
     """
     peers = [PeerMemory(rank, world_size, timeout_s=timeout_s) for rank in range(world_size)]
     where = [peer.whereabouts for peer in peers]
@@ -87,7 +88,7 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
 
 @contextmanager
 def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
-    """Inside, reads of a peer's journal, or of a buffer that it lent, are not permitted. Local."""
+    """Inside, reads of a peer's journal, or of a buffer it offers, are not permitted. Local."""
     refusal = PermissionError(EPERM, os.strerror(EPERM))
     place: tuple[Any, str] = {
         "journal": (journal, "read"),
@@ -113,7 +114,7 @@ def reads_cut_short(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def without_reads() -> Iterator[None]:
-    """Inside, lending a buffer to peers is an AssertionError. Local."""
+    """Inside, offering a buffer to peers is an AssertionError. Local."""
     error = AssertionError("a buffer was lent")
     with mock.patch.object(PeerMemory, "launch", side_effect=error):
         yield

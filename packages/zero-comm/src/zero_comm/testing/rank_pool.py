@@ -72,7 +72,7 @@ _ECHO: Final = re.compile(
 
 @frozen
 class _Request:
-    """What a worker is told to run."""
+    """A body for a worker to run, with its arguments."""
 
     file: str
     name: str
@@ -91,7 +91,7 @@ class _Global:
 
 @frozen
 class _Reply:
-    """What a worker answers: a pickled value, or the text of a traceback."""
+    """A worker's answer: a pickled value, or the text of a traceback."""
 
     value: bytes = b""
     error: str = ""
@@ -285,7 +285,7 @@ class RankPool:
             )
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where each of these ranks is now, in Python."""
+        """Return the current Python stack of each of these ranks, as text."""
         pids = self.pids
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -302,9 +302,9 @@ class RankPool:
 
 
 def _worth_loading_once() -> list[str]:
-    """What ranks would each load for themselves: of torch, of ours, and of those who build on them.
+    """Return names of modules that the fork server loads once for all ranks, as torch's and ours.
 
-    As far as this session has loaded it. The rest is the session's own, and may start threads.
+    Only those that this session has loaded. Its other modules are left out: they may start threads.
     """
     found = [name for name in sys.modules if name.split(".")[0].startswith(_LOADED_ONCE)]
     return [__name__, *sorted(found)]
@@ -322,7 +322,7 @@ def _address(body: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _serve(link: Connection, rank: int, world_size: int, device: str, stack_file: str) -> None:
-    """Answer requests until the parent goes."""
+    """Answer requests until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
@@ -343,7 +343,7 @@ def _serve(link: Connection, rank: int, world_size: int, device: str, stack_file
 
 
 def _die_with_parent() -> None:
-    """A parent that was killed says no goodbye, and a rank may be waiting for a peer meanwhile."""
+    """End this process when its parent has ended, even while the rank waits for a peer."""
     parent = parent_process()
     assert parent is not None, "workers are started by a RankPool"
     connection.wait([parent.sentinel])
@@ -377,7 +377,7 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
 def _raising_what_finalizers_raise() -> Iterator[None]:
     """Raise at the end the first error of a finalizer, which Python prints and ignores.
 
-    One that waits for the device, as that of page-locked memory does, gets errors of all before.
+    A finalizer that waits for the device, as that of pinned memory, also gets earlier errors.
     """
     lost: list[BaseException] = []
     hook = sys.unraisablehook
@@ -414,7 +414,7 @@ def _join(request: _Request, rank: int, world_size: int, device: str) -> Group:
 
 
 def _leave() -> None:
-    """Let go of the last run's group: all ranks have answered, none needs it."""
+    """Destroy the last run's group: all ranks have answered, none needs it."""
     if dist.is_initialized():
         last = [dist.group.WORLD]
         dist.destroy_process_group()

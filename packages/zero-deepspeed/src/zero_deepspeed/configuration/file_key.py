@@ -18,14 +18,14 @@ from zero_engine import ConfigError
 
 @frozen
 class ValueKind:
-    """What values a key may have."""
+    """Values that a key may have: how they are tested, converted and described in errors."""
 
     expected: str  # ends the sentence "expected ..."
     fits: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value  # to what is kept, of those that fit
 
     def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
-        """What is kept of it; ConfigError, which says where, if it does not fit."""
+        """Return the converted value; raise ConfigError, naming `where`, if it does not fit."""
         if not self.fits(value):
             null = ", or null" if or_null else ""
             raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}")
@@ -56,7 +56,7 @@ def _range(minimum: float, maximum: float) -> str:
 
 
 def integer(minimum: float = -math.inf, maximum: float = math.inf) -> ValueKind:
-    """Whole numbers; 5e8 is a float to JSON and whole all the same."""
+    """Whole numbers; also a float without a fraction, as JSON reads 5e8."""
 
     def fits(value: Any) -> bool:
         return _is_number(value) and value == int(value) and minimum <= value <= maximum
@@ -107,7 +107,7 @@ def several(kind: ValueKind, *, exactly: int | None = None) -> ValueKind:
 
 
 def either(first: ValueKind, second: ValueKind) -> ValueKind:
-    """What fits one of two kinds."""
+    """Values of one of two kinds; the first that a value fits converts it."""
     return ValueKind(
         f"{first.expected}, or {second.expected}",
         lambda value: first.fits(value) or second.fits(value),
@@ -151,19 +151,20 @@ class FileKey:
     Args:
         path: From the top of the file, joined by dots: "fp16.loss_scale".
         kind: What values it may have. None, JSON's null, is one of them where it is the default.
-        default: What holds where the key is absent.
-        becomes: The key is honoured: it is, or is part of, this field of `EngineConfig`, as in
-            "zero.prefetch_numel"; several keys may say it, and then agree.
+        default: The value where the key is absent.
+        becomes: The field of `EngineConfig` that the key is, or is part of, as in
+            "zero.prefetch_numel". Several keys may have the same field, and must agree.
         off: Further values that ask for nothing: those that DeepSpeed defaults to where we do
             not, or that turn the feature off.
         convert: From the file's value to the field's.
-        idle: Whether it changes nothing as other keys are, which it is given a function to look up.
-        remedy: It is not built, and refused unless its value asks for nothing: what is missing, or
-            what to do instead; a clause.
+        idle: Returns whether the key changes nothing, given a function that looks up the values
+            of other keys.
+        remedy: Only of a key that is not built, and refused unless its value asks for nothing: a
+            clause that says what is missing, or what to do instead.
         aliases: Other paths under which DeepSpeed accepts it.
         gates: The keys that turn its section on; one is enough. They are themselves always read.
-        opened_by: Which value of theirs does; whatever is not off when None.
-        min_stage: Not read below it.
+        opened_by: The value of a gate that turns the section on; any that is not off when None.
+        min_stage: The lowest ZeRO stage at which the key is read.
     """
 
     path: str
@@ -181,29 +182,32 @@ class FileKey:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Under which it may be written."""
+        """Return the paths under which the key may be written in a file."""
         return (self.path, *self.aliases)
 
     @property
     def closed(self) -> str:
-        """What holds where its section is off; a clause."""
+        """Return the clause that says why the key's section is off: "fp16.enabled is off"."""
         verb = "is" if len(self.gates) == 1 else "are"
         state = "off" if self.opened_by is None else f"not {self.opened_by!r}"
         return f"{' and '.join(self.gates)} {verb} {state}"
 
     def is_off(self, value: Any) -> bool:
-        """Whether it asks for nothing but what is done without the key."""
+        """Return whether the value is the default or turns the feature off.
+
+        An object under a key that is ignored is off if its `enabled` is, or if it is empty.
+        """
         if self.is_ignored and isinstance(value, Mapping):
             return not value.get("enabled", bool(value))
         return value == self.default or value in self.off
 
     @property
     def is_ignored(self) -> bool:
-        """Whether it changes nothing here, whatever it says."""
+        """Return whether the key changes nothing here, whatever its value."""
         return self.becomes is None and self.remedy is None
 
     def read(self, where: str, value: Any) -> Any:
-        """The value to keep; ConfigError, which says where, if it is of another kind."""
+        """Return the converted value; raise ConfigError, naming `where`, if its kind is another."""
         if value is None and self.default is None:
             return None
         return self.kind.read(where, value, or_null=self.default is None)
@@ -229,9 +233,9 @@ def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **mo
 
 
 def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
-    """A section that is not ours: refused whole, unless it is off. What is in it is not looked at.
+    """Section that is not built here: refused as a whole unless it is off. Its keys are not read.
 
-    `switch` is the key that turns it on; None where anything in it does.
+    `switch` is the key that turns the section on; with None, any true value in it does.
     """
 
     def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -57,7 +57,7 @@ def _as_steps(value: Any) -> int | None:
 
 
 def _prints_nothing(value: Callable[[str], Any]) -> bool:
-    """Whether `steps_per_print` is no number of steps."""
+    """Return whether the value of `steps_per_print` is no number of steps, which is kept as 0."""
     return bool(value("steps_per_print") == 0)
 
 
@@ -140,7 +140,10 @@ _LOSS_SCALE: Final = attrs.evolve(
 
 
 def _halves_at_once(value: Callable[[str], Any]) -> bool:
-    """Whether DeepSpeed's own optimizers halve the scale at every overflow: without ZeRO."""
+    """Return whether DeepSpeed halves the scale at every overflow.
+
+    Its own optimizers do, without ZeRO.
+    """
     return value("zero_optimization.stage") == 0 and value("optimizer.type") is not None
 
 
@@ -205,7 +208,7 @@ def _stage_3(key: FileKey) -> FileKey:
 
 
 def _at_least_1(numel: int) -> int:
-    """At 0, nothing but what the running unit needs: the same as at 1."""
+    """Raise a limit of 0 to 1: at both, only what the running unit needs is gathered."""
     return max(numel, 1)
 
 
@@ -261,10 +264,11 @@ _ON_HOST: Final = (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")  # as o
 
 
 def _subgroup_bytes(numel: int) -> int:
-    """An upper bound: the files say 1e9 by habit, which is 12 GB in each of three slots.
+    """Return the bytes of a sub-group of `numel` elements, within a lower and an upper bound.
 
-    And no tiny one: DeepSpeed cuts no parameter into sub-groups, so there 8 means one parameter
-    each, where pieces of eight elements would take a hundred times as long.
+    The upper bound: files have 1e9 by habit, which is 12 GB in each of three slots. The lower
+    bound: DeepSpeed cuts no parameter into sub-groups, so 8 means one parameter each there; here,
+    pieces of eight elements would take a hundred times as long.
     """
     return min(max(numel * _ADAM_BYTES_PER_ELEMENT, _LEAST_SUBGROUP_BYTES), SUBGROUP_BYTES)
 
@@ -530,7 +534,7 @@ _PLACES: Final = (*WRITTEN, *sorted(SECTIONS))
 
 
 def _siblings(path: str) -> tuple[str, dict[str, str]]:
-    """The section with its dot, and paths in it by what follows, in lower case."""
+    """Return a path's section, with its dot, and the section's paths by name in lower case."""
     prefix, dot, _ = path.rpartition(".")
     section = prefix + dot
     return section, {

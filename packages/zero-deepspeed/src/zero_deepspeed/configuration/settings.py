@@ -42,10 +42,12 @@ _OF_ARGS: Final = (
 def _derived_values(
     model: nn.Module | None, known: Mapping[str, Any], implied: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Values by path of key, as transformers' Trainer fills them in (its docs, "DeepSpeed"). Local.
+    """Return values for keys that are "auto", by path. Local.
 
-    The model says its dtype and, by its `config`, a hidden size; `known`, what the file says, which
-    16-bit section is on and the rate to which a scheduler warms up; `implied` goes before both.
+    They are those that transformers' Trainer fills in (its docs, "DeepSpeed"). The model has a
+    dtype and, in its `config`, a hidden size. `known`, the values of the file, has the 16-bit
+    section that is on and the learning rate to which a scheduler warms up. Values in `implied`
+    replace those that are found.
     """
     found: dict[str, Any] = {"scheduler.params.warmup_min_lr": 0, "steps_per_print": 0}
     lr = {**implied, **known}.get("optimizer.params.lr")
@@ -64,10 +66,11 @@ def _derived_values(
 
 
 def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
-    """What arguments of `initialize` say, by path of key. Local.
+    """Return values of keys that follow from arguments of `initialize`, by path. Local.
 
-    An optimizer's options are those of the file's; where another optimizer or scheduler is given,
-    the file's are not read, and have their defaults.
+    Where an optimizer or scheduler is given, the keys of its section have their defaults. Of an
+    optimizer object, lr, betas, eps, weight_decay and momentum replace those, each where it is
+    equal in all param groups.
     """
     found = {
         path: getattr(args, path) for path in _OF_ARGS if getattr(args, path, None) is not None
@@ -134,9 +137,10 @@ def _load(source: Source) -> Mapping[str, Any]:
 
 
 def _decode(source: str | os.PathLike[str]) -> bytes | None:
-    """What a base64 string says, in either alphabet; None for what is a path.
+    """Return the content of a base64 string, in either alphabet; None if the source is a path.
 
-    No path decodes to a text that begins with a brace, but one made for it.
+    A string is taken for base64 if the decoded text begins with a brace, which no path does unless
+    it is made for it.
     """
     if not isinstance(source, str):
         return None
@@ -148,10 +152,10 @@ def _decode(source: str | os.PathLike[str]) -> bytes | None:
 
 
 def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths as written, and their values; a section that is null is as good as absent.
+    """Yield paths as written, and their values; a section that is null counts as absent.
 
     A path that is not in the table is an error where it looks like a slip, and in sections where it
-    would give other numbers or another memory.
+    would change results or the use of memory.
     """
     for name, value in raw.items():
         path = f"{prefix}{name}"
@@ -201,19 +205,19 @@ class Setting:
 @final
 @frozen(eq=False)
 class Settings:
-    """A value for every key of the table. Local, like all of it."""
+    """A value for every key of the table. All methods are local."""
 
     by_path: Mapping[str, Setting]
 
     def value(self, path: str) -> Any:
-        """What the key says; ConfigError if that is "auto", and nothing says what it is."""
+        """Return the value of a key; raise ConfigError if it is "auto" and not resolved yet."""
         setting = self.by_path[path]
         if setting.value is UNRESOLVED:
             raise _unresolved([setting])
         return setting.value
 
     def is_gated_off(self, key: FileKey) -> bool:
-        """Whether its section is turned off; not where that is not known yet."""
+        """Return whether the key's section is turned off; False where that is not known yet."""
         if not key.gates or key.path in key.gates:
             return False
         for setting in (self.by_path[path] for path in key.gates):
@@ -224,20 +228,20 @@ class Settings:
         return True
 
     def is_below_stage(self, key: FileKey) -> bool:
-        """Whether it is a key of higher stages than this one; not where that is not known yet."""
+        """Return whether the key needs a higher stage; False where the stage is not known yet."""
         stage = self.by_path[STAGE].value
         return stage is not UNRESOLVED and stage < key.min_stage
 
     def is_read(self, key: FileKey) -> bool:
-        """Whether it means anything beside the others."""
+        """Return whether the key is read: its section is not off, and its stage is reached."""
         return not self.is_gated_off(key) and not self.is_below_stage(key)
 
     def given(self) -> Iterator[Setting]:
-        """What the file has, in no particular order."""
+        """Return the settings that are not defaults, in no particular order."""
         return (item for item in self.by_path.values() if item.origin != "default")
 
     def under(self, prefix: str) -> dict[str, Setting]:
-        """What the file has there, by what follows the prefix."""
+        """Return the settings under a prefix that are not defaults, by path without the prefix."""
         return {
             item.key.path.removeprefix(prefix): item
             for item in self.given()
@@ -245,7 +249,7 @@ class Settings:
         }
 
     def check_resolved(self, *, only_not_built: bool = False) -> None:
-        """Raise ConfigError where keys that are read say "auto"; it names all."""
+        """Raise ConfigError, which names them all, if keys that are read are still "auto"."""
         open_settings = [
             item
             for item in self.given()
@@ -257,13 +261,13 @@ class Settings:
             raise _unresolved(open_settings)
 
     def is_idle(self, key: FileKey) -> bool:
-        """Whether it changes nothing here, though it is read."""
+        """Return whether a key that is read changes nothing here."""
         if key.idle is not None:
             return key.idle(lambda path: self.by_path[path].value)
         return key.is_ignored
 
     def replaced(self, values: Mapping[str, Any], origin: str) -> Settings:
-        """The same but for some values."""
+        """Return a copy that has other values at some paths, all of one origin."""
         changed = {
             path: attrs.evolve(self.by_path[path], value=value, origin=origin)
             for path, value in values.items()
@@ -294,8 +298,9 @@ def read_settings(
 ) -> Settings:
     """Read a configuration; rank 0 warns once of all its keys that change nothing.
 
-    What the file leaves "auto" is in `auto`, which must not contradict it, or else `implied`, or
-    follows from the model. `warns` is False where the same configuration will be read again.
+    A value for a key that is "auto" is taken from `auto`, else from `implied`, else from the model.
+    `auto` must not contradict the file. `warns` is False where the same configuration will be read
+    again.
     """
     defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
     settings = Settings({**defaults, **_read_leaves(_load(source))})
@@ -340,7 +345,7 @@ def _read_value(key: FileKey, value: Any, written: str) -> Any:
 
 
 def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
-    """What `auto` says of keys that are "auto" in the file."""
+    """Return the values that `auto` has for keys that are "auto" in the file."""
     if not isinstance(auto, Mapping):
         raise ConfigError(
             "from_deepspeed(): expected auto to be values by path, as in "
@@ -384,7 +389,7 @@ def _warn_of_what_changes_nothing(settings: Settings) -> None:
 
 
 def _level_of_caller() -> int:
-    """How many frames above `warn` the first one is that is not of these packages."""
+    """Return how many frames above `warn` the first frame outside of these packages is."""
     frame, level = sys._getframe(1), 1
     while frame.f_globals.get("__name__", "").startswith(("zero_deepspeed", "zero_engine")):
         if frame.f_back is None:
@@ -429,7 +434,7 @@ def _precision_of(settings: Settings) -> Precision | None:
 
 
 def autocast_dtype_of(settings: Settings) -> torch.dtype | None:
-    """What torch.autocast computes in; None where it is off."""
+    """Return the dtype that torch.autocast computes in; None where it is off."""
     if not settings.value("torch_autocast.enabled"):
         return None
     dtype: torch.dtype = settings.value("torch_autocast.dtype") or torch.bfloat16
@@ -440,9 +445,9 @@ _SAFE_MODULES: Final = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d",
 
 
 def _travelling(settings: Settings) -> dict[str | type[nn.Module], ModulePrecision]:
-    """Modules that compute in the dtype of the autocast, whose parameters then travel in it.
+    """Return modules that compute in autocast's dtype; their parameters are communicated in it.
 
-    So DeepSpeed documents it of gradients, and of parameters at stage 3 ("torch_autocast").
+    DeepSpeed documents this for gradients, and for parameters at stage 3 ("torch_autocast").
     """
     dtype = autocast_dtype_of(settings)
     if dtype is None or settings.value(STAGE) == 0:
@@ -467,14 +472,14 @@ def _class_of(path: str) -> type[nn.Module]:
 
 
 def state_dtype_of(settings: Settings) -> torch.dtype | None:
-    """Of moments, where 16-bit parameters have no masters."""
+    """Return the dtype of moments where 16-bit parameters have no fp32 masters; else None."""
     if not _has_16_bit_masters(settings):
         return None
     return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
 
 
 def monitoring_of(settings: Settings) -> dict[str, Any]:
-    """What monitors are asked for, by path: what is not as without the key."""
+    """Return the values of monitoring keys that are read and not off, by path."""
     return {
         path: setting.value
         for path, setting in settings.by_path.items()
@@ -575,10 +580,10 @@ _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
 
 def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
-    """All that matters while a model is built: the stage, and which ranks exchange what. Local.
+    """Return the settings that matter while a model is built: the stage and the `Wire`. Local.
 
-    The whole configuration is checked, but other keys may say "auto", as nothing is known yet of
-    the model that says what it is. Warns of nothing: whoever trains the model reads all of it.
+    The whole configuration is checked, but other keys may be "auto", since the model that resolves
+    them is not known yet. Warns of nothing: the configuration is read again to train the model.
     """
     settings = read_settings(source, model=None, auto=None, warns=False)
     wire = _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
@@ -599,7 +604,11 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
-    """What single keys say of fields of ZeroConfig and its parts, by the field's path."""
+    """Return the fields of ZeroConfig and its parts that single keys set, by path of the field.
+
+    Raises:
+        ConfigError: Two keys set one field to different values.
+    """
     found: dict[str, Any] = {}
     said_by: dict[str, Setting] = {}
     for setting in settings.given():
@@ -619,7 +628,7 @@ def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
 
 
 def _taken(fields: dict[str, Any], owner: str) -> dict[str, Any]:
-    """The fields of one owner by name, taken out."""
+    """Remove the fields of one owner from `fields`, and return them by name."""
     names = [path for path in fields if path.rpartition(".")[0] == owner]
     return {path.rpartition(".")[2]: fields.pop(path) for path in names}
 
@@ -639,7 +648,7 @@ def _check_folder(settings: Settings, fields: Mapping[str, Any]) -> None:
 def read_zero_arguments(
     source: Source, *, model: nn.Module | None, auto: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Those of the file; see `ZeroConfig.from_deepspeed`."""
+    """Return the arguments of ZeroConfig from a file; see `ZeroConfig.from_deepspeed`."""
     settings = read_settings(source, model=model, auto=auto)
     if state_dtype_of(settings) is torch.float32:
         raise ConfigError(

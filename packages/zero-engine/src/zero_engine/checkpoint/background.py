@@ -49,21 +49,25 @@ class Copying:
     _is_ready: torch.Event | None = field(default=None, init=False)  # on that device
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Fail if somebody writes to this before all is copied."""
+        """Let `run` fail if a tensor is written to before all copies are made."""
         self._watched.append((name, tensor, version_of(tensor)))
 
     def add(self, name: str, copy: Tensor, source: Tensor) -> None:
-        """Have this copied; nobody may write to the source before."""
+        """Let `run` copy `source` to `copy`; nobody may write to the source before."""
         self.watch(name, source)
         self._pending.append((copy, source))
 
     def follow(self, device: torch.device) -> None:
-        """Have it done after all that has been launched on a device by now, and after that only."""
+        """Let copies wait for all work launched on a device by now, and for no later work."""
         self._device, self._is_ready = device, torch.Event(device)
         self._is_ready.record(torch.accelerator.current_stream(device))
 
     def run(self) -> None:
-        """On the thread. An error if somebody has written to a value meanwhile."""
+        """Make all copies. Called on the thread that writes.
+
+        Raises:
+            FileError: A value that is watched was written to meanwhile.
+        """
         try:
             self._copy()
             for name, tensor, version in self._watched:
@@ -78,7 +82,7 @@ class Copying:
             self._is_over.set()
 
     def wait(self) -> None:
-        """Until the values may change."""
+        """Wait until copies are made, so that their sources may be written to."""
         self._is_over.wait()
 
     def _copy(self) -> None:
@@ -97,16 +101,20 @@ class Copying:
 
 @define(eq=False)
 class HostSnapshot:
-    """Host memory that holds what is being written.
+    """Host memory for copies of what is being written.
 
-    It is kept: to fault its pages in anew for every checkpoint takes longer than to fill them.
+    The next checkpoint uses it again: faulting pages in anew takes longer than filling them.
     """
 
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
     _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
 
     def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
-        """Let it be written from copies, later ones by `copying` if given; returns their bytes."""
+        """Let a writer write from copies; return the bytes of these.
+
+        With `copying`, batches that are read from trained memory itself are left to it; all others
+        are copied at once.
+        """
         sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
         if self._memory is None or self._memory.numel() != sum(aligned):
@@ -160,7 +168,7 @@ class Snapshot:
 
 @final
 class Saver:
-    """Saves in the background: training waits for a copy in host memory, and not for the disk.
+    """Background saver: training waits for a copy in host memory, and not for the disk.
 
         with zero_engine.Saver(folder, model, optimizer, keep=3) as saver:
             for step in range(...):
@@ -168,20 +176,20 @@ class Saver:
                 if step % 100 == 0:
                     saver.save(step=step)
 
-    One checkpoint at a time is written; its copy takes as much host memory as this rank has of
-    parameters and optimizer state, which is kept for the next until `close`. Leaving the block
-    waits for the last one.
+    One checkpoint is written at a time. Its copy takes as much host memory as this rank has of
+    parameters and optimizer state; the next one uses it again, until `close`. Leaving the block
+    waits for the last checkpoint.
 
     Args:
-        folder: As for `zero_engine.save`, and so below.
-        model: That was sharded.
-        optimizer: That was sharded with it, or None.
+        folder: As for `zero_engine.save`, like all arguments of these names.
+        model: The model that was sharded.
+        optimizer: The optimizer that was sharded with it, or None.
         keep: How many checkpoints to keep; all when None.
         exclude_frozen: Leave out parameters that do not train.
         overlap: Copy while the next forward and backward run, which read the same values: `save`
             returns at once, and whatever writes to them next, as the optimizer's step, waits for
-            what is left. Until then nobody may write to parameters or state in place. Buffers, and
-            what rests outside the device, are copied at once.
+            what is left. Until then nobody may write to parameters or state in place. Buffers and
+            offloaded state are copied at once.
         timeout_s: How long rank 0 waits for the files of the others, in seconds.
         stages: As for `zero_engine.save`.
     """
@@ -226,12 +234,12 @@ class Saver:
     ) -> Snapshot:
         """Copy everything to host memory, and begin to write it. Collective.
 
-        Waits for the save before, if that is still being written. Arguments are those of
-        `zero_engine.save`, as is what is raised; besides:
+        Waits for the previous save, if that is still being written. Arguments and errors are those
+        of `zero_engine.save`; besides:
 
         Raises:
-            FileError: The save before failed, on this rank or another; nothing new was begun, and
-                the next call begins anew.
+            FileError: The previous save failed, on this rank or another; no new one was started,
+                and the next call starts one.
         """
         self.wait()
         begun = time.monotonic()
@@ -264,10 +272,10 @@ class Saver:
         """Block until the last save is complete. Collective.
 
         Returns:
-            What was saved; None if nothing was under way.
+            A report of what was saved; None if nothing was being written.
 
         Raises:
-            FileError: It failed, on this rank or another; the checkpoint before is as it was.
+            FileError: It failed, on this rank or another; the previous checkpoint is unchanged.
         """
         if self._under_way is None:
             return None
@@ -275,7 +283,7 @@ class Saver:
         return under_way.finish()
 
     def close(self) -> None:
-        """Wait, and give back the memory of copies. Collective."""
+        """Wait for the last save, and free the memory of copies. Collective."""
         try:
             self.wait()
         finally:
@@ -285,7 +293,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait; after an exception for this rank's own part only, as other ranks may be gone."""
+        """Close; after an exception wait locally (`_Background.leave`), as ranks may be gone."""
         if kind is None:
             self.close()
         elif self._under_way is not None:
@@ -311,7 +319,7 @@ class _Background:
         self.thread.start()
 
     def finish(self) -> SaveReport:
-        """Collective."""
+        """Wait for all ranks; return the report, or raise if one of them failed. Collective."""
         writer = self.writer
         if writer.group.rank:
             self.thread.join()
@@ -335,10 +343,10 @@ class _Background:
         return writer.report(said)
 
     def leave(self, kind: type[BaseException]) -> None:
-        """Wait for this rank's part, and on rank 0 for others' while they write. Local.
+        """Wait for this rank's files, and on rank 0 for others' while they write. Local.
 
         Args:
-            kind: Of the exception that ends training here.
+            kind: Type of the exception that ends training here.
         """
         self.idle_s = _APART_S if issubclass(kind, CommError) else _LEFT_S
         self.thread.join()
@@ -359,7 +367,7 @@ class _Background:
             writer.batches = []
 
     def _write(self) -> None:
-        """Write this rank's files, and tell rank 0, of a failure too."""
+        """Write this rank's files, then a small file that tells rank 0 of success or failure."""
         system, at, problem = self.writer.asked.system, self._said_by(self.writer.group.rank), ""
         try:
             if self.copying is not None:
@@ -377,17 +385,17 @@ class _Background:
                 system.write_file(path, content)
 
     def _sizes(self) -> dict[str, int]:
-        """Return the sizes of all files there are by now."""
+        """Return the sizes of all files in the folder by now, by name."""
         with suppress(OSError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(self.writer.path)}
         return {}
 
     def _said_by(self, rank: int) -> Path:
-        """A rank's word that its files are on disk."""
+        """Return the path of the file that says that a rank has written, or has failed."""
         return self.writer.path / f".written-{rank:05}"
 
     def _collect(self) -> list[dict[str, Any]]:
-        """Return what every rank has written, when all have. On rank 0's thread."""
+        """Wait for all ranks' files; return what each has written. On rank 0's thread."""
         found, writer, begun = [], self.writer, time.monotonic()
         seen, changed = None, begun
         for rank in range(writer.group.world_size):
@@ -424,7 +432,7 @@ _USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubern
 
 @final
 class StopSignals:
-    """Notes signals that ask the job to end, so that it can save between two steps.
+    """Recorder of signals that ask the job to end, so that it can save between two steps.
 
         with zero_engine.checkpoint.StopSignals(model) as stop:
             for step in range(...):
@@ -435,19 +443,19 @@ class StopSignals:
                     zero_engine.save(folder, model, optimizer, step=step + 1)
                     break
 
-    Inside the block the signals do nothing else: SIGTERM does not end the process. What was done
-    about them before is done again after it.
+    Inside the block the signals do nothing else: SIGTERM does not end the process. After it,
+    the previous handlers are installed again.
 
     Args:
-        model: That was sharded: its ranks tell each other.
-        signals: Which.
+        model: The model that was sharded; its ranks tell each other of signals.
+        signals: The signals to record.
         stages: As for `zero_engine.save`: ranks of all stages tell each other then. Making it is
             collective among them.
 
     Raises:
         zero_partition.StateError: The model is not sharded; or, from `with`, this is not the main
             thread, which alone can take signals.
-        ConfigError: `signals` are none.
+        ConfigError: `signals` is empty, or contains something else than signals.
     """
 
     def __init__(
@@ -469,7 +477,7 @@ class StopSignals:
         self._noted = ""
 
     def arrived(self) -> str | None:
-        """The name of a signal that some rank has received in this block, or None. Collective.
+        """Return the name of a signal that some rank received in this block, or None. Collective.
 
         The same on every rank: one small message per call.
         """

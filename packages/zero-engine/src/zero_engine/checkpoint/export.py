@@ -1,4 +1,4 @@
-"""export(): a checkpoint's weights as Hugging Face's files, in memory that does not grow."""
+"""export(): write a checkpoint's weights as Hugging Face's files, in constant memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
 
 @frozen
 class _Tensor:
-    """As it is going to be written."""
+    """Tensor to write, with the dtype that it is converted to."""
 
     name: str
     reader: AbstractRangeReader
@@ -41,7 +41,7 @@ class _Tensor:
 
 @frozen
 class ExportReport:
-    """What was written."""
+    """Files that `export` wrote, and what they contain."""
 
     files: tuple[Path, ...]  # of weights
     num_tensors: int
@@ -72,7 +72,8 @@ def export(
         out: The folder to make; it may exist if it is empty.
         tag: Which checkpoint of the folder; the newest complete one when None.
         dtype: Floating-point tensors are rounded to it, to nearest even; as they are when None.
-        max_shard_bytes: Of tensors in one file; with several files there is an index beside them.
+        max_shard_bytes: Most bytes of tensors in one file, unless it has a single larger one. Several
+            files have an index beside them.
         progress: Called with a number of bytes whenever so many more have been written.
 
     Raises:
@@ -114,9 +115,9 @@ def export(
 def open_weights_of(
     path: Path, tag: str | None, *, has_frozen: bool = True
 ) -> tuple[Any, dict[str, AbstractRangeReader]]:
-    """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
+    """Return a checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
-    Files that have anything of these are verified first.
+    Files of ours that contain any of these are verified first.
     """
     found = _open(path, tag)
     if isinstance(found, Checkpoint) and found.manifest.excludes_frozen and has_frozen:
@@ -189,7 +190,7 @@ def _chosen(name: str, reader: AbstractRangeReader, dtype: torch.dtype | None) -
 
 
 def _index_of(files: Mapping[str, Sequence[_Tensor]]) -> bytes:
-    """The index beside several files, which says where each tensor lies."""
+    """Return the index of several files, which has the file of each tensor, as JSON."""
     places = {tensor.name: name for name, part in files.items() for tensor in part}
     num_bytes = sum(tensor.num_bytes for part in files.values() for tensor in part)
     content = {
@@ -200,7 +201,11 @@ def _index_of(files: Mapping[str, Sequence[_Tensor]]) -> bytes:
 
 
 def _write(path: Path, part: list[_Tensor], progress: Callable[[int], object] | None) -> int:
-    """As the safetensors library: the widest dtypes first, so that all are aligned, then names."""
+    """Write tensors to a safetensors file; return its size in bytes.
+
+    Tensors are in the order of the safetensors library: the widest dtypes first, so that all are
+    aligned, then by name.
+    """
     part = sorted(part, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     said = ((t.name, ALL_CODES[t.dtype], t.reader.shape, t.num_bytes) for t in part)
     metadata = {"format": "pt"}  # transformers asks for this word
@@ -224,7 +229,7 @@ def _values(part: list[_Tensor], progress: Callable[[int], object] | None) -> It
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a state dict to one file: of safetensors or of torch, as its name ends. Local.
 
-    What was there is as it was if that cannot be.
+    A file that was there before is unchanged if the new one cannot be written.
     """
     with naming(path):
         FILE_SYSTEM.make_folders(path.parent)

@@ -1,4 +1,4 @@
-"""Files on their way to disk: every call that changes one, errors that say what to do, NewFile."""
+"""Calls that change files, errors of these that say what to do, and NewFile, which writes one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zero_engine.errors import FileError
 
 @frozen
 class FileSystem:
-    """A test puts a failing call in place of one of these; nobody else needs another value."""
+    """Calls that change files. Only tests replace one of them, by a call that fails."""
 
     mkdir: Callable[[Path], None] = os.mkdir
     open: Callable[[Path, int, int], int] = os.open
@@ -37,7 +37,7 @@ class FileSystem:
     listdir: Callable[[Path], list[str]] = os.listdir
 
     def make_folders(self, path: Path) -> None:
-        """Of a path, those that are not there."""
+        """Make a folder, and those above it that do not exist."""
         if path.is_dir():
             return
         self.make_folders(path.parent)
@@ -48,7 +48,7 @@ class FileSystem:
                 raise
 
     def sync_folder(self, path: Path) -> None:
-        """Have names in it on disk."""
+        """Sync a folder, so that the names in it are on disk."""
         folder = self.open(path, os.O_RDONLY | os.O_DIRECTORY, 0)
         try:
             self.fsync(folder)
@@ -56,7 +56,7 @@ class FileSystem:
             self.close(folder)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """A new file, on disk when this returns."""
+        """Write a new file, which is on disk when this returns."""
         file = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             view = memoryview(content)
@@ -67,7 +67,7 @@ class FileSystem:
             self.close(file)
 
     def remove(self, path: Path, *, last: str | None = None) -> None:
-        """A file, or a folder with all in it, one name after the others."""
+        """Remove a file, or a folder with all in it; what is called `last` in it goes last."""
         if not path.is_dir() or path.is_symlink():
             self.unlink(path)
             return
@@ -77,9 +77,9 @@ class FileSystem:
 
     @contextmanager
     def published(self, path: Path, aside: str) -> Iterator[Path]:
-        """What is written to the path that this gives is `path` at the end of the context.
+        """Yield a temporary path to write to, which is renamed to `path` at the end.
 
-        Until then, and after an error, there is what was there before.
+        Until then, and after an error, `path` is as it was before.
         """
         temporary = path.with_name(aside)
         try:
@@ -105,7 +105,7 @@ _KINDS: Final = {
 
 
 class OpenFolder:
-    """A folder to read from, also after it was renamed; while it is open, nobody removes it.
+    """Folder to read from, also after it was renamed; while it is open, nobody removes it.
 
     Where the file system has no locks, it may be removed all the same. See `removing`.
 
@@ -120,7 +120,7 @@ class OpenFolder:
         _lock(self.file, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Let others remove it. Again: nothing."""
+        """Close the folder, so that others may remove it. A second call does nothing."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
@@ -152,7 +152,8 @@ def _lock(folder: int, kind: int) -> None:
 def open_regular(path: Path, folder: OpenFolder | None = None) -> FileIO:
     """Open a file to read, unbuffered; by its name in `folder`, if that is given. Local.
 
-    A pipe would wait for ever for somebody who writes, and a device may have no end.
+    Other kinds are refused: a pipe would wait for somebody who writes, and a device may have no
+    end.
 
     Raises:
         FileError: It is no regular file.
@@ -169,14 +170,14 @@ def open_regular(path: Path, folder: OpenFolder | None = None) -> FileIO:
 
 
 def read_regular(path: Path, folder: OpenFolder | None = None) -> bytes:
-    """Read all of a file; as `open_regular`."""
+    """Read all of a file that `open_regular` opens, with the same arguments and errors."""
     with open_regular(path, folder) as file:
         return file.read()
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the file system inside say what could not be written, why, and what to do."""
+    """Turn an OSError inside into a FileError with what could not be written, why, what to do."""
     try:
         yield
     except FileError:
@@ -210,7 +211,7 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 @define(eq=False)
 class NewFile:
-    """A context in which a file is made; it is on disk at its end."""
+    """Context in which a new file is written; the file is on disk at its end."""
 
     path: Path
     system: FileSystem
@@ -246,7 +247,7 @@ class NewFile:
             self.system.close(self._file)
 
     def put(self, view: memoryview) -> None:
-        """Write these bytes after those before; they may change when it returns."""
+        """Append bytes to the file; their memory may be reused when this returns."""
         view = view.cast("B")
         self.num_bytes += len(view)
         while view:
@@ -274,7 +275,7 @@ class NewFile:
         return self.system.open(self.path, flags, 0o666)
 
     def _wait_for(self, num_left: int) -> None:
-        """Until so many blocks, at most, are still to be written."""
+        """Wait until at most `num_left` blocks are still to be written."""
         while len(self._under_way) > num_left:
             self._under_way.popleft().result()
 
@@ -299,7 +300,7 @@ class NewFile:
 
 
 def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Anonymous memory, none of which is there before it is touched."""
+    """Map anonymous memory, in huge pages if the kernel has them; it is allocated when used."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without them, or another system
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are complete, which is the newest, and one of them opened."""
+"""Folders of checkpoints: find the complete ones and the newest, and open one of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one 
 
 
 def find_complete(folder: Path) -> dict[str, Path]:
-    """Folders of complete checkpoints by tag; see NOTE(complete). Local."""
+    """Return the folders of complete checkpoints by tag; see NOTE(complete). Local."""
     if not folder.is_dir():
         return {}
     found, replaced = {}, {}
@@ -48,7 +48,7 @@ def find_complete(folder: Path) -> dict[str, Path]:
 
 
 def read_latest(folder: Path) -> str | None:
-    """The tag that was complete last, as far as `latest` tells."""
+    """Return the tag in the file `latest`; None if there is no such file, or no tag in it."""
     try:
         tag = read_regular(folder / LATEST).decode("utf-8", errors="replace").strip()
     except (OSError, FileError):
@@ -57,12 +57,12 @@ def read_latest(folder: Path) -> str | None:
 
 
 def holds_parts(path: Path) -> bool:
-    """Whether a folder has files that ranks write for one checkpoint. Local."""
+    """Return whether a folder has files that ranks write for one checkpoint. Local."""
     return any(path.glob("rank-*.safetensors"))
 
 
 def serials_in(found: Mapping[str, Path]) -> tuple[dict[str, int], dict[str, FileError]]:
-    """Serials by tag, the newest first, and the errors of checkpoints whose manifest is damaged.
+    """Return serials by tag, the newest first, and errors of damaged manifests by tag.
 
     A checkpoint that is loaded by its tag only has the serial 0.
     """
@@ -76,7 +76,7 @@ def serials_in(found: Mapping[str, Path]) -> tuple[dict[str, int], dict[str, Fil
 
 
 def other_tags(folder: Path, tag: str) -> str:
-    """What to load in place of a checkpoint that is damaged: the newest first."""
+    """Say which tags can be loaded in place of a damaged checkpoint, the newest first."""
     found = find_complete(folder)
     whole = [name for name in serials_in(found)[0] if name != tag and _is_whole(found[name])]
     if not whole:
@@ -93,7 +93,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _manifests_in(folder: Path) -> dict[Path, int]:
-    """The files that say what is complete, and which they are."""
+    """Return the inode of the manifest in each complete checkpoint's folder."""
     found = {}
     for path in find_complete(folder).values():
         with suppress(OSError):  # it has just gone
@@ -113,7 +113,7 @@ class Checkpoint:
     """A complete checkpoint. Opening reads its manifest; tensors are read when they are asked for.
 
     Readers are by the names of `model.state_dict()`. An entry of the optimizer's state that is no
-    tensor is its value.
+    tensor has its value in place of a reader.
     """
 
     path: Path
@@ -135,7 +135,7 @@ class Checkpoint:
         Reads no tensors. Another job may replace and prune checkpoints meanwhile; this one stays.
 
         Returns:
-            None if the folder holds no complete checkpoint, or does not exist.
+            The checkpoint; None if the folder has no complete one, or does not exist.
         """
         folder = Path(folder)
         num_changes = 0
@@ -208,12 +208,12 @@ class Checkpoint:
             raise FileError(f"{path / MANIFEST}: {error}") from error
 
     def read(self, section: str, rank: int) -> dict[str, Tensor]:
-        """A rank's own tensors; none where it saved none."""
+        """Return a rank's own tensors of a section, by name; empty if it saved none."""
         own = self._of_ranks[section].get(rank, {})
         return {name: reader.whole() for name, reader in own.items()}
 
     def verify(self, files: Iterable[str]) -> None:
-        """See that some of its files are what they were when they were saved. Local."""
+        """Check files against sizes and checksums in the manifest; FileError if damaged. Local."""
         with ThreadPoolExecutor(1) as ahead:
             for name in files:
                 facts = self.manifest.files[name]
@@ -223,7 +223,7 @@ class Checkpoint:
 
 
 def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
-    """Of a tensor's elements; all else is itself."""
+    """Return a reader of a tensor's elements; a value that is no tensor is returned itself."""
     if not isinstance(said, TensorFacts):
         return said
     if foreign := {piece.file for piece in said.pieces} - files.keys():
@@ -237,7 +237,7 @@ def _reader(name: str, said: Any, files: Mapping[str, TensorFile]) -> Any:
 
 
 def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder, ahead: Executor) -> str | None:
-    """Say what is wrong with a file; `ahead` reads the next part of it meanwhile."""
+    """Return what is wrong with a file, None if nothing is; `ahead` reads its parts ahead."""
     try:
         num_bytes, crc32, parts = 0, 0, deque(bytearray(_VERIFIED_BYTES) for _ in range(2))
         with open_regular(path, folder) as file:
@@ -260,13 +260,16 @@ def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder, ahead: Execut
 
 
 def check_folder(where: str, folder: Any) -> None:
-    """A path that is not empty: that would be the working directory."""
+    """Raise ConfigError unless `folder` is a path; an empty one is the working directory."""
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
 
 
 def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | None = None) -> T:
-    """Do as `together`, and return what `act` returned here, of any kind. Collective."""
+    """Run `act` on every rank as `together` does; return what it returned here. Collective.
+
+    The result may be of any type.
+    """
     results: list[T] = []
     together(lambda: results.append(act()), what=what, group=group, timeout_s=timeout_s)
     return results[0]
@@ -275,10 +278,11 @@ def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | 
 def together(
     act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
 ) -> list[Any]:
-    """Do it on every rank, and wait until all have; what it returned, by rank. Collective.
+    """Run `act` on every rank, wait for all, and return its results by rank. Collective.
 
-    `act` returns what JSON can say. Where it fails on a rank, that rank raises its error, and all
-    others a FileError that says `what`. The timeout is the group's own when None.
+    `act` returns a value that JSON can represent. If it fails on a rank, that rank raises its
+    error, and all others raise a FileError that names `what`. The timeout is the group's own when
+    None.
     """
     problem, result = None, None
     try:

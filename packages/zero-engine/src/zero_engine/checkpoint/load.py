@@ -1,4 +1,4 @@
-"""load() and load_deepspeed(): all of a checkpoint, or nothing of it."""
+"""load() and load_deepspeed(): restore all of a checkpoint, or nothing of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ def open_together(
     group: Group,
     **facts: object,
 ) -> T:
-    """Open it on every rank, and see that all see and ask for the same. Collective."""
+    """Open a checkpoint on every rank, and check that all ranks see the same one. Collective.
+
+    Ranks that see different ones look again, a few times, as one may have been saved meanwhile.
+
+    Raises:
+        AgreementError: Ranks see different checkpoints, or pass different `facts`.
+    """
     opened: list[T] = []
 
     def act() -> str:
@@ -71,7 +77,10 @@ def stop_unless_it_fits(
     what: str,
     group: Group,
 ) -> None:
-    """Stop all ranks where something does not fit, or is damaged, on any of them. Collective."""
+    """Raise on all ranks if something does not fit, or is damaged, on any of them. Collective.
+
+    The planned load is given up then.
+    """
 
     def look() -> None:
         if problems:
@@ -130,46 +139,48 @@ def load(
     average: ShardedAverage | None = None,
     stages: AnyRanks | None = None,
 ) -> LoadReport | None:
-    """Go on where `save` was called: another world size, stage, residence or precision will do.
+    """Restore what `save` saved, at any world size, stage, offloading and precision. Collective.
 
     Modules with a `load_state_dict()`, hooks or extra state of their own get their state dict as in
-    torch: it is called once to see what goes where, with entries that are read when they are used,
-    and once more when parameters have their values. State of the optimizer follows renames.
+    torch. `load_state_dict()` is called once to find out which entry goes where, with entries that
+    are read when they are used, and once more when parameters have their values. Optimizer state
+    follows parameters that are renamed by this.
 
-    Collective. All files are checked before anything is written; each rank then reads the elements
-    that it keeps, 16 MiB at a time. Gradients that are there are dropped. Options of param groups,
-    learning rates too, are the saved ones; `fused`, `foreach`, `capturable` and `differentiable`
-    stay. Random numbers go on where they were at the same world size only, and so do the errors of
-    encoding gradients that `Wire.loco` feeds back, which are of one layout and wire. State of a
-    parameter with an entry that has no whole goes on where each rank keeps the same elements as the
-    one that saved them. The report says where something begins anew.
+    All files are checked before anything is written; each rank then reads the elements that it
+    keeps, 16 MiB at a time. Existing gradients are dropped. Options of param groups, learning rates
+    included, become the saved ones, except `fused`, `foreach`, `capturable` and `differentiable`.
+    Random number generators are restored at the same world size only. So are the errors of encoding
+    gradients that `Wire.loco` feeds back, which belong to one layout and wire. State of a parameter
+    with an entry that cannot be put together from its shards is restored only if each rank keeps
+    the same elements as the rank that saved them. The report says what begins anew.
 
     Args:
-        folder: Of all checkpoints: what `save` was given, not the folder of one of them.
-        model: That was sharded.
-        optimizer: That was sharded with it; None leaves its state as it is.
-        scheduler: Whatever has `load_state_dict()`, for what `save` was given.
+        folder: The folder of all checkpoints that `save` was given, not that of one of them.
+        model: The model that was sharded.
+        optimizer: The optimizer that was sharded with it; None leaves its state as it is.
+        scheduler: An object with `load_state_dict()`, to restore the one that `save` was given.
         tag: Which checkpoint; the newest complete one when None.
         is_strict: Whether it is an error if names or entries of state are missing or unexpected, or
             param groups hold other parameters.
-        restores_rngs: Whether generators of random numbers go on, too.
+        restores_rngs: Whether random number generators are restored, too.
         missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
             when it can: no such folder, or one without a complete checkpoint.
-        average: Of the model's parameters, for what `save` was given.
+        average: An average of the model's parameters, to restore the one that `save` was given.
         stages: Where `model` is a stage of a pipeline, the ranks that have the other stages, one of
-            each. Each stage takes what it has names for, of a checkpoint of any number of stages,
-            or of a model that has all.
+            each. Each stage loads the entries that it has names for, from a checkpoint of any
+            number of stages, or of the whole model.
 
     Returns:
-        What was restored; None only with `missing_ok`.
+        A report of what was restored; None only with `missing_ok`.
 
     Raises:
         ConfigError: `folder` is no path.
         FileError: There is no such folder, no checkpoint in it, or none of that tag; it is a file,
-            one checkpoint's own folder, or holds what DeepSpeed or Hugging Face saved (whatever
-            `missing_ok`): it says what to call. Or a file of the checkpoint is damaged: the tags
-            that can be loaded are named, and nothing was written. If a file cannot be read any more
-            after it was checked, the model is in parts as it was, and the message says so.
+            one checkpoint's own folder, or has what DeepSpeed or Hugging Face saved (whatever
+            `missing_ok`): the error says what to call. Or a file of the checkpoint is damaged: the
+            error names the tags that can be loaded, and nothing was written. If a file cannot be
+            read any more after it was checked, the model is only partly loaded, and the error says
+            so.
         zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing was
             written.
         zero_partition.StateError: The model is not sharded, or not with this optimizer; or a
@@ -263,12 +274,13 @@ def load(
 def _under_own_names(
     checkpoint: Checkpoint, sharded: ShardedModel, elsewhere: Collection[str], *, is_strict: bool
 ) -> Checkpoint:
-    """Return a checkpoint with names as they are here, where other ranks use them too. Local.
+    """Return a checkpoint with the names that parameters have on this rank. Local.
 
-    Names that only other stages have are left out.
+    Parameters of which each group of ranks has its own (`ZeroConfig.groups`) are saved with a
+    suffix, such as `name@1`. Names that only other stages have are left out.
 
     Raises:
-        LoadError: It was saved by other groups of ranks.
+        LoadError: The checkpoint was saved by another number of groups of ranks.
     """
     source, routes = checkpoint.source, sharded.routes
     for place in sharded.places:
@@ -303,7 +315,7 @@ def _under_own_names(
 
 
 def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str, Any], list[Any]]:
-    """Return weights and buffers by name, and entries of state, but of other ranks' parameters."""
+    """Return weights and buffers by name, and entries of state, without other ranks' parameters."""
     others, states = sharded.routes.names_elsewhere, (source.states or {}).items()
     weights = {name: r for name, r in source.params.items() if name not in others}
     entries = [e for name, of in states if name not in others for e in of.values()]
@@ -313,7 +325,7 @@ def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str,
 def _renamed(
     by_name: Mapping[str, T], sharded: ShardedModel, *, is_of_names: bool = False
 ) -> Mapping[str, T]:
-    """Return the entries of this rank's parameters, and of all ranks', by names here. Local."""
+    """Return entries by names on this rank, without those of other groups' parameters. Local."""
     here = {
         alias + place.saved_name.removeprefix(place.name): alias
         for place in sharded.places
@@ -329,7 +341,7 @@ def _renamed(
 
 
 def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | None:
-    """The checkpoint, or None where there is nothing yet and that is no error. Local."""
+    """Open the checkpoint; None if there is none yet and `missing_ok`. Local."""
     mistake = None if find_complete(folder) else _find_mistake(folder.absolute(), tag)
     if mistake is not None:
         raise FileError(f"load(): expected the folder of all checkpoints, got {mistake}")
@@ -346,7 +358,7 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:
-    """Describe a path that is no folder of checkpoints of ours, and what to call. Local."""
+    """Say what a path is that is no folder of our checkpoints, and what to call; or None. Local."""
     if path.is_file():
         return f"the file {path}; load_pretrained(model, path) reads files of weights"
     if holds_parts(path):
@@ -363,7 +375,7 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
 
 
 def _verify(checkpoint: Checkpoint, group: Group) -> None:
-    """Every rank checks some of the files, of about as many bytes."""
+    """Verify this rank's share of the files; all ranks' shares have about as many bytes."""
     shares: list[list[str]] = [[] for _ in range(group.world_size)]
     sizes = [0] * group.world_size
     largest_first = sorted(checkpoint.manifest.files.items(), key=lambda item: -item[1].num_bytes)
@@ -375,14 +387,17 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
 
 
 def _is_of(ranks: CheckpointRanks, sharded: ShardedModel, checkpoint: Checkpoint) -> bool:
-    """Return whether as many ranks, parts and stages have saved it, so that each has its own."""
+    """Return whether a checkpoint was saved by as many ranks, parts and stages as are here.
+
+    Each rank then finds its own buffers, generators and encoding errors in it.
+    """
     saved = checkpoint.manifest
     theirs = saved.world_size, saved.num_parts, saved.num_stages
     return theirs == (ranks.group.world_size, sharded.routes.num_parts, ranks.num_stages)
 
 
 def _fill_own_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy values that were this rank's, and not those of its stage's first rank."""
+    """Copy saved values of buffers in which this rank differed from its stage's first rank."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, value in values.items():
         if name in buffers:
@@ -390,7 +405,7 @@ def _fill_own_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> N
 
 
 def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
-    """What to say where errors of encoding are kept, and those that were saved are of others."""
+    """Return why saved encoding errors do not fit; None if they do, or if none are needed here."""
     here, saved = loco_facts(sharded), checkpoint.manifest.loco_facts
     if not here:
         return None
@@ -416,29 +431,29 @@ def load_deepspeed(
     is_strict: bool = True,
     group: AnyRanks | None = None,
 ) -> Any:
-    """Go on from a checkpoint that DeepSpeed's ZeRO saved at stage 1, 2 or 3. Collective.
+    """Load a checkpoint that DeepSpeed's ZeRO saved at stage 1, 2 or 3. Collective.
 
-    Parameters and optimizer state go by name and element into what each rank keeps, at any world
-    size, stage and residence. Those that trained come from DeepSpeed's fp32 partitions: masters
-    take them as they are. Each rank maps the files and reads the elements it keeps. Options of
-    param groups, learning rates too, stay those of `optimizer`; loss scales and random numbers are
-    not read, and what the engine kept besides is in the report only.
+    Parameters and optimizer state are matched by name and element, so that any world size, stage
+    and offloading will do. Trained parameters come from DeepSpeed's fp32 partitions, which masters
+    take as they are. Each rank maps the files and reads the elements it keeps. Options of param
+    groups, learning rates included, stay those of `optimizer`; loss scales and random numbers are
+    not read, and other state of DeepSpeed's engine is in the report only.
 
     Files are read as tensors and plain values (`weights_only=True`), and nothing of them is run.
     DeepSpeed need not be installed.
 
     Args:
-        folder: That `save_checkpoint` was given, or the one of a tag in it.
-        model: That was sharded; without `optimizer` also one inside `Init`, on the meta device, or
-            plain, as for `load_pretrained`.
-        optimizer: That was sharded with it; None leaves its state as it is.
+        folder: The folder that `save_checkpoint` was given, or that of a tag in it.
+        model: A model that was sharded; without `optimizer` also one inside `Init`, on the meta
+            device, or plain, as for `load_pretrained`.
+        optimizer: The optimizer that was sharded with it; None leaves its state as it is.
         tag: Which checkpoint; what the folder's file `latest` says when None.
         is_strict: Whether missing and unexpected names, and trained parameters without state in the
             files, are errors.
         group: As for `load_pretrained`, where the model is not sharded yet.
 
     Returns:
-        What was loaded; its `step` is where training goes on.
+        A report of what was loaded; training goes on at its `step`.
 
     Raises:
         ConfigError: No package that reads DeepSpeed's files is installed.

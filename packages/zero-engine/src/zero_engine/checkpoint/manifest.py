@@ -1,4 +1,4 @@
-"""What a manifest says of a checkpoint: JSON with a checksum, every field of which is checked."""
+"""Manifests of checkpoints: JSON with a checksum, every field of which is checked."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _KIND: Final = "$"  # the key of what JSON has no word for
 
 
 def to_json(value: Any, where: str, *, depth: int = 0) -> Any:
-    """JSON that `from_json` turns into the value again; `where` says in errors what it is.
+    """Return JSON that `from_json` turns into the value again; `where` names it in errors.
 
-    Of None, bools, numbers, strings and dtypes, lists, tuples, sets and dicts of these, and small
-    dense tensors.
+    Values are None, bools, numbers, strings and dtypes, lists, tuples, sets and dicts of these, and
+    small dense tensors.
     """
     if depth > MOST_NESTED:
         raise ConfigError(f"{where[:80]}...: expected at most {MOST_NESTED} values in values")
@@ -73,10 +73,10 @@ def _mapping_to_json(value: Mapping[Any, Any], where: str, depth: int) -> dict[s
 
 
 def from_json(said: Any, where: str = "", *, depth: int = 0) -> Any:
-    """The value of which `to_json` made this.
+    """Return the value of which `to_json` made `said`.
 
     Raises:
-        FileError: It is none, or is nested too deep; with where.
+        FileError: `said` is nothing that `to_json` makes, or is nested too deep; it names `where`.
     """
     if depth > MOST_NESTED + 1:  # a param group is one around its options
         raise FileError(f"{where}: expected at most {MOST_NESTED} values in values")
@@ -109,7 +109,7 @@ def from_json(said: Any, where: str = "", *, depth: int = 0) -> Any:
 
 
 def dtype_of(name: Any, where: str = "dtype") -> torch.dtype:
-    """The dtype that torch calls so, "float32" say."""
+    """Return the dtype of a name such as "float32"; raise FileError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise FileError(f"{where}: expected the name of a torch.dtype, got {name!r:.60}")
@@ -117,7 +117,7 @@ def dtype_of(name: Any, where: str = "dtype") -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What torch calls a dtype: "float32"."""
+    """Return torch's name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -173,7 +173,7 @@ def _flag(said: Any, where: str) -> bool:
 
 
 def _truth(said: Any, where: str) -> bool:
-    """What `save` was given once, which took anything."""
+    """Return a flag as a bool; earlier versions of `save` also wrote numbers and None."""
     if type(said) not in {bool, int, type(None)}:
         raise _refuse(where, "true or false", said)
     return bool(said)
@@ -235,7 +235,7 @@ def _shape(said: Any, where: str) -> torch.Size:
 
 
 def file_name(said: Any, where: str) -> str:
-    """Of a file beside the manifest: nothing that a manifest says leads out of its folder."""
+    """Check the name of a file beside the manifest: it must not lead out of the folder."""
     name = _text(said, where)
     if name in {"", ".", ".."} or "\0" in name or Path(name).name != name:
         raise _refuse(where, "the name of a file beside the manifest", said)
@@ -243,7 +243,7 @@ def file_name(said: Any, where: str) -> str:
 
 
 def _object(kind: Callable[..., T], **checks: Check[Any]) -> Check[T]:
-    """Made of these, in this order. Each must be there, and all else is ignored."""
+    """Return a check that makes a `kind` of these keys, in order; others are ignored."""
 
     def look(said: Any, where: str) -> T:
         if type(said) is not dict:
@@ -260,7 +260,7 @@ def _object(kind: Callable[..., T], **checks: Check[Any]) -> Check[T]:
 
 @frozen
 class FileFacts:
-    """What a file has to be."""
+    """Size and checksum that a file must have."""
 
     num_bytes: int
     crc32: int  # zlib's, over all of it
@@ -268,7 +268,7 @@ class FileFacts:
 
 @frozen
 class Piece:
-    """Where elements [start, stop) of a flattened tensor are."""
+    """Location of elements [start, stop) of a flattened tensor: a file, and a key in it."""
 
     file: str
     key: str
@@ -278,7 +278,7 @@ class Piece:
 
 @frozen
 class TensorFacts:
-    """A tensor in files, in pieces that are all of its elements once, in order."""
+    """Tensor in files, in pieces that contain each of its elements once, in order."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -288,10 +288,10 @@ class TensorFacts:
 
 
 def no_pieces(dtype: torch.dtype, shape: torch.Size, split: Split | None) -> dict[str, Any]:
-    """Return what a manifest says of a tensor of which no piece is written yet.
+    """Return a manifest's entry of a tensor of which no piece is written yet.
 
-    Pieces of one that is split have another name, so that versions that would take them for
-    elements of the whole in order find none.
+    The pieces of a split tensor have another key. Older versions, which would take them for
+    elements of the whole tensor in order, therefore find none.
     """
     said = {"dtype": name_of(dtype), "shape": list(shape)}
     if split is None:
@@ -335,14 +335,14 @@ def _tensor(said: Any, where: str) -> TensorFacts:
 
 
 def _entry(said: Any, where: str) -> Any:
-    """Of an optimizer's state: a tensor, or a value."""
+    """Check an entry of an optimizer's state: a tensor, or a value."""
     if type(said) is dict and "value" in said:
         return from_json(said["value"], where)
     return _tensor(said, where)
 
 
 def _own_entries(said: Any, where: str) -> dict[str, Any]:
-    """See `StateParts.own_said`: lists with an item for each rank."""
+    """Check lists with an item for each rank; see `StateParts.own_said`."""
     lists = _list_of(_value)
     keeps, entries = _object(lambda *of: of, keeps=lists, entries=_dict_of(lists))(said, where)
     if any(len(of_ranks) != len(keeps) for of_ranks in entries.values()):
@@ -351,7 +351,7 @@ def _own_entries(said: Any, where: str) -> dict[str, Any]:
 
 
 def _options(said: Any, where: str) -> dict[str, Any]:
-    """Of a param group, which names its parameters."""
+    """Check the options of a param group, and the names of its parameters."""
     found = _mapping(said, where)
     return {**found, "params": [*_list_of(_text)(found.get("params"), f"{where}.params")]}
 
@@ -364,7 +364,7 @@ _NO_LAYOUT: Final = partial(dict, keys={}, values={}, metadata={})
 
 
 def _by(check: Check[Any]) -> Any:
-    """Converter of a field, which is called by its name in errors."""
+    """Return an attrs converter that applies `check`, with the field's name in errors."""
 
     def convert(said: Any, own: Attribute[Any]) -> Any:
         return check(said, own.name)
@@ -374,7 +374,7 @@ def _by(check: Check[Any]) -> Any:
 
 @frozen(kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself. What earlier versions did not say has a default."""
+    """Content of a manifest. Fields that earlier versions did not write have a default."""
 
     tag: str = field(converter=_by(_text))
     step: int = field(converter=_by(_count))
@@ -413,10 +413,10 @@ class Manifest:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Manifest:
-        """Check all fields; what has no name here is ignored.
+        """Check all fields of a manifest; unknown ones are ignored.
 
         Raises:
-            FileError: It says which field.
+            FileError: A field is missing or wrong; the error names it.
         """
         known = {own.name: own.default is NOTHING for own in fields(cls)}
         for name, is_needed in known.items():
@@ -433,13 +433,13 @@ MANIFEST: Final = "manifest.json"
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest: JSON, with a checksum over all else that it says."""
+    """Return the bytes of a manifest: JSON, with a checksum over all its other content."""
     content = {"format": FORMAT, "version": VERSION, **content}
     return json.dumps({**content, "crc32": _crc32_of(content)}, indent=1).encode()
 
 
 def read_manifest(path: Path, folder: OpenFolder) -> Manifest:
-    """Read a manifest. Local; raises FileError with the field that is not as it should be."""
+    """Read and check a manifest. Local; FileError names the field that is wrong."""
     said = unsealed(path, folder)
     try:
         return Manifest.of(said)
@@ -448,7 +448,7 @@ def read_manifest(path: Path, folder: OpenFolder) -> Manifest:
 
 
 def read_fields(path: Path, *names: str) -> list[Any]:
-    """Some fields of a manifest, and only those are checked. Local; as `read_manifest`."""
+    """Read some fields of a manifest, and check only those. Local; as `read_manifest`."""
     said, known = unsealed(path), fields_dict(Manifest)
     checks: list[Any] = [(known[name].converter, known[name]) for name in names]
     try:
@@ -458,7 +458,7 @@ def read_fields(path: Path, *names: str) -> list[Any]:
 
 
 def unsealed(path: Path, folder: OpenFolder | None = None) -> dict[str, Any]:
-    """The JSON of a manifest. Local; raises if it is damaged, or of another format or version."""
+    """Read a manifest's JSON. Local; FileError if damaged, or of another format or version."""
     try:
         content = read_regular(path, folder)
         said = json.loads(content)

@@ -27,7 +27,7 @@ _TIMEOUT_S: Final = 60.0
 
 @frozen
 class CheckpointRanks:
-    """Ranks of one checkpoint, and which of them this is."""
+    """Ranks that save or load one checkpoint, and the position of this rank among them."""
 
     group: Group  # all of them
     position: int  # number of this rank: those of the first stage are counted first
@@ -96,17 +96,17 @@ def join_stages(
     """Add to a manifest what the ranks of other stages say. Collective if there are stages.
 
     Args:
-        content: Of the manifest, complete for this rank's stage.
-        buffers: This rank's persistent ones.
+        content: Content of the manifest, complete for this rank's stage.
+        buffers: This rank's persistent buffers.
         sharded: This rank's stage.
-        ranks: Those that save.
+        ranks: The ranks that save.
 
     Returns:
-        Names of the buffers that this stage saves, all but those that an earlier one has, too; and
-        how many buffers all stages save.
+        Names of the buffers that this stage saves, which are those that no earlier stage has; and
+        the number of buffers that all stages save.
 
     Raises:
-        StateError: On any rank there is something that is not saved of several stages.
+        StateError: A rank has something that cannot be saved of several stages.
     """
     if ranks.stages is None:
         return frozenset(buffers), len(buffers)
@@ -210,7 +210,7 @@ def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[
 def without(
     source: StateSource, average: Mapping[str, T], names: Collection[str]
 ) -> tuple[StateSource, Mapping[str, T]]:
-    """Return a checkpoint's values, and an average's, but those of these names. Local."""
+    """Return a checkpoint's values, and an average's, without those of `names`. Local."""
     if not names:
         return source, average
     # A parameter that was tied, and has on this stage only a name that was not the first.

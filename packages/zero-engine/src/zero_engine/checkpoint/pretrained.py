@@ -44,7 +44,7 @@ def load_pretrained(
     are rounded to the model's float dtype; all other dtypes must be the model's.
 
     Args:
-        model: Names are those of its `state_dict()`; tied parameters may come under any of theirs.
+        model: Names are those of its `state_dict()`; tied parameters may have any of theirs.
         source: A file, several, a Hugging Face index file, or a folder that has
             `model.safetensors.index.json`, `model.safetensors`, `pytorch_model.bin.index.json` or
             `pytorch_model.bin`. The same on every rank.
@@ -87,11 +87,11 @@ def load_pretrained(
 def open_weights(
     source: str | Path | Iterable[str | Path],
 ) -> dict[str, AbstractRangeReader]:
-    """The tensors of one file, several, an index file or a folder, by name; reads headers only.
+    """Open the tensors of one file, several, an index or a folder by name; reads only headers.
 
     Raises:
         FileError: A file is missing, of neither format, asks for more than tensors and plain
-            values, or two files hold the same name.
+            values, or two files have the same name.
     """
     if not isinstance(source, str | Path):
         return _merge(dict.fromkeys(map(Path, source)))
@@ -108,7 +108,7 @@ def open_weights(
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder has weights as Hugging Face names them. Local."""
+    """Return whether a folder has weights as Hugging Face names them. Local."""
     return any((folder / name).is_file() for name in _IN_FOLDER)
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files, of safetensors or of torch, or in memory: any run of elements is read alone."""
+"""Readers of tensors in safetensors files, torch's files or memory, by any range of elements."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def file_bytes(
     align: int,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[memoryview]:
-    """All bytes of a file, in their order; each view is to be taken before the next. Local.
+    """Yield the bytes of a safetensors file in order; use each view before the next. Local.
 
     Args:
-        tensors: Key, code of the dtype, shape, bytes.
-        values: Theirs, end to end, in parts of any size; each is asked for when its turn comes.
-        align: A divisor of where the first one begins.
-        metadata: Of the file.
+        tensors: Key, code of the dtype, shape and bytes of each tensor.
+        values: Values of these, end to end, in parts of any size, which are taken one by one.
+        align: The first tensor begins at a multiple of this, in bytes.
+        metadata: Metadata of the file.
     """
     said: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     cursor = 0
@@ -86,7 +86,7 @@ def file_bytes(
 
 
 def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
-    """In their order; no file is larger than it may be, but one with a single item."""
+    """Yield the items of each file, in order; only a single item may exceed `max_bytes`."""
     chosen: list[Any] = []
     num_bytes = 0
     for item in items:
@@ -101,14 +101,14 @@ def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
 
 @frozen(eq=False)
 class TensorFile:
-    """A file to read from; its header is read when it is needed, and the file is not kept open."""
+    """Safetensors file; its header is read when it is needed, and the file is not kept open."""
 
     path: Path
     folder: OpenFolder | None = None  # that it is read from, whatever its path is by then
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
-        """By key: dtype, shape, and where its bytes begin. FileError for what is no whole file."""
+        """Dtype, shape and position of the first byte by key. FileError unless the file is whole."""
         try:
             with open_regular(self.path, self.folder) as file:
                 return _read_header(file)
@@ -156,7 +156,7 @@ class FileRun:
     numel: int
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in memory of their own."""
+        """Return elements [start, stop) in new memory."""
         out = torch.empty(max(0, stop - start), dtype=self.dtype, device="cpu")
         self.read_into(out, start)
         return out
@@ -196,7 +196,7 @@ class MemoryRun:
     numel: int
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of these, as a view where they lie in order."""
+        """Return elements [start, stop) of the run, as a view if the tensor is contiguous."""
         start, stop = self.first + start, self.first + stop
         if self.tensor.is_contiguous():
             return self.tensor.view(-1)[start:stop]
@@ -211,7 +211,7 @@ Run: TypeAlias = FileRun | MemoryRun
 @final
 @frozen(eq=False)
 class Range(AbstractRangeReader):
-    """Runs end to end, in one shape."""
+    """Reader of a tensor of a shape, whose elements are those of runs end to end."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -219,11 +219,11 @@ class Range(AbstractRangeReader):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Range:
-        """All of a tensor."""
+        """Return a reader of all elements of a tensor in memory."""
         return cls(tensor.shape, tensor.dtype, (MemoryRun(tensor.detach(), 0, tensor.numel()),))
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), as a view where they lie in one tensor: copy what is to stay.
+        """Return elements [start, stop), maybe as a view of a tensor: copy values to keep.
 
         Raises:
             FileError: A file is missing, or is not what it was said to be.
@@ -250,7 +250,7 @@ class Range(AbstractRangeReader):
                 part.copy_(run.read(first, last))
 
     def _runs_in(self, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
-        """Runs with some of these elements, and which of the run's own they are."""
+        """Yield runs that have some of these elements, with [first, last) within the run."""
         begin = 0
         for run in self.runs:
             first, last = max(start - begin, 0), min(stop - begin, run.numel)
@@ -259,12 +259,12 @@ class Range(AbstractRangeReader):
             begin += run.numel
 
     def whole(self) -> Tensor:
-        """All of it, in its shape."""
+        """Return the full tensor, in its shape."""
         return self.read(0, self.shape.numel()).view(self.shape)
 
 
 def open_safetensors(path: Path) -> dict[str, Range]:
-    """The tensors of a file, by name. Local; reads its header only."""
+    """Open the tensors of a safetensors file, by name. Local; reads its header only."""
     file = TensorFile(path)
     return {
         key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
@@ -278,7 +278,7 @@ def open_safetensors(path: Path) -> dict[str, Range]:
 
 
 def open_torch_file(path: Path) -> dict[str, Range]:
-    """The tensors of a state dict that torch.save wrote, by name. Local; reads no values."""
+    """Open the tensors of a state dict that torch.save wrote, by name. Local; reads no values."""
     content = read_torch_file(path)
     if not isinstance(content, Mapping):
         raise FileError(
@@ -297,9 +297,10 @@ def open_torch_file(path: Path) -> dict[str, Range]:
 
 
 def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) -> Any:
-    """What torch.save wrote; tensors are mapped, so that only what is read of them is. Local.
+    """Read what torch.save wrote; tensors are mapped, and only read when they are used. Local.
 
-    `stand_ins` are by full name of a class what to make in its place. See NOTE(weights_only).
+    `stand_ins` has classes to make in the place of others, by full name of these. See
+    NOTE(weights_only).
     """
     if not path.is_file():
         raise FileError(f"{path}: no such file")
@@ -330,7 +331,7 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
 
 
 def _check_archive(path: Path) -> None:
-    """Raise FileError where an archive would give more bytes than it has. torch.save packs none."""
+    """Raise FileError if an archive is compressed, or would give more bytes than it has."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -347,7 +348,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _unknown_names(path: Path) -> str:
-    """What a file asks for beyond what is allowed, found without running it."""
+    """Return the names that a file needs beyond those allowed, found without running it."""
     try:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
     except Exception:  # it is damaged as well: the first error says enough

@@ -101,7 +101,9 @@ class ZeroAccelerator(Accelerator):
         self.register_load_state_pre_hook(self._load_sharded)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's, in any order; a model's optimizer not in a later call. Collective.
+        """Prepare as Accelerate does, in any order, and shard models. Collective.
+
+        A model's optimizer is passed in the same call or in an earlier one.
 
         Raises:
             ConfigError: A model has an optimizer in a later call, is quantized or spread by
@@ -235,9 +237,10 @@ class ZeroAccelerator(Accelerator):
         return zero_engine.full_state_dict(found.model)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Path:
-        """As Accelerate's; what is sharded is in `zero` there, by `zero_engine.save`. Collective.
+        """Save as Accelerate does, and sharded models by `zero_engine.save`. Collective.
 
-        `load_state` takes it at another number of ranks, stage or residence, too.
+        The first sharded model is in the folder `zero` there, further ones in `zero_1` and so on.
+        `load_state` loads them with another number of ranks, stage or offloading, too.
         """
         with self._sharded_aside():
             return super().save_state(*args, **kwargs)
@@ -249,7 +252,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _sharded_aside(self) -> Iterator[None]:
-        """Accelerate saves or loads what is not sharded, and our hooks, its first, the rest."""
+        """Hide from Accelerate inside what is sharded; our hooks, run first, save or load it."""
         models, optimizers = self._models, self._optimizers
         self._aside = self._sharded()
         own = {each for found in self._aside for each in _optimizers_of(found)}
@@ -296,7 +299,13 @@ def _check_axes(kwargs: dict[str, Any]) -> None:
 
 
 def _take_plugin(kwargs: dict[str, Any], zero: ZeroConfig | None) -> DeepSpeedPlugin | None:
-    """What is said for DeepSpeed, by argument or launcher; its dtype goes on to Accelerate."""
+    """Take the DeepSpeedPlugin of arguments or launcher; None without one.
+
+    Where only the plugin names a dtype, `mixed_precision` of `kwargs` becomes that dtype.
+
+    Raises:
+        ConfigError: There are several plugins, or one beside `zero`.
+    """
     given = kwargs.pop("deepspeed_plugin", None) or kwargs.pop("deepspeed_plugins", None)
     if given is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         given = DeepSpeedPlugin()

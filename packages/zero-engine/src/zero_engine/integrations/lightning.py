@@ -1,6 +1,6 @@
 """Lightning: `Trainer(strategy=ZeroStrategy(stage=3))`, `Fabric(strategy=ZeroFabricStrategy())`.
 
-Both call `zero_engine.shard()` where Lightning's DDPStrategy wraps, and are it otherwise.
+Both are Lightning's DDPStrategy, but call `zero_engine.shard()` in place of wrapping the model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Called(nn.Module):
 
 
 class _Zero:
-    """What both strategies do; `self` is one of Lightning's, too."""
+    """Methods of both strategies, which also inherit from a strategy of Lightning's."""
 
     device_mesh: Any = None  # of "data_parallel" and "tensor_parallel" ranks, where there are such
 
@@ -173,9 +173,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
         self._resumed: Any = None  # a folder of which the trainer has what is kept beside tensors
 
     def model_sharded_context(self) -> Any:
-        """Around `configure_model`: what it builds is sharded while it is built. Collective.
+        """Return a context that shards what `configure_model` builds, as it is built. Collective.
 
-        A module that it splits is sharded after that.
+        With tensor parallelism the module is sharded later, after it has split itself.
         """
         return zero_engine.Init(config=self.config) if self.device_mesh is None else nullcontext()
 
@@ -217,10 +217,10 @@ class ZeroStrategy(_Zero, DDPStrategy):
                 callback._apply_mapping_to_param_groups = partial(_named_groups, module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward come before the step, as in a plain loop.
+        """Run forward and backward before the step, as in a plain loop.
 
-        Lightning has them in the step's closure, where what was accumulated would be reduced by
-        itself. An optimizer that evaluates it repeatedly does so from the second time on.
+        Lightning runs them in the step's closure, where accumulated gradients would be reduced
+        apart. An optimizer that calls the closure repeatedly runs them there from the second time.
         """
         first = [closure()]
         return super().optimizer_step(
@@ -228,17 +228,17 @@ class ZeroStrategy(_Zero, DDPStrategy):
         )
 
     def block_backward_sync(self) -> Any:
-        """Accumulate whole gradients where they rest whole; else each backward reduces its own."""
+        """Accumulate unsharded gradients below stage 2; else each backward reduces its own."""
         is_whole = self.config.stage < 2
         return zero_engine.no_sync(self.lightning_module) if is_whole else nullcontext()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes weights from where they are."""
+        """Return {} if the module is sharded: `save_checkpoint` gets the weights itself."""
         is_sharded = find_sharded(self.lightning_module) is not None
         return {} if is_sharded else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes it from where it is."""
+        """Return {}: `save_checkpoint` gets the state itself."""
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -276,7 +276,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
         super().remove_checkpoint(folder if folder.is_dir() else filepath)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Of a file: a folder's is loaded."""
+        """Load the weights of a file; do nothing for a folder, loaded by other methods."""
         if checkpoint["state_dict"]:
             super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -326,12 +326,12 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     """
 
     def no_backward_sync(self, module: Any, enabled: bool) -> Any:
-        """What `fabric.no_backward_sync` enters."""
+        """Return the context for `fabric.no_backward_sync`, `zero_engine.no_sync` if enabled."""
         return zero_engine.no_sync(module.module) if enabled else nullcontext()
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around construction: what is built is sharded while it is built. Collective."""
+        """Shard models that are built inside, while they are built. Collective."""
         init = zero_engine.Init(config=self.config) if self.device_mesh is None else nullcontext()
         with super().module_init_context(empty_init), init:
             yield
@@ -349,19 +349,19 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         return self.setup_module_and_optimizers(module, ())[0]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refused by a ConfigError."""
+        """Raise ConfigError: an optimizer is sharded together with its model."""
         raise ConfigError(
             "fabric.setup_optimizers(): an optimizer is sharded together with its model; call "
             "model, optimizer = fabric.setup(model, optimizer)"
         )
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """By the norm over all ranks. Collective."""
+        """Clip gradients by the norm over all ranks, and return it. Collective."""
         self.precision.unscale_gradients(optimizer)
         return zero_engine.clip_grad_norm_(optimizer, *args, **kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        """Clamp every element."""
+        """Clamp every element of the gradients."""
         self.precision.unscale_gradients(optimizer)
         zero_engine.clip_grad_value_(optimizer, clip_val)
 
@@ -438,7 +438,7 @@ def _kept_beside(extra: Any, path: Any, weights_only: Any) -> Any:
 
 
 def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The model in it that was set up, its optimizer if that is there, and all the rest."""
+    """Return the model in `state` that was set up, its optimizer if there, and all others."""
     values = list(state.values()) if isinstance(state, dict) else []
     model = next((v for v in values if isinstance(v, _Called)), None)
     own = getattr(model and find_sharded(model.module), "optimizer", None)

@@ -82,8 +82,8 @@ class ZeroTrainer(transformers.Trainer):
         Collective at stage 3; below it nothing happens. `model_init` enters it by itself.
 
         Args:
-            args: As for the trainer, as is `zero`.
-            zero: Likewise.
+            args: As for the trainer.
+            zero: As for the trainer.
 
         Raises:
             ConfigError: As for the trainer, or else as for `zero_engine.Init`.
@@ -109,16 +109,16 @@ class ZeroTrainer(transformers.Trainer):
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        """Left to `initialize`: what `Init` has built is there, and must not be converted."""
+        """Do nothing: `initialize` moves the model; one that `Init` built must not be converted."""
 
     def create_optimizer(self, *model: Any, **named: Any) -> Any:
-        """Also leave one that the file names to `initialize`."""
+        """Create Trainer's optimizer; None if the file names one, which `initialize` creates."""
         if self.optimizer is None and self._settings.optimizer is not None:
             return None
         return super().create_optimizer(*model, **named)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Also that of the file, with the numbers of steps that it leaves "auto"."""
+        """Create the scheduler of the file, its "auto" numbers of steps filled in, or Trainer's."""
         make = _read(self._zero, self.args, self.model, num_training_steps).scheduler
         if self.lr_scheduler is None and make is not None:
             self.lr_scheduler = make(optimizer or self.optimizer)
@@ -128,8 +128,8 @@ class ZeroTrainer(transformers.Trainer):
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """Shard the model and the optimizer, the first time, also for an evaluation.
 
-        Trainer gives both to Accelerator.prepare(), which would wrap the one, and ask the other for
-        its state. What is prepared it leaves as it is: so they are, one by one.
+        Trainer passes both to Accelerator.prepare(), which would wrap the model and ask the
+        optimizer for its state. It skips what is prepared, so each is prepared here by itself.
         """
         whole, accelerator = self.model, self.accelerator
         is_new = whole is not self._sharded and (training or find_sharded(whole) is None)
@@ -177,7 +177,7 @@ class ZeroTrainer(transformers.Trainer):
         return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Also gather what is to be written: all on rank 0, or adapters alone."""
+        """Gather what is to be written, all on rank 0 or adapters alone, and save it."""
         self._wrap_model(self.model, training=False)
         require_sharded(self.model).refuse_own_ranks("Trainer.save_model()")
         adapters = getattr(self.model, "peft_config", {}).keys()
@@ -202,7 +202,10 @@ class ZeroTrainer(transformers.Trainer):
         zero_engine.save(folder, self.model, optimizer, exclude_frozen=is_peft, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """From what we save only where it is sharded; else they come with the optimizer's state."""
+        """Load weights from a checkpoint, of our own only if the model is sharded.
+
+        Otherwise `_load_optimizer_and_scheduler` loads them with the optimizer's state.
+        """
         if (ours := Path(resume_from_checkpoint, "zero")).is_dir():
             if self.model is self._sharded:
                 zero_engine.load(ours, self.model, restores_rngs=False)
@@ -277,7 +280,10 @@ class _Scaler:
 
 
 def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> EngineConfig:
-    """What `zero` says, with what Trainer fills in; without a model, for its stage alone."""
+    """Return the settings of `zero`, with "auto" values from Trainer's arguments.
+
+    Without a model, sizes that depend on it are placeholders.
+    """
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if zero is None or isinstance(zero, ZeroConfig):
         settings = EngineConfig(train_batch_size=1, micro_batch_size=1, zero=zero or ZeroConfig())
@@ -317,7 +323,11 @@ def _is_spread(model: Any) -> bool:
 
 
 def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
-    """For one micro-batch a step, as Trainer counts them, where nothing else is asked for."""
+    """Return the settings for one micro-batch a step, as Trainer counts them.
+
+    Raises:
+        ConfigError: `args`, the model or the environment ask for what cannot be with `settings`.
+    """
     zero, world_size = settings.zero, args.world_size
     for argument in _REFUSED:
         is_of_model = argument == "device_map"

@@ -1,4 +1,4 @@
-"""What training does on the user's own model."""
+"""Timelines, metrics and verification of training on the user's own model."""
 
 from .timeline import Event, Timeline
 

@@ -108,7 +108,7 @@ def _times(taken: list[Event]) -> dict[str, float]:
 
 
 def _disk_bytes() -> dict[str, int]:
-    """Of this process so far; empty where a container does not tell."""
+    """Return bytes of disk read and written by this process; {} where a container hides them."""
     with suppress(OSError):
         counts = [line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()]
         return {kind: int(count) for kind, count in counts if kind in {"read_bytes", "write_bytes"}}
@@ -116,7 +116,10 @@ def _disk_bytes() -> dict[str, int]:
 
 
 def open_writer(target: Any, stack: ExitStack) -> Callable[[Row, int], Any]:
-    """What writes rows there, each with the number of its step, until `stack` is closed. Local."""
+    """Return a function that writes a row, with the number of its step, to `target`. Local.
+
+    It writes until `stack` is closed.
+    """
     if callable(target):
         return target
     if not isinstance(target, str | os.PathLike):

@@ -37,7 +37,7 @@ _NUM_MEETINGS: Final = 5  # clocks of two hosts are compared so often
 
 @frozen
 class Event:
-    """One rank did one thing."""
+    """One action of a rank, with its start and end."""
 
     kind: str  # "gather", "gather wait", "reduce", "reduce wait", "publish", "step", "compute", ...
     subject: str  # the unit's name; empty where it is of no unit
@@ -46,14 +46,14 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Duration in seconds."""
         return self.stop_s - self.start_s
 
 
 @final
 @define(eq=False)
 class Timeline:
-    """What `timeline` recorded; empty until its context has ended. The same on every rank."""
+    """Events of all ranks; none until the context has ended. The same on every rank."""
 
     ranks: tuple[tuple[Event, ...], ...] = field(default=(), init=False)  # by rank, in order
 
@@ -83,10 +83,10 @@ class Timeline:
             raise FileError(f"{path}: cannot be written ({error.strerror})") from error
 
     def plot(self, path: Path | str) -> None:
-        """Draw it: a row for each rank. Local. Needs matplotlib.
+        """Draw the events, a row for each rank. Local. Needs matplotlib.
 
         Args:
-            path: Of the picture; its ending says the format, PNG for one.
+            path: File of the picture; its suffix says the format, ".png" for one.
 
         Raises:
             zero_partition.StateError: The context has not ended.
@@ -157,12 +157,12 @@ def _row(rank: int, track: int, event: Event) -> dict[str, Any]:
 
 
 def class_of(event: Event) -> str:
-    """Which of COLORS has it."""
+    """Return the key of COLORS for an event."""
     return "wait" if event.kind.endswith(" wait") else event.kind.split("_")[0]
 
 
 def _in_flight(events: tuple[Event, ...]) -> Iterator[Event]:
-    """From the end of each launch to the beginning of the wait for it."""
+    """Yield an event from the end of each launch to the beginning of the wait for it."""
     launched: dict[tuple[str, str], Event] = {}
     for event in events:
         kind, subject = event.kind.split()[0], event.subject
@@ -188,7 +188,7 @@ class Clock:
         self.began = self._now()
 
     def __call__(self, kind: str, subject: str) -> AbstractContextManager[None]:
-        """What a range runs in."""
+        """Return the context manager that a range runs in."""
         return self._around(kind, subject)
 
     @contextmanager
@@ -207,9 +207,9 @@ class Clock:
         return event
 
     def take(self) -> list[Event]:
-        """Ranges since it began, some inside others, and all that time as "compute"; begins anew.
+        """Return ranges since the last call, some nested, and all that time as "compute".
 
-        It waits for the device, where that is none of the host.
+        Waits for the device, unless that is the CPU.
         """
         began, end, on_host = self.began, self._now(), self.device.type == "cpu"
         if not on_host:
@@ -225,7 +225,7 @@ class Clock:
 
 
 def one_at_a_time(events: list[Event]) -> Iterator[Event]:
-    """Cut them where one begins inside another, which goes on when that has ended."""
+    """Cut events where another begins inside; they continue when that has ended."""
     open_now: list[Event] = []  # innermost last
     now = 0.0
     events = [event for event in events if event.seconds > 0]  # a device's clock may be coarse
@@ -251,15 +251,15 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
         recorded.save("run.json")
         recorded.plot("run.png")
 
-    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute, an
-    engine's forward and backward apart. Of every sharded model of the process. On CUDA these are
-    times of the device's stream. Costs a few microseconds for each of them.
+    Events are gathers, reductions, waits for them, and the optimizer's step, of every sharded model
+    of the process. All time between is compute, except an engine's forward and backward, which are
+    events, too. On CUDA these are times of the device's stream. Each costs a few microseconds.
 
     Args:
         model: The very module that `shard` returned.
 
     Yields:
-        What has all ranks' events when the context has ended.
+        A Timeline, which has all ranks' events when the context has ended.
 
     Raises:
         zero_partition.StateError: Not sharded.

@@ -55,7 +55,7 @@ _SHARDED: Final = (  # what comes with a stage
 
 @frozen
 class Difference:
-    """What is not equal in every bit, and by how much."""
+    """A value that is not equal in every bit in two runs, and the size of its error."""
 
     step: int  # from 0
     kind: str  # "initial weight", "random numbers", "loss", "gradient" or "weight"
@@ -75,7 +75,7 @@ class Difference:
 @final
 @frozen
 class Verification:
-    """What `verify` found; `print` it. The same on every rank."""
+    """Result of `verify`, to be printed. The same on every rank."""
 
     num_steps: int
     differences: tuple[Difference, ...]  # by step, in it as a step goes, then by unit
@@ -84,7 +84,7 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Losses, gradients and weights have DistributedDataParallel's bits, in every step."""
+        """Return whether losses, gradients and weights equal DDP's in every bit and step."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class _Trainer:
     def compare(
         self, config: ZeroConfig | None, like_us: Sequence[str] = ()
     ) -> tuple[Difference, ...]:
-        """DDP beside `config`, or beside DDP if None. Collective."""
+        """Train under DDP, then under `config` (None: DDP); return differences. Collective."""
         first, second = self._run(None, like_us), self._run(config, like_us)
         if not {*map(id, first.model.parameters())}.isdisjoint(map(id, second.model.parameters())):
             raise ConfigError(
@@ -179,7 +179,7 @@ class _Trainer:
         return _Run(model, optimizer, called, config is not None)
 
     def _values(self, runs: tuple[_Run, _Run], names: Collection[str]) -> Iterator[tuple[Any, ...]]:
-        """Step, kind, name, and the value of either run."""
+        """Train both runs; yield step, kind, name, and the value of either run."""
 
         def of_params(step: int, kind: str) -> Iterator[tuple[Any, ...]]:
             values = zip(names, *(run.values(kind, names) for run in runs), strict=True)
@@ -218,7 +218,7 @@ class _Trainer:
 
 
 def _error(expected: Tensor | None, got: Tensor | None) -> tuple[float, float] | None:
-    """Of the largest element, and of the norm; None where both are equal."""
+    """Return the largest error and the relative norm of all errors; None if both are equal."""
     if expected is None or got is None:
         return None if expected is got else (torch.inf, torch.inf)
     wide = torch.promote_types(expected.dtype, torch.float64)
@@ -297,7 +297,10 @@ def verify(
 
 
 def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
-    """What differs, and why: that without which nothing does. Collective."""
+    """Return the differences and their likely cause. Collective.
+
+    Choices of the configuration are undone one after the other until no difference is left.
+    """
     num_steps, found = len(trainer.batches), trainer.compare(config)
     if not found:
         return Verification(num_steps, found)

@@ -1,4 +1,4 @@
-"""What training will take, before it is trained."""
+"""Memory and traffic of a training, planned before it starts."""
 
 from zero_engine.planning.options import Option, Room, plan_options, recommend
 from zero_engine.planning.plan import Plan, UnitRow

@@ -1,4 +1,4 @@
-"""Which stage and residence a model needs: plans of all that there are, from cheap to dear."""
+"""Choice of stage and offloading for a model: plans of all there are, from cheap to dear."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Room:
 
     @property
     def usable(self) -> int | None:
-        """Of each device, without the reserve."""
+        """Bytes of each device, without the reserve; None: no bound."""
         return None if self.device is None else self.without_reserve(self.device)
 
     def without_reserve(self, num_bytes: int) -> int:
-        """Of a device of this size."""
+        """Return the bytes of a device of this size, without the reserve."""
         return num_bytes - int(num_bytes * self.reserve)
 
 
@@ -82,7 +82,7 @@ class Option:
 
     @classmethod
     def of(cls, planned: Plan, room: Room, ranks_per_machine: int) -> Option:
-        """What a plan needs, and whether there is so much."""
+        """Return the option of a plan: what it needs, and whether that fits in `room`."""
         needs = {
             "device": planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations,
             "host": (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_machine,
@@ -94,12 +94,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """In words: the stage, and what rests elsewhere."""
+        """Stage of the option, and what is offloaded, in words."""
         return name_of(self.plan.config)
 
 
 def name_of(config: ZeroConfig) -> str:
-    """A configuration in words: the stage, and what rests elsewhere."""
+    """Return the stage of a configuration, and what is offloaded, in words."""
     words, offload = [f"stage {int(config.stage)}"], config.offload
     words += ["secondary shards"] * config.wire.secondary + ["replicas"] * config.wire.replicas
     if offload is not None:
@@ -152,12 +152,12 @@ def plan_options(
 
 
 def recommend(options: Sequence[Option]) -> Option | None:
-    """The cheapest that fits, None where none does."""
+    """Return the cheapest option that fits; None where none does."""
     return next((option for option in options if option.fits), None)
 
 
 def offload_at(optimizer: Any, params: Any, *, like: Offload) -> Offload | None:
-    """One that puts these there, as another is where both have a say; None: on the device."""
+    """Return an Offload to these places, otherwise like another; None: all on the device."""
     if (optimizer, params) == ("device", "device"):
         return None
     return Offload(

@@ -48,7 +48,7 @@ def _plan_elsewhere(
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
 ) -> tuple[dict[str, Any], int]:
-    """What `plan_memory` has to know of what this rank keeps elsewhere, and bytes in transit."""
+    """Return `plan_memory`'s arguments for this rank's offloaded shards, and bytes in transit."""
     if offload is None:
         return {"offload": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
     room = plan_room(
@@ -107,7 +107,7 @@ def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> in
 @final
 @frozen(kw_only=True)
 class UnitRow:
-    """What one unit takes and sends, on one rank."""
+    """Memory and traffic of one unit, on one rank."""
 
     name: str
     numel: int  # of its whole parameters
@@ -120,11 +120,11 @@ class UnitRow:
 @final
 @frozen(kw_only=True)
 class Plan:
-    """What one rank takes and sends, as the same configuration then allocates and counts.
+    """Memory and traffic of one rank, as the same configuration then allocates and counts.
 
     Bytes are those of tensors: activations, the model's buffers and what libraries take come on
-    top. `memory.at_rest` and `memory.before_step` are what `zero_partition.memory_report` says
-    then.
+    top. `memory.at_rest` and `memory.before_step` equal what `zero_partition.memory_report` says
+    at these moments.
     """
 
     world_size: int
@@ -141,26 +141,26 @@ class Plan:
 
     @property
     def at_rest(self) -> MemoryReport:
-        """Between steps."""
+        """Return memory between steps."""
         return self.memory.at_rest
 
     @property
     def payload_bytes(self) -> int:
-        """Sent in a step, without padding."""
+        """Bytes of values sent in a step, without padding and scales."""
         return sum(each.sent.payload_bytes for each in self.traffic)
 
     @property
     def sent_bytes(self) -> int:
-        """Sent in a step, inside the node and across nodes."""
+        """Bytes sent in a step, inside the node and across nodes."""
         return sum(each.sent.num_bytes for each in self.traffic)
 
     @property
     def across_bytes(self) -> int:
-        """Sent in a step to ranks of other nodes."""
+        """Bytes sent in a step to ranks of other nodes."""
         return sum(each.across.num_bytes for each in self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, as JSON has them."""
+        """Return the plan as plain values, as JSON has them."""
         plain: dict[str, Any] = _plain(self)
         sums = ("payload_bytes", "sent_bytes", "across_bytes")
         plain |= {name: getattr(self, name) for name in sums}

@@ -1,4 +1,4 @@
-"""What a plan is made of: a model without memory, from whatever describes one."""
+"""Models to plan with, without memory, from whatever describes one; and their optimizers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class GPTSize:
     Args:
         layers: Blocks of 12 x hidden^2 parameters each.
         hidden: Width.
-        params: Of all; what is more than the blocks have rests in the model itself, as embeddings
-            do. Those of the blocks when None.
-        dtype: Of the parameters.
+        params: Number of all parameters; those in no block are the model's own, as embeddings are.
+            The number in the blocks when None.
+        dtype: Dtype of the parameters.
 
     Raises:
         ConfigError: Names the number, what was expected and what came.
@@ -60,7 +60,7 @@ class GPTSize:
 
     @property
     def embedding_numel(self) -> int:
-        """Parameters besides."""
+        """Parameters that are in no block."""
         return 0 if self.params is None else self.params - self.blocks_numel
 
     def build(self) -> nn.Module:
@@ -134,7 +134,7 @@ def _optimizer_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def read_json(path: Path, expected: str = "") -> Any:
-    """What a file of JSON says."""
+    """Return the content of a JSON file. Raises FileError."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

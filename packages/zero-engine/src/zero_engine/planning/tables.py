@@ -38,7 +38,7 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
 
 
 def plan_table(plan: Plan) -> str:
-    """What one rank takes and sends, and each of its units; those that are alike share a line."""
+    """Return memory and traffic of one rank and of each unit; units that are alike share a line."""
     at_rest, before_step = plan.at_rest, plan.memory.before_step
     places = {"total_bytes": "device", "host_bytes": "host", "disk_bytes": "disk"}
     rows = [
@@ -68,13 +68,13 @@ def plan_table(plan: Plan) -> str:
 def line_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, group: Group
 ) -> str:
-    """What `shard` is about to do, for a log: bytes of this rank as planned, and the means. Local.
+    """Return a line for the log: bytes of this rank as planned, backend and kernels. Local.
 
     Args:
-        model: Whole still.
-        optimizer: Of it.
+        model: The model, before it is sharded.
+        optimizer: Its optimizer.
         config: As for `shard`.
-        group: The ranks.
+        group: The ranks that shard it.
     """
     try:
         planned = plan(  # parameters with ranks of their own as if all ranks had them
@@ -117,7 +117,7 @@ def _line(plan: Plan) -> str:
 
 
 def options_table(options: Sequence[Option], room: Room) -> str:
-    """All options, a line each, and which one to take."""
+    """Return a table of all options, a line each, and which one to take."""
     rows = [
         [
             option.name,
@@ -134,7 +134,7 @@ def options_table(options: Sequence[Option], room: Room) -> str:
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:
-    """In words: the cheapest that fits, or what comes nearest; and what smaller devices take."""
+    """Name the cheapest option that fits, or the nearest; and those for smaller devices."""
     lines, chosen = [], recommend(options)
     if room.device is not None or room.host is not None or room.disk is not None:
         if chosen is None:
@@ -175,7 +175,7 @@ _SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # of devices,
 
 
 def _smallest(options: Sequence[Option], room: Room) -> str:
-    """Of each option that asks for a smaller device than those before it: which one that is."""
+    """Name each option that fits in a smaller device than those before it, and that device."""
     said, smallest = [], None
     for option in options:
         needed = option.device_bytes

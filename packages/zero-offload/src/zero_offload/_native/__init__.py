@@ -33,11 +33,11 @@ class Kernels:
 
     @property
     def isas(self) -> list[str]:
-        """All that this processor and build have, the best last."""
+        """Return the instruction sets that this processor and build have, the best last."""
         return [name for name, number in ISAS.items() if self.library.zero_has(number)]
 
     def with_isa(self, isa: str) -> Kernels:
-        """The same with another instruction set.
+        """Return the same library with another instruction set.
 
         Raises:
             NativeUnavailableError: This processor or build has none of that name.
@@ -56,15 +56,15 @@ def _missing_cuda() -> str:
 
 @frozen
 class NativeStatus:
-    """Which kernels step tensors on the CPU, and why not the others.
+    """Kernels that step tensors on the CPU, and the reasons why others do not.
 
     Attributes:
         isa: The instruction set in use: "avx512", "avx2", "vector" or "scalar"; empty without
             compiled kernels, when plain torch does the work.
         reason: Why there are no compiled kernels; empty if there are.
-        others: For each instruction set that is not in use, why.
+        others: The reason, for each instruction set that is not in use.
         cuda_reason: Why there is no library for FusedAdam; empty if there is.
-        stale: That the library is older than its sources, and the remedy; empty if it is not.
+        stale: Text that the library is older than its sources, with the remedy; empty if it is not.
     """
 
     isa: str
@@ -75,7 +75,7 @@ class NativeStatus:
 
     @property
     def loaded(self) -> bool:
-        """Whether compiled kernels are in use."""
+        """Return whether compiled kernels are in use."""
         return bool(self.isa)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class NativeStatus:
 
 
 def native_status() -> NativeStatus:
-    """Which kernels run and why not the others. Local; loads the library if nothing did before.
+    """Return which kernels run and why others do not. Local; loads the library at the first call.
 
     Raises:
         NativeUnavailableError: ZERO_OFFLOAD_NATIVE=require, and there are none.
@@ -99,7 +99,7 @@ def native_status() -> NativeStatus:
 
 
 def kernels() -> Kernels | None:
-    """The kernels in use, loaded at the first call; None where plain torch does the work.
+    """Return the kernels in use, loaded at the first call; None where plain torch does the work.
 
     Raises:
         NativeUnavailableError: ZERO_OFFLOAD_NATIVE=require, and there are none.

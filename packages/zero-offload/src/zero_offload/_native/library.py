@@ -31,7 +31,7 @@ TENSOR: Final = np.dtype(
 
 
 class Formula(IntEnum):
-    """What a kernel computes."""
+    """Optimizer whose update a kernel computes."""
 
     ADAM = 0
     ADAGRAD = 1
@@ -42,12 +42,12 @@ class Rule(ctypes.Structure):
     """`zero_rule`: the numbers of one step, computed in double as torch does, and fp32 here.
 
     Attributes:
-        factor: What gradients are multiplied by first: unscaling and clipping.
+        factor: Factor that gradients are multiplied by first: unscaling and clipping.
         weight_decay: Added to the gradient times the parameter, unless decoupled.
-        shrink: What the parameter is multiplied by, if decoupled.
-        unbias: Adam's 1 / sqrt(1 - beta2^t), what the root of the second moment is multiplied by.
-        rate: Minus the step size, Adam's bias correction in it.
-        stochastic: Whether to round so; by `seed`, another one for each step.
+        shrink: Factor that the parameter is multiplied by, if decoupled.
+        unbias: Adam's 1 / sqrt(1 - beta2^t), a factor of the root of the second moment.
+        rate: Minus the step size, with Adam's bias correction.
+        stochastic: Whether to round stochastically, by `seed`, which differs for each step.
     """
 
     _fields_ = (
@@ -75,7 +75,7 @@ class Rule(ctypes.Structure):
 
 
 class Transfer(ctypes.Structure):
-    """`zero_transfer`."""
+    """`zero_transfer`: one read or write of a file, for the functions of disk I/O."""
 
     _fields_ = (
         *(("fd", c_int32), ("writes", c_int32), ("memory", c_void_p)),
@@ -111,7 +111,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def with_io(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The same; its functions for disk I/O have their types."""
+    """Give a library's functions for disk I/O their types, and return the library."""
     library.zero_ring_open.argtypes = (c_int32, POINTER(c_void_p))
     library.zero_ring_close.argtypes = (c_void_p,)
     library.zero_ring_close.restype = None
@@ -123,7 +123,9 @@ def with_io(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def open_cuda_library(path: Path) -> ctypes.CDLL:
-    """The same of the optional one: a launch that fails raises OffloadError.
+    """Load the optional library for CUDA and give its functions their types.
+
+    A launch that fails raises OffloadError.
 
     Raises:
         NativeUnavailableError: It was not built, or is of another version.

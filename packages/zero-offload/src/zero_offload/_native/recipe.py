@@ -37,7 +37,7 @@ ON_X86 = {
 
 
 class CompileError(Exception):
-    """There is no compiler, or it refused; the text says which command and what it wrote."""
+    """No compiler was found, or it failed; the text has the command and its output."""
 
 
 def is_current(csrc: Path, out_dir: Path) -> bool:
@@ -117,7 +117,10 @@ def find_nvcc(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def _appearing(library: Path) -> Iterator[Path]:
-    """Where to write it. Loaded by others at any moment, it appears whole, or not at all."""
+    """Yield a temporary path to write a library to, and rename the file to `library` at the end.
+
+    Other processes may load the library at any moment: they never find an incomplete file.
+    """
     unfinished = library.with_name(f".{library.name}.{os.getpid()}")
     try:
         yield unfinished
@@ -144,7 +147,7 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
 
 
 def _run_all(commands: Iterable[list[str]]) -> list[str]:
-    """Run them side by side; what each wrote. Raises for the first that fails."""
+    """Run commands side by side and return their outputs. Raises for the first that fails."""
     running = []
     for command in commands:
         try:

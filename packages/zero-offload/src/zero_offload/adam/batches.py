@@ -64,7 +64,7 @@ class Batch:
 
 @frozen(kw_only=True)
 class StatePolicy:
-    """Which tensors an optimizer keeps beside its parameters: arguments of `CPUAdam`."""
+    """Settings of the state tensors of an optimizer, as the arguments of `CPUAdam` have them."""
 
     masters: bool = True
     state_dtype: torch.dtype | None = torch.float32
@@ -86,7 +86,7 @@ class StatePolicy:
         return (mixed ^ (mixed >> 31)) & 0xFFFFFFFF
 
     def dtype_of(self, name: str, param: Tensor) -> torch.dtype:
-        """Of an entry that has an element for each of the parameter's."""
+        """Return the dtype of a state entry that has one element per element of the parameter."""
         return torch.float32 if name == MASTER else self.state_dtype or param.dtype
 
     def prepare(
@@ -97,10 +97,11 @@ class StatePolicy:
         start: float,
         room: Mapping[str, Tensor],
     ) -> None:
-        """Complete the state of a parameter, and bring what is there into dtype and memory order.
+        """Complete the state of a parameter, and convert entries to their dtype and memory order.
 
-        What is missing of the moments, `names`, is filled: the first with `start`, others with 0.
-        It lies in the memory that `room` has for it, or else in memory of its own.
+        Moments, those in `names`, that are missing are filled: the first with `start`, others with
+        0. A missing master is copied from the parameter. New entries are in the memory that `room`
+        has for them, or else in memory of their own.
         """
         step = entries.get("step", 0.0)
         if not torch.is_tensor(step) or step.dtype is not torch.float32 or not step.is_cpu:
@@ -127,10 +128,10 @@ class StatePolicy:
             start = 0.0
 
     def shaped(self, name: str, tensor: Tensor, param: Tensor) -> Tensor:
-        """The same values as the kernels take them.
+        """Return a state tensor's values as the kernels take them: dtype, device and memory order.
 
         Raises:
-            UnsupportedTensorError: It has not one element for each of the parameter's.
+            UnsupportedTensorError: The numbers of elements of tensor and parameter differ.
         """
         if tensor.numel() != param.numel():
             raise UnsupportedTensorError(
@@ -165,7 +166,7 @@ class StatePolicy:
 @final
 @define(eq=False)
 class Plan:
-    """Batches, and what else a step does to parameters."""
+    """Batches of a step, with the step counts and copies of parameters that it needs besides."""
 
     amsgrad: list[Any] = field(factory=list, init=False)  # what each group said of it
     batches: dict[Any, Batch] = field(factory=dict, init=False)  # by what their tensors share
@@ -218,18 +219,18 @@ class Plan:
         batch.indices.append(index)
 
     def keep(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Prepare this plan of a whole step to be renewed, and let gradients go before it does.
+        """Record what `renew` compares, and drop the gradients until the next step.
 
         Args:
-            params: All that had a gradient, in order.
-            state: The optimizer's.
+            params: All parameters that had a gradient, in order.
+            state: The optimizer's state.
         """
         for batch in self.batches.values():
             batch.tensors["grad"] = []
         self._look = self._look or self._look_at(params, state)
 
     def renew(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether this plan, made earlier, serves for the next step as well; for arguments: `keep`.
+        """Return whether this plan can be used for the next step, too; see `keep` for arguments.
 
         If so, its gradients and step counts are the new ones. Lists are compared as wholes: with
         thousands of small tensors, planning anew would take longer than stepping them.
@@ -246,7 +247,7 @@ class Plan:
     def _look_at(
         self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]
     ) -> list[list[Any]]:
-        """What a plan depends on: which tensors there are, where they lie, what they are like."""
+        """Return what a plan depends on: the tensors' identities, addresses, dtypes and layouts."""
         values = chain.from_iterable(map(dict.values, map(state.__getitem__, params)))
         tensors = [*params, *map(_GRAD, params)]
         look: list[list[Any]] = [
@@ -265,7 +266,7 @@ _FORMS: Final = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 
 
 def checked_grad(param: Tensor) -> Tensor:
-    """Contiguous.
+    """Return the gradient of a parameter, checked and made contiguous.
 
     Raises:
         UnsupportedTensorError: It has the wrong device, dtype, layout or number of elements.

@@ -54,17 +54,17 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether 16-bit parameters have fp32 masters in the state, as "master"."""
+        """Return whether 16-bit parameters have fp32 masters in the state, as "master"."""
         return self._policy.masters
 
     @property
     def state_dtype(self) -> torch.dtype | None:
-        """Of the state's tensors; each parameter's own when None."""
+        """Return the dtype of moments; None for each parameter's own."""
         return self._policy.state_dtype
 
     @abstractmethod
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
-        """The numbers of a group's step; `factor` and `seed` are left out."""
+        """Return the numbers of a group's step, without `factor` and `seed`."""
 
     # ---- Stepping ----
 
@@ -153,9 +153,9 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     # ---- State ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; parameters must be dense CPU tensors of fp32, bf16 or fp16.
+        """Add a param group, as torch does, of dense CPU tensors of fp32, bf16 or fp16.
 
-        Those on meta can be planned with, and not stepped.
+        Parameters on meta can be planned with, but not stepped.
 
         Raises:
             UnsupportedTensorError: One is not; the group is not added.
@@ -195,7 +195,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what no state dict and no copy carries."""
+        """Set the attributes that no state dict and no copy has to their initial values."""
         self._kernels = _native.kernels()
         self._team = Team()
         self.rooms: Mapping[Tensor, Mapping[str, Tensor]] = {}  # for state to be made, by parameter
@@ -203,7 +203,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
 
 class Kept(TypedDict, total=False):
-    """Arguments that all take: what is kept beside the parameters. `CPUAdam` describes them."""
+    """Arguments of every CPU optimizer for its state; `CPUAdam` describes them."""
 
     masters: bool
     state_dtype: torch.dtype | None
@@ -394,7 +394,7 @@ def load_by_torch(
     """Have torch load a state dict; returns the saved state of each parameter, as it was.
 
     Args:
-        optimizer: Whose hooks may replace the state dict before.
+        optimizer: The optimizer; its hooks may replace the state dict before.
         load: Calls torch's own method.
         with_state: False has torch load param groups only.
     """

@@ -178,7 +178,7 @@ class PieceTable:
 
     @classmethod
     def of(cls, works: list[Tensors], piece_numel: int) -> PieceTable:
-        """Made where the tensors are; copied there once."""
+        """Return the table of these tensors, in memory of their device."""
         addresses = addresses_of(works)
         pieces = np.concatenate([pieces_of(tensors, piece_numel) for tensors in works])
         array = np.zeros(len(pieces) + 1, TENSOR)  # one more: torch wants some memory
@@ -207,9 +207,9 @@ class PieceTable:
             library: That of the device.
             rule: Its rate is minus the learning rate, unless there is `lr`.
             lr: One float32 in memory of the device, as `divisor` and `found_inf` are.
-            divisor: What gradients are divided by.
-            found_inf: Nothing is done unless it is 0.
-            stream: Its address.
+            divisor: The number that gradients are divided by.
+            found_inf: The step is skipped unless it is 0.
+            stream: The stream's address.
         """
         end = (_address_of(found_inf), stream)
         library.zero_cuda_advance(self.steps.data_ptr(), len(self.steps), *end)
@@ -224,7 +224,7 @@ class PieceTable:
 
 
 def addresses_of(works: list[Tensors]) -> list[list[int]]:
-    """Where the tensors of each parameter begin; 0 for None."""
+    """Return the addresses of the tensors of each parameter; 0 for None."""
     return [[_address_of(tensor) for tensor in tensors] for tensors in works]
 
 

@@ -37,7 +37,7 @@ CHUNK_NUMEL: Final = 2**18  # sums are per chunk, so that they do not depend on 
 @final
 @define(eq=False)
 class Team:
-    """As many threads as torch uses, the caller among them; made when first needed."""
+    """Threads for native calls, as many as torch uses, the caller included; made when needed."""
 
     _pool: ThreadPoolExecutor | None = field(default=None, init=False)
     _key: tuple[int, int] = field(default=(0, 0), init=False)  # process and threads of `_pool`
@@ -54,9 +54,9 @@ class Team:
     def divide(
         self, count: int, num_parts: int, work: Callable[[int, int], None], *, multiple: int = 1
     ) -> None:
-        """The same in as many parts as asked for, cut at multiples.
+        """Call `work(start, stop)` on `num_parts` parts of [0, count), cut at multiples. Blocking.
 
-        A thread that is done takes the next part: one that others slow down is not waited for long.
+        A thread that is done takes the next part, so that a slow thread is not waited for long.
         """
         num_threads = min(torch.get_num_threads(), num_parts)
         if num_threads <= 1:
@@ -98,7 +98,7 @@ def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels | None, team: Team)
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, team: Team) -> float:
-    """The norm of all gradients as one vector; inf or nan where torch's is. Local, blocking."""
+    """Return the norm of all gradients as one vector; inf or nan as torch's. Local, blocking."""
     if norm_type == 2.0:
         return math.sqrt(math.fsum(_sum_of_squares(grad, team) for grad in grads))
     norms = [float(torch.linalg.vector_norm(grad.float(), norm_type)) for grad in grads]
@@ -108,7 +108,10 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, team: Team) -> float:
 
 
 def _sum_of_squares(grad: Tensor, team: Team) -> float:
-    """Of kernels the same whoever shares the work; of plain torch maybe other in the last bits."""
+    """Return the sum of squares of a gradient; inf or nan where torch's norm is.
+
+    Kernels give the same bits for any number of threads; plain torch may differ in the last bits.
+    """
     if grad.is_cpu and grad.dtype in DTYPES and grad.is_contiguous():
         found = _sum_of_finite(grad, team)
         if found is not None:
@@ -120,7 +123,7 @@ def _sum_of_squares(grad: Tensor, team: Team) -> float:
 
 
 def _sum_of_finite(grad: Tensor, team: Team) -> float | None:
-    """In double; None if inf or nan is among them."""
+    """Return the sum of squares, in double; None if an element is inf or nan."""
     kernels = _native.kernels()
     cuts = range(0, grad.numel(), CHUNK_NUMEL)
     if kernels is None:

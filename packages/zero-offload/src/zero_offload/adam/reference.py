@@ -81,19 +81,19 @@ def _gradient(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float, rest: float) -> Tensor:
-    """From start to end by weight, as torch's lerp: from the nearer end."""
+    """Interpolate from start to end by weight, as torch's lerp does: from the nearer end."""
     way = end - start
     return start + way * weight if weight < 0.5 else end - way * rest
 
 
 def _root(square: Tensor) -> Tensor:
-    """Correctly rounded, which torch's own is not on every processor."""
+    """Return the square root, correctly rounded, which torch's is not on every processor."""
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(np.sqrt(square.numpy()))
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tensor:
-    """To nearest even, or stochastically where the rule says so."""
+    """Round to nearest even, or stochastically to bf16 where the rule says so."""
     if not rule.stochastic or dtype != torch.bfloat16:
         return value.to(dtype)
     noise = torch.arange(index, index + value.numel(), device=value.device) & MASK

@@ -1,4 +1,4 @@
-"""A store on disk: one file per key, in a folder that is gone when the job is."""
+"""A store on disk: one file per key, in a folder that is removed when the job ends."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]  # one operation, and wh
 @final
 @define(eq=False)
 class DiskStore(AbstractStore):
-    """Keeps values in files of a private folder below `parent`, which is removed by `close`.
+    """Values in files of a private folder below `parent`, which is removed by `close`.
 
-    Also removed at exit; and what a killed job left is removed by the next store in that place.
-    Tensors are on the CPU. Memory of a `HostArena` is read and written in place; any other goes
-    through blocks of aligned memory, which costs a copy and up to `block_bytes * queue_depth *
-    num_workers` of memory. `status` says what is in use and why not
-    more. Values do not survive the job.
+    The folder is also removed at exit; that of a killed job is removed by the next store in the
+    same `parent`. Values do not survive the job. Tensors are on the CPU. Memory of a `HostArena` is
+    read and written in place; any other goes through blocks of aligned memory, which costs a copy
+    and up to `block_bytes * queue_depth * num_workers` bytes of memory. `status` tells which
+    features are in use, and why the others are not.
 
     Args:
         parent: An existing folder on the disk to use.
-        settings: How; see `tune`.
+        settings: How bytes are moved; see `tune`.
         system: For tests; see `System`.
 
     Raises:
@@ -96,7 +96,7 @@ class DiskStore(AbstractStore):
 
     @property
     def status(self) -> DiskStatus:
-        """What is in use, and for each thing that is not, why."""
+        """Features in use, and the reason for each that is not."""
         return DiskStatus(
             transport="threads" if self._uring_reason else "io_uring",
             uring_reason=self._uring_reason,
@@ -108,11 +108,14 @@ class DiskStore(AbstractStore):
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """Path of the folder with the files."""
         return self._folder.path
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """As of any store."""
+        """Make files of these sizes; see `AbstractStore.allocate`.
+
+        Blocks while an operation on one of the keys is in progress.
+        """
         needed = sum(align_up(nbytes, self._direct.align_bytes) for nbytes in sizes.values())
         asked = f"{len(sizes)} values need {needed} bytes in {self.folder}"
         with self._state:
@@ -148,24 +151,27 @@ class DiskStore(AbstractStore):
             self._files |= {file.key: file for file in made}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """As of any store; `source` is on the CPU."""
+        """Begin to write `source`, on the CPU, to the file of `key`; see `AbstractStore.write`."""
         return self._submit(key, lambda: self._write(key, source))
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """As of any store; `into` is on the CPU."""
+        """Begin to read the file of `key` into `into`, on the CPU; see `AbstractStore.read`."""
         return self._submit(key, lambda: self._read(key, into))
 
     def delete(self, key: str) -> None:
-        """As of any store. Blocks."""
+        """Delete the file of `key` after earlier operations on it. Blocks."""
         self._submit(key, lambda: self._delete(key)).result()
 
     def sizes(self) -> dict[str, int]:
-        """As of any store."""
+        """Return the bytes of each key's value, allocated or written."""
         with self._state:
             return {key: file.nbytes for key, file in self._files.items()}
 
     def close(self) -> None:
-        """As of any store."""
+        """Wait for operations in progress, and remove the folder. Again: nothing happens.
+
+        In a process that was forked from the one that made the store, nothing happens either.
+        """
         if os.getpid() != self._owner:
             return  # the files, and the threads, are those of the process that forked this one
         with self._state:
@@ -176,7 +182,7 @@ class DiskStore(AbstractStore):
         self._folder.close()
 
     def _submit(self, key: str, run: Callable[[], Any]) -> Future[Any]:
-        """Run it on a worker, after what was asked of this key before."""
+        """Run an operation on a worker, after earlier operations on the same key."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         try:
@@ -190,7 +196,7 @@ class DiskStore(AbstractStore):
         return future
 
     def _serve(self, key: str) -> None:
-        """Do what is asked of one key, in order, until nothing is."""
+        """Run the operations on one key, in order, until none is waiting."""
         while True:
             with self._state:
                 queue = self._waiting[key]
@@ -284,5 +290,5 @@ class DiskStore(AbstractStore):
 
 
 def _spelled(key: str) -> str:
-    """A hint of the key in a file's name."""
+    """Return a form of the key that may be part of a file's name."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in key)[:60]

@@ -1,4 +1,4 @@
-"""One file of a store on disk: made with all its room, and known again when it is opened."""
+"""One file of a store on disk: allocated at full size, checked for changes when it is opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Checksummer:
     update: Callable[[int, int, int], int]  # (value so far, address, bytes) -> value
 
     def of(self, tensor: Tensor) -> int:
-        """Over the bytes of a contiguous CPU tensor."""
+        """Return the checksum of the bytes of a contiguous CPU tensor."""
         value, address = 0, tensor.data_ptr()
         for start in range(0, tensor.nbytes, _BLOCK_BYTES):
             size = min(_BLOCK_BYTES, tensor.nbytes - start)
@@ -63,7 +63,7 @@ _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 @define(eq=False)
 class SwapFile:
-    """The file of one key, and what its value is known by."""
+    """The file of one key, with the form and the checksum of its value."""
 
     key: str
     path: str
@@ -75,7 +75,7 @@ class SwapFile:
     _known: os.stat_result = field(init=False)  # as we left it
 
     def make(self, room: int) -> None:
-        """With all its room, or not at all.
+        """Create the file with `room` bytes allocated, or not at all.
 
         Raises:
             StoreError: The system refuses.
@@ -100,14 +100,17 @@ class SwapFile:
 
     @contextlib.contextmanager
     def opened(self, verb: str, flag: int) -> Iterator[int]:
-        """The file, if it is as we left it. O_NOFOLLOW: nor is a link put in its place.
+        """Open the file, check that it is as we left it, and yield its descriptor.
+
+        O_NOFOLLOW: a link that was put in its place is not followed.
 
         Args:
-            verb: What it is opened for, in messages.
-            flag: Added to those of open.
+            verb: The operation that it is opened for, in messages.
+            flag: Further flags of open.
 
         Raises:
-            StoreError: It was changed, or the system refuses, now or within.
+            StoreError: The file was changed, or the system refuses to open it or an operation
+                within the context.
         """
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flag
         with self._reported(verb):
@@ -128,11 +131,11 @@ class SwapFile:
                 self.system.close(fd)
 
     def stamp(self, fd: int) -> None:
-        """Know it from now on as it is."""
+        """Record the status of the file, which `opened` compares with the one it finds."""
         self._known = self.system.fstat(fd)
 
     def delete(self) -> None:
-        """It may be gone already.
+        """Delete the file; it may be gone already.
 
         Raises:
             StoreError: The system refuses.
@@ -141,7 +144,7 @@ class SwapFile:
             self.system.unlink(self.path)
 
     def changed(self, how: str) -> StoreError:
-        """What to raise where somebody else has written to it."""
+        """Return the error to raise where somebody else has changed the file."""
         return StoreError(
             f"{self.path}, which holds {self.key!r} ({self.nbytes} bytes), was changed behind our "
             f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
@@ -153,7 +156,7 @@ class SwapFile:
 
     @contextlib.contextmanager
     def _reported(self, verb: str) -> Iterator[None]:
-        """What the system refuses is said with the key, the path and the bytes."""
+        """Raise a StoreError, with the key, the path and the bytes, for an OSError."""
         try:
             yield
         except StoreError:
@@ -170,7 +173,7 @@ class SwapFile:
 
 
 def with_remedy(error: OSError) -> str:
-    """What the system says, and what to do where that is known."""
+    """Return the message of a system error, with its remedy where one is known."""
     remedy = REMEDIES.get(error.errno or 0, "")
     text = error.strerror or str(error)
     return f"{text}; {remedy}" if remedy else text

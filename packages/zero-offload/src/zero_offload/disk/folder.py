@@ -1,4 +1,4 @@
-"""A folder of this job alone, locked while it lives, so that what a killed job left is removed."""
+"""A private folder of one job, locked while the job lives; those of killed jobs are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_offload.errors import StoreError
 
 @frozen
 class System:
-    """A test puts a failing call in place of one of these; nobody else needs another value."""
+    """System calls of this package, of which a test replaces one by a call that fails."""
 
     open: Callable[[str, int, int], int] = os.open
     close: Callable[[int], None] = os.close
@@ -122,7 +122,7 @@ class JobFolder:
 def remove_leftovers(parent: Path, system: System) -> None:
     """Remove folders in `parent` whose jobs are dead, of this user only.
 
-    A folder whose job lives, or of which that cannot be told, is not touched.
+    A folder is not touched if its job is alive, or if that is unknown.
     """
     for lock_path in sorted(parent.glob(f"{_PREFIX}*.lock")):
         try:

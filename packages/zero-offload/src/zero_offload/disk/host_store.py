@@ -19,12 +19,12 @@ from .store import AbstractStore, check_form, flat_bytes, form_of
 @final
 @define(eq=False)
 class HostStore(AbstractStore):
-    """Keeps values in an arena's memory. Copies before it returns, so every future is done.
+    """Values in memory of an arena. Calls return after the copy, so every future is done.
 
     Sources and destinations may be on any device.
 
     Args:
-        arena: Whose memory it is; counted there under `host store: KEY`.
+        arena: Allocates the memory, which it counts under `host store: KEY`.
     """
 
     arena: HostArena = field(factory=HostArena)
@@ -34,7 +34,7 @@ class HostStore(AbstractStore):
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """As of any store."""
+        """Allocate memory of these sizes; see `AbstractStore.allocate`."""
         with self._lock:
             self._check_open()
             for key in sizes:
@@ -43,15 +43,15 @@ class HostStore(AbstractStore):
             self._values |= {key: self._room(key, nbytes) for key, nbytes in sizes.items()}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """As of any store."""
+        """Copy `source` to the value of `key`; see `AbstractStore.write`."""
         return self._copy(key, source, writes=True)
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """As of any store."""
+        """Copy the value of `key` into `into`; see `AbstractStore.read`."""
         return self._copy(key, into, writes=False)
 
     def delete(self, key: str) -> None:
-        """As of any store."""
+        """Delete a key and release its memory."""
         with self._lock:
             self._check_open()
             if key not in self._values:
@@ -60,12 +60,12 @@ class HostStore(AbstractStore):
             self._forms.pop(key, None)
 
     def sizes(self) -> dict[str, int]:
-        """As of any store."""
+        """Return the bytes of each key's value, allocated or written."""
         with self._lock:
             return {key: memory.nbytes for key, memory in self._values.items()}
 
     def close(self) -> None:
-        """As of any store."""
+        """Release all values. Again: nothing happens."""
         with self._lock:
             self._values.clear()
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""How a disk is used: a value to choose, and a value that says what came of it."""
+"""Settings of a store on disk, and the status that tells which of them it uses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _whole_pages(_: object, attribute: object, block_bytes: int) -> None:
 
 @frozen(kw_only=True)
 class DiskSettings:
-    """How a `DiskStore` moves bytes. `tune(path)` finds good ones for a device.
+    """Settings of how a `DiskStore` moves bytes. `tune(path)` finds good ones for a device.
 
     Args:
-        block_bytes: Of one request to the device; a multiple of 4096.
+        block_bytes: Bytes of one request to the device; a multiple of 4096.
         queue_depth: Requests in flight for one value that is read or written.
         num_workers: Values read or written at the same time.
-        uses_uring: io_uring where it can be had; else threads with pread and pwrite.
-        is_direct: O_DIRECT where the file system has it: no copy in the page cache.
+        uses_uring: Use io_uring where it is available; else threads with pread and pwrite.
+        is_direct: Use O_DIRECT where the file system has it: no copy in the page cache.
         has_checksums: Record a checksum of what is written, and compare it with what is read.
     """
 
@@ -38,12 +38,12 @@ class DiskSettings:
 
 @frozen(kw_only=True)
 class DiskStatus:
-    """What a `DiskStore` does, and for each thing it does not do, why. An empty reason: it does.
+    """Features that a `DiskStore` uses, and why not the others; the reason of one in use is empty.
 
     Attributes:
         transport: "io_uring" or "threads".
         uring_reason: Why not io_uring.
-        direct_bytes: What O_DIRECT transfers are aligned to; 1 through the page cache.
+        direct_bytes: Alignment of O_DIRECT transfers; 1 through the page cache.
         direct_reason: Why not O_DIRECT.
         lock_reason: Why a later job cannot tell that this one is dead, and leaves its files alone.
         checksum: "crc32c" (native), "crc32" (zlib) or "".

@@ -1,4 +1,4 @@
-"""Where tensors rest outside the device, and what all such stores ask of tensors."""
+"""Stores of tensors outside the device, and the checks of tensors that all of them make."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from zero_offload.errors import StoreError
 class AbstractStore(ABC):
     """Tensors by key. Local; safe to use from several threads.
 
-    Operations on one key happen in the order in which they were asked for; those on different keys
-    in any. A future's `result()` waits and raises what went wrong. Memory handed in is borrowed
-    until then: a source must not change, an `into` not be read or changed.
+    Operations on one key are done in the order of the calls; those on different keys in any order.
+    A future's `result()` waits for its operation, and raises the error if that failed. Until then a
+    source must not be changed, and an `into` neither read nor changed.
     """
 
     @abstractmethod
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take the room for values of so many bytes now, so that a lack of it shows at the start.
+        """Allocate values of these sizes in bytes, so that a lack of room shows at the start.
 
-        Optional: `write` takes it where it was not. All of it is taken, or none.
+        Optional: `write` allocates a value that is not. All values are allocated, or none.
 
         Raises:
             StoreError: A key is there already, or the disk has not enough room.
@@ -34,7 +34,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """Keep a copy of `source` under `key`, in place of an earlier value.
+        """Begin to copy `source` to the value of `key`, which replaces an earlier one.
 
         Args:
             key: Any text but "".
@@ -43,7 +43,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """Copy the value of `key` into `into`, which the future gives back.
+        """Begin to copy the value of `key` into `into`, which the future returns.
 
         Args:
             key: Written before; the future raises StoreError if it was not.
@@ -53,7 +53,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Forget a key and release its room, after what was asked of it before is done."""
+        """Delete a key and release its room, after earlier operations on it are done."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, and release everything. Again: nothing happens."""
+        """Wait for operations in progress, and release everything. Again: nothing happens."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,15 +71,15 @@ class AbstractStore(ABC):
 
 
 def form_of(tensor: Tensor) -> str:
-    """What a value must be read back as."""
+    """Return the numel and dtype of a tensor as text, which a value must be read back with."""
     return f"{tensor.numel()} elements of {tensor.dtype}"
 
 
 def flat_bytes(key: str, tensor: Tensor) -> Tensor:
-    """The same memory, 1-D, as bytes.
+    """Return a view of a tensor as bytes, 1-D.
 
     Raises:
-        StoreError: The key is empty; or it is not contiguous, or has no plain memory.
+        StoreError: The key is empty; or the tensor is not contiguous, or has no plain memory.
     """
     if not key:
         raise StoreError("a key must not be empty")
@@ -93,7 +93,7 @@ def flat_bytes(key: str, tensor: Tensor) -> Tensor:
 
 
 def check_form(key: str, wanted: str, into: Tensor, path: str = "") -> None:
-    """Raises StoreError unless `into` is what was written."""
+    """Raise StoreError unless `into` has the numel and dtype that were written."""
     if form_of(into) != wanted:
         raise StoreError(
             f"{key!r} holds {wanted}, and is to be read into {form_of(into)}; pass a tensor of "

@@ -46,8 +46,8 @@ class AbstractTransport(ABC):
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """Move all of `memory`, flat bytes, from or to the beginning of an open file.
 
-        Blocks, without the GIL where it matters. The memory is borrowed until then. An odd end is
-        written padded with zeros to what O_DIRECT asks for, and read so.
+        Blocks, without the GIL where it matters; nobody may use the memory until it returns. An
+        end that is no multiple of O_DIRECT's unit is padded to one: with zeros when it is written.
 
         Returns:
             The bytes moved: fewer where the file ends early.
@@ -58,11 +58,11 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way and let go of everything."""
+        """Wait for transfers in progress and release all resources."""
 
 
 def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[Block]:
-    """Whole blocks of aligned memory in place; an odd end, or any other memory, bounced.
+    """Yield blocks: aligned memory in place; an unaligned end, or any other memory, bounced.
 
     `zero_io.cpp` cuts by the same rule.
     """
@@ -93,7 +93,7 @@ def aligned_memory(nbytes: int, align: int) -> memoryview:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where it starts."""
+    """Return the address of the first byte."""
     return np.frombuffer(memory, dtype=np.uint8).ctypes.data
 
 
@@ -115,7 +115,7 @@ class ThreadTransport(AbstractTransport):
             self._bounces.put(aligned_memory(self.settings.block_bytes, self.align))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """As of any transport."""
+        """Move `memory` block by block in the threads; see `AbstractTransport.move`."""
         blocks = list(plan_blocks(memory, self.settings.block_bytes, self.align))
         view = memoryview(cast("Any", memory.numpy()))
         rest = iter(blocks)  # gives out each block once
@@ -128,7 +128,7 @@ class ThreadTransport(AbstractTransport):
         return sum(part.result() for part in parts)
 
     def close(self) -> None:
-        """As of any transport."""
+        """Wait for transfers in progress and end the threads."""
         self._pool.shutdown()
 
     def _serve(self, fd: int, memory: memoryview, rest: Iterator[Block], writes: bool) -> int:
@@ -157,7 +157,7 @@ class ThreadTransport(AbstractTransport):
             self._bounces.put(bounce)
 
     def _complete(self, fd: int, memory: memoryview, block: Block, writes: bool) -> int:
-        """Move all of `memory`, however little a call moves; stops early at the file's end only."""
+        """Repeat calls until all of `memory` is moved; stop early at the file's end only."""
         call = self.system.pwritev if writes else self.system.preadv
         done = retries = stalls = 0
         while done < len(memory):
@@ -197,7 +197,7 @@ class Direct:
 
     @property
     def flag(self) -> int:
-        """What to add to the flags of open."""
+        """Flags to add to those of open: O_DIRECT, or 0."""
         return os.O_DIRECT if self.align_bytes > 1 else 0
 
 
@@ -235,7 +235,7 @@ def probe_direct(folder: Path, system: System) -> Direct:
 def choose_transport(
     settings: DiskSettings, align: int, system: System
 ) -> tuple[AbstractTransport, str]:
-    """io_uring if it is asked for, compiled and allowed; else threads, and why."""
+    """Return io_uring if it is asked for, compiled and allowed; else threads, and the reason."""
     found, reason = kernels(), native_status().reason
     if not settings.uses_uring:
         reason = "uses_uring is False"
@@ -250,7 +250,9 @@ def choose_transport(
 @final
 @define(eq=False)
 class RingTransport(AbstractTransport):
-    """One ring a worker; a transfer has one to itself, and the C loop runs without the GIL.
+    """Transfers by io_uring, with one ring per worker, of which each transfer uses one alone.
+
+    The loop is in C and runs without the GIL.
 
     Raises:
         OSError: The system has no io_uring, or forbids it.
@@ -274,7 +276,7 @@ class RingTransport(AbstractTransport):
             self._rings.put((handle, aligned_memory(nbytes, self.align)))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """As of any transport."""
+        """Move `memory` through a ring that is free; see `AbstractTransport.move`."""
         ring, bounce = self._rings.get()
         try:
             request = Transfer(
@@ -295,7 +297,7 @@ class RingTransport(AbstractTransport):
         return moved
 
     def close(self) -> None:
-        """As of any transport."""
+        """Close the rings, of which no transfer may use one any more. Again: nothing happens."""
         self._finalizer()
 
 

@@ -34,17 +34,17 @@ class _Candidate:
 
     @property
     def pair_s(self) -> float:
-        """To write and read once: what a swap costs."""
+        """Median seconds to write and read once: the cost of a swap."""
         return statistics.median(self.write_s) + statistics.median(self.read_s)
 
 
 def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
     """Measure ways of using the disk under `path`, print them, and return the best.
 
-    Writes and reads one file of up to 256 MiB in a private folder there, which is removed; holds
+    Writes and reads one file of up to 256 MiB in a private folder there, which is removed; needs
     as much host memory. The best has the least time to write and read once. Block size, queue depth
     and io_uring or threads are tried, in turns, so that a disturbance hits all alike; each at least
-    once, also where that takes longer. Blocks.
+    once, also where that takes longer than `seconds`. Blocks.
 
     Args:
         path: An existing folder on the disk to use.

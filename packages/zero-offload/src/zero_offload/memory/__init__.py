@@ -1,1 +1,1 @@
-"""memory."""
+"""Host memory: arenas that count and pin it, and copies between it and devices."""

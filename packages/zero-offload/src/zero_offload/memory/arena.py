@@ -67,15 +67,15 @@ class HostArena:
     def allocate(
         self, numel: int, *, dtype: torch.dtype = torch.uint8, name: str | None = None
     ) -> Tensor:
-        """Memory for `numel` elements: 1-D, zero, on the CPU. Local; blocks while it is touched.
+        """Allocate `numel` elements: 1-D, zero, on the CPU. Local; blocks while they are touched.
 
         Args:
-            numel: 0 gives an empty tensor, which holds nothing.
-            dtype: Of the elements.
-            name: Who holds it, if not the arena's name.
+            numel: Number of elements; 0 gives an empty tensor without memory.
+            dtype: Dtype of the elements.
+            name: Name that the bytes are counted for, if not the arena's.
 
         Raises:
-            BudgetError: The budget or the machine does not have it; with who holds what.
+            BudgetError: The budget or the machine has too little; it lists the bytes by name.
         """
         if numel < 0:
             raise ValueError(f"numel must be 0 or more, got {numel}")
@@ -125,7 +125,7 @@ class HostArena:
 
 
 def _register(address: int, nbytes: int) -> str:
-    """Page-lock memory with CUDA; why it is not, or an empty string."""
+    """Page-lock memory with CUDA. Returns why that failed, or an empty string."""
     cudart: Any = torch.cuda.cudart()
     status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(status) == 0:
@@ -137,7 +137,7 @@ def _register(address: int, nbytes: int) -> str:
 
 
 def _map(nbytes: int, holder: str) -> tuple[int, str]:
-    """Anonymous memory with every page touched, and why it is not spread over nodes."""
+    """Map and touch anonymous memory; return its address, and why it is not spread over nodes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc.mmap(None, nbytes, protection, kind, -1, 0)

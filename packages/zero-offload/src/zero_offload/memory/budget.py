@@ -58,7 +58,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
 def _upwards(
     mount: Path, group: str, limit: str, usage: str, droppable: str
 ) -> Iterator[AvailableMemory]:
-    """Of a group and those around it; within a container the mount is the group itself."""
+    """Yield what a group and those around it leave; in a container the mount is the group."""
     folder = mount / group.strip("/")
     for each in (folder, *folder.parents):
         most, taken = _number(each / limit), _number(each / usage)
@@ -168,7 +168,7 @@ PROCESS_BUDGET: Final = HostBudget()
 def set_host_budget(limit_bytes: int | None) -> None:
     """Limit what all arenas of this process may hold together, in bytes; None: what there is.
 
-    What is held already stays, even if it is more.
+    Memory that is allocated already stays so, even if it is more.
     """
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) -> Any:
-    """Begin to copy between the host and a device; the event of its end.
+    """Begin a copy between the host and a device, and return the event of its end.
 
     Args:
-        source: What the current stream has written.
-        into: What the current stream has used before; nobody may until the event.
-        streams: For such copies, by device; made at first use.
+        source: Tensor that the current stream has written.
+        into: Tensor that the current stream may have used before; nobody may until the event.
+        streams: Streams for such copies, by device; made at first use.
     """
     device = source.device if into.is_cpu else into.device
     if device not in streams:

@@ -13,7 +13,7 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 
 
 def nodes_of_process(root: Path = Path("/")) -> list[int]:
-    """The nodes with a core that this process may run on, in order; none where nothing is told."""
+    """Return nodes with a core that this process may run on, in order; none if nothing is known."""
     cores = os.sched_getaffinity(0)
     return sorted(
         int(folder.name.removeprefix("node"))
@@ -55,7 +55,7 @@ def interleave(address: int, nbytes: int, nodes: list[int]) -> str:
 
 
 def _cores(text: str) -> set[int]:
-    """From "0-3,8,10-11"."""
+    """Parse a list of cores, such as "0-3,8,10-11"."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

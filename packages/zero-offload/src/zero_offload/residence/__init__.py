@@ -1,4 +1,4 @@
-"""What partitioning asks of those who keep values outside the device; a building block."""
+"""Shards, gradients, backups and delayed steps outside the device; used by partitioning."""
 
 from zero_offload.residence.backup import DiskBackup, HostBackup
 from zero_offload.residence.delayed import DelayedState, with_delay

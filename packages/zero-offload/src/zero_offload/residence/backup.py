@@ -1,4 +1,4 @@
-"""Where training state is between phases: in one piece of host memory, or in files."""
+"""Backups of training state between phases: in one piece of host memory, or in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostBackup:
     """Copies of bytes in one piece of host memory. Tensors are 1-D, of any device.
 
     Args:
-        arena: Whose memory.
+        arena: Allocates the memory.
     """
 
     arena: HostArena
@@ -37,7 +37,7 @@ class HostBackup:
         }
 
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
-        """Copy `source`, whose memory may be given back to its allocator right afterwards."""
+        """Copy `source`, whose memory may be freed right afterwards."""
         self._copy(self._values[key], source, non_blocking=non_blocking)
         if non_blocking and not source.is_cpu:  # its memory may be another stream's
             source.record_stream(torch.accelerator.current_stream(source.device))
@@ -47,7 +47,7 @@ class HostBackup:
         self._copy(into, self._values[key], non_blocking=non_blocking)
 
     def close(self) -> None:
-        """Forget all of it. Waits for no copy: the memory goes after the last."""
+        """Release all values. Does not block: the memory is freed after the last copy."""
         values, self._values = self._values, {}
         if self._last_copy is not None and not self._last_copy.query():
             # To give memory back takes until copies are over.
@@ -64,7 +64,7 @@ class HostBackup:
 @final
 @define(eq=False)
 class DiskBackup:
-    """The same in a store of files, which is closed with this; done when a call returns."""
+    """Copies of bytes in a store of files, which `close` closes. Every call blocks."""
 
     store: AbstractStore
 
@@ -73,7 +73,7 @@ class DiskBackup:
         self.store.allocate(sizes)
 
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
-        """Copy `source`; a device's goes through the host."""
+        """Copy `source` to the store; a tensor on a device goes through host memory."""
         self.store.write(key, source.cpu()).result()
 
     def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:

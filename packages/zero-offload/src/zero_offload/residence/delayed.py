@@ -1,4 +1,4 @@
-"""Steps that go on while the model computes: their values are used one step late."""
+"""Optimizer steps that run while the model computes; their values are used one step late."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ Groups = Sequence[dict[str, Any]]
 @final
 @define(eq=False)
 class DelayedState:
-    """Begins each step and returns; `bring_in` gives parameters the values when it has ended.
+    """Offloaded state whose steps run in a thread; `bring_in` copies their values to parameters.
 
-    For each parameter another is stepped in its place. An error of the step is raised by whatever
-    needs its outcome next. If nothing was stepped, the step begins again then, so that no gradient
-    is lost; else it is a TornStepError until state is loaded. For the rest see `OffloadedState`.
+    A copy of each parameter is stepped in its place. An error of a step is raised by the next call
+    that needs the outcome. If nothing was stepped, the step begins again then, so that no gradient
+    is lost; else the error is a TornStepError, and is raised until state is loaded. Methods that
+    are not described here are as in `OffloadedState`.
 
     Args:
-        inner: Keeps state and steps; see NOTE(one at a time).
-        arena: Memory for new values, and for gradients while they are read, where on the host.
-        grads_on_host: Gradients are there in any case; else where parameters are.
+        inner: The state, which it also steps; see NOTE(one at a time).
+        arena: Allocates copies of parameters and gradients that are on the host.
+        grads_on_host: Copy gradients to the host in any case; else to their parameters' devices.
     """
 
     inner: OffloadedState
@@ -64,11 +65,11 @@ class DelayedState:
 
     @property
     def footprint(self) -> Footprint:
-        """What state and values held back take."""
+        """Footprint of the state, and of the copies of parameters and gradients."""
         return with_delay(self.inner.footprint, self._stepped, grads_on_host=self.grads_on_host)
 
     def add(self, positions: Mapping[Param, int], groups: Groups) -> None:
-        """As `OffloadedState.add`, once."""
+        """Plan parameters and allocate for them, as `OffloadedState.add` does. Called once."""
         values = _allocate(self.arena, {param: param for param in positions})
         self._stepped = {param: Param(value) for param, value in values.items()}
         blanks = {param: _blank_gradient(param, self.grads_on_host) for param in positions}
@@ -80,7 +81,7 @@ class DelayedState:
     def step(
         self, groups: Groups, grads: Mapping[Param, Tensor], *, factor: float, opening: object
     ) -> None:
-        """Begin to step with copies of the gradients, and with the numbers of now."""
+        """Begin a step with copies of the gradients and of the param groups' current numbers."""
         assert not self.held_back(), "bring_in() comes first"
         numbers = copy.deepcopy(self.inner.numbers(groups))
         for param, grad in grads.items():
@@ -92,15 +93,15 @@ class DelayedState:
         self._begin()
 
     def write_numbers(self, groups: Groups) -> None:
-        """Nothing yet: the update has not ended."""
+        """Do nothing yet: the numbers are written once the update has ended."""
 
     def held_back(self) -> list[Param]:
-        """Parameters whose new values are held back, in order. Blocks until these are known."""
+        """Return parameters that lack their new values, in order. Blocks until the step ends."""
         self._finish()
         return [param for param in self._stepped if param in self._behind]
 
     def bring_in(self, opening: Callable[[Sequence[Param]], None]) -> None:
-        """Give parameters the values that are held back, if any are.
+        """Copy the values of the last step to the parameters that lack them, if any do.
 
         Args:
             opening: As for `OffloadedState.step`.
@@ -112,7 +113,7 @@ class DelayedState:
         self._behind = set()
 
     def read_ahead(self) -> None:
-        """Nothing; see NOTE(one at a time)."""
+        """Do nothing; see NOTE(one at a time)."""
 
     def _begin(self) -> None:
         assert self._job is not None, "step() says what to do"
@@ -129,7 +130,7 @@ class DelayedState:
         factor: float,
         attributes: Sequence[Attributes],
     ) -> None:
-        """In the thread."""
+        """Run a step in the thread, and begin to read ahead for the next."""
         with self._stream or nullcontext():
             try:
                 self.inner.step(groups, grads, factor=factor, attributes=attributes)
@@ -155,33 +156,36 @@ class DelayedState:
         self._update = self._job = None
 
     def _wait(self) -> BaseException | None:
-        """Block until no update is under way; what the last one ended with."""
+        """Block until no update is in progress, and return the error of the last one, if any."""
         return None if self._update is None else self._update.exception()
 
     # ---- State ----
 
     def started(self, *, besides: Collection[str] = ()) -> list[Param]:
-        """As after the update; after one that failed: what there is."""
+        """Return parameters that have state, besides these entries, once the update has ended.
+
+        After an update that failed these are the parameters that have state now.
+        """
         self._wait()
         started = set(self.inner.started(besides=besides))
         return [param for param, stepped in self._stepped.items() if stepped in started]
 
     def written_only(self) -> list[Param]:
-        """All are, when values are brought in."""
+        """Return all parameters: `bring_in` writes them, and their copies are stepped."""
         return list(self._stepped)
 
     def hides_master(self, param: Param) -> bool:
-        """As `OffloadedState.hides_master`."""
-        return self.inner.hides_master(param)
+        """Return whether a parameter's master is hidden; see `OffloadedState.hides_master`."""
+        return self.inner.hides_master(self._stepped.get(param, param))
 
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
     ) -> dict[Param, dict[str, Any]]:
-        """As after the update."""
+        """Return copies of state once the update has ended; see `OffloadedState.read`."""
         return self._ask(partial(self.inner.read, names=names), params)
 
     def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:
-        """As after the update."""
+        """Return blank state once the update has ended; see `OffloadedState.describe`."""
         return self._ask(self.inner.describe, params)
 
     def _ask(
@@ -193,13 +197,20 @@ class DelayedState:
         return {param: found[stepped] for param, stepped in wanted.items()}
 
     def mend(self) -> None:
-        """As `OffloadedState.mend`; nothing is asked of an update that has failed."""
+        """Make state writable again after an error; the error of a failed update is dropped.
+
+        See `OffloadedState.mend`.
+        """
         self._wait()
         self._update = self._job = None
         self.inner.mend()
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool) -> None:
-        """As `OffloadedState.write`. Whoever writes a master has its parameter hold that too."""
+        """Write state once the update has ended; see `OffloadedState.write`.
+
+        A master is also copied to the stepped copy of its parameter. The caller writes it to the
+        parameter itself.
+        """
         self._finish()
         stepped = self._stepped
         self.inner.write({stepped[p]: state for p, state in states.items()}, replaces=replaces)
@@ -209,10 +220,10 @@ class DelayedState:
                 value.copy_(state[MASTER].detach().view(value.shape))
 
     def let_go(self) -> None:
-        """Nothing: what is stepped lies in memory of our own."""
+        """Do nothing: the stepped copies are no views of the parameters' memory."""
 
     def close(self, *, keeps_store: bool) -> None:
-        """As `OffloadedState.close`.
+        """Wait for the update, and release everything as `OffloadedState.close` does.
 
         Raises:
             Exception: The update that was under way has failed; all is released nevertheless.
@@ -227,7 +238,10 @@ class DelayedState:
 
 
 def with_delay(footprint: Footprint, params: Iterable[Param], *, grads_on_host: bool) -> Footprint:
-    """That of state whose steps are delayed. Arithmetic only."""
+    """Return a footprint with the copies that delayed steps of these parameters need.
+
+    Arithmetic only.
+    """
     held = [each for p in params for each in (p, _blank_gradient(p, grads_on_host))]
     on_host = sum(each.nbytes for each in held if each.is_cpu)
     on_device = sum(each.nbytes for each in held if not each.is_cpu)
@@ -239,13 +253,13 @@ def with_delay(footprint: Footprint, params: Iterable[Param], *, grads_on_host: 
 
 
 def _blank_gradient(param: Param, on_host: bool) -> Tensor:
-    """What is held back of its gradient, without memory: of its master's dtype."""
+    """Return a tensor like the copy of a parameter's gradient: of its master's dtype, no memory."""
     dtype = torch.promote_types(param.dtype, torch.float32)
     return torch.empty((), dtype=dtype, device="cpu" if on_host else param.device).expand_as(param)
 
 
 def _allocate(arena: HostArena, blanks: Mapping[Param, Tensor]) -> dict[Param, Tensor]:
-    """Memory for each; those of one dtype and device are one piece."""
+    """Allocate memory for each parameter; one piece for all of one dtype and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[Param]] = {}
     for param, blank in blanks.items():
         alike.setdefault((blank.dtype, blank.device), []).append(param)

@@ -1,4 +1,4 @@
-"""Where shards of parameters rest outside the device: host memory, and disk."""
+"""Offloaded shards of parameters: in host memory, and on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COPIES_BEHIND: Final = 2  # shards that pass to a device while the next is read 
 
 @frozen(eq=False)
 class Pending:
-    """A read that was begun; `wait` blocks until it is done, or lets the current stream wait."""
+    """An asynchronous read. `wait` blocks until it is done, or makes the current stream wait."""
 
     wait: Callable[[], object]
 
@@ -35,17 +35,18 @@ class Pending:
 @final
 @define(eq=False)
 class OffloadedShards:
-    """Shards by number, on the host or in files. Local.
+    """Shards by number, in host memory or in files. Local.
 
-    Those on the host are copied ahead of each use; those in files are read ahead into host memory,
-    and written behind from there.
+    Shards on the host are copied ahead of each use. Shards in files are read ahead into buffers in
+    host memory, and written from there in the background.
 
     Args:
-        arena: Whose memory shards rest in, or pass through.
-        open_store: The store of those in files, asked for when room is first taken; another closes
-            it. None: all rest on the host.
-        max_host_numel: Elements of shards, the first ones, that rest on the host all the same.
-        budget_bytes: Most host memory for those; None: no limit but the process's.
+        arena: Allocates shards on the host, and the buffers for shards in files.
+        open_store: Returns the store of shards in files; called by `allocate`. Whoever made the
+            store closes it. None: all shards are on the host.
+        max_host_numel: Most elements of shards that stay on the host although there is a store;
+            see `first_that_fit`.
+        budget_bytes: Most host memory for these; None: no limit but the process's.
     """
 
     arena: HostArena
@@ -68,14 +69,14 @@ class OffloadedShards:
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
     def allocate(self, shards: Mapping[int, Tensor]) -> None:
-        """Take the room for these now, so that a lack of it shows before training.
+        """Allocate memory and files for shards, so that a lack of room shows before training.
 
         Args:
-            shards: 1-D tensors of their sizes and dtypes, which need have no memory.
+            shards: 1-D tensors of the shards' sizes and dtypes, by number; they need no memory.
 
         Raises:
-            BudgetError: The host does not have it.
-            StoreError: The disk does not have it, or there is no such folder.
+            BudgetError: The host does not have the memory.
+            StoreError: The disk does not have the room, or there is no such folder.
         """
         on_host = dict(shards)
         if self.open_store is not None:
@@ -101,7 +102,7 @@ class OffloadedShards:
 
     @ranged("swap_in", "arena.name")
     def read(self, index: int, into: Tensor) -> Pending:
-        """Begin to copy a shard into memory on the device, which is lent until it is done."""
+        """Begin to copy a shard into `into`, which nobody may use until the read is done."""
         if index in self._host and not into.is_cpu:
             _let_wait(self._copies.get(index), into.device)
             event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
@@ -118,7 +119,10 @@ class OffloadedShards:
 
     @ranged("swap_in", "arena.name")
     def expect(self, indices: Sequence[int]) -> None:
-        """These are read next, in this order: begin with them."""
+        """Begin to read shards from disk into host memory; `read` takes them in this order.
+
+        Other shards that were read ahead are dropped.
+        """
         nearer = self._host.keys() | self._open.keys() | self._unkept.keys()
         wanted = [index for index in indices if index not in nearer]
         for index in self._ahead.keys() - set(wanted):
@@ -127,10 +131,10 @@ class OffloadedShards:
             self._read_ahead(index)
 
     def write(self, index: int, values: Tensor) -> None:
-        """Begin to keep these values. From a device to the host the host does not wait.
+        """Begin to write a shard's values. The host does not wait for a copy from a device to it.
 
         Args:
-            index: Of the shard.
+            index: Number of the shard.
             values: 1-D, of its size, of any dtype. They are read on the current stream.
         """
         if index in self._blank or values.is_cpu:
@@ -144,9 +148,10 @@ class OffloadedShards:
         self._copies[index] = torch.accelerator.current_stream(values.device).record_event()
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """Host memory of a shard, to be changed until `close`. Blocks while others use it.
+        """Return host memory of a shard, to be changed until `close`. Blocks while it is in use.
 
-        It holds the shard's values only if it `reads`; else anything, and all of it is written.
+        With `reads` it contains the shard's values. Else its contents are undefined, and the caller
+        writes all of it.
         """
         if index in self._host:
             if index in self._copies:
@@ -167,7 +172,7 @@ class OffloadedShards:
 
     @ranged("swap_out", "arena.name")
     def close(self, index: int) -> None:
-        """Begin to keep what was opened. Reads that begin later see it."""
+        """Begin to write back an opened shard. Reads that begin later see the new values."""
         if index in self._host:
             return
         memory = self._open.pop(index)
@@ -177,10 +182,10 @@ class OffloadedShards:
 
     @ranged("swap_out wait", "arena.name")
     def settle(self) -> None:
-        """Block until all that was closed is kept.
+        """Block until all closed shards are written.
 
         Raises:
-            StoreError: The disk did not take something of it, which stays in host memory.
+            StoreError: The disk refused a shard, whose values stay in host memory.
         """
         errors = []
         while self._behind:
@@ -193,16 +198,16 @@ class OffloadedShards:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that it holds now."""
+        """Bytes of host memory in use: shards on the host, and buffers for those in files."""
         return sum(shard.nbytes for shard in self._host.values()) + self._passing_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Of files that it holds now."""
+        """Bytes of the shards in files."""
         return sum(shard.nbytes for shard in self._blank.values())
 
     def another(self) -> OffloadedShards:
-        """An empty one of the same kind, in the same place; it ends before this one does."""
+        """Return an empty instance with the same arena and store; it must end before this one."""
         return OffloadedShards(self.arena, self.open_store)
 
     def end(self) -> None:
@@ -230,7 +235,7 @@ class OffloadedShards:
             self._give_back(memory)
 
     def _pass_on(self, memory: Tensor, future: Future[Any], into: Tensor) -> None:
-        """Wait for what is read into host memory, and copy it from there."""
+        """Wait for a read into host memory, and copy the shard from there to `into`."""
         try:
             future.result()
         except BaseException:
@@ -270,9 +275,9 @@ class OffloadedShards:
         return memory
 
     def _release_free(self) -> None:
-        """Memory of other sizes is kept for shards to come only while it is little.
+        """Release free buffers if they exceed `FREE_SHARDS` times the largest shard in files.
 
-        Else a model of units that all differ would end with all of its shards in host memory.
+        Else a model whose units all differ in size would end with all its shards in host memory.
         """
         free = sum(memory.nbytes for some in self._free.values() for memory in some)
         if free > FREE_SHARDS * max(shard.nbytes for shard in self._blank.values()):
@@ -284,13 +289,19 @@ class OffloadedShards:
         try:
             future.result()
         except BaseException:
-            self._unkept[index] = memory  # nothing is lost: it is written when it is next changed
+            if any(index == later for later, _, _ in self._behind):  # with newer values
+                self._give_back(memory)
+            else:  # nothing is lost: it is written when it is next changed
+                self._unkept[index] = memory
             raise
         self._give_back(memory)
 
 
 def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[int, Tensor]:
-    """Those that rest on the host although the others rest on disk. Arithmetic only."""
+    """Return the shards that stay on the host while the others are on disk. Arithmetic only.
+
+    Each shard, in order, that fits into the elements that are left of `max_host_numel`.
+    """
     room, on_host = max_host_numel, {}
     for index, shard in shards.items():
         if shard.numel() <= room:
@@ -300,6 +311,6 @@ def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[in
 
 
 def _let_wait(event: Any, device: torch.device) -> None:
-    """Let the current stream wait for an event, if there is one."""
+    """Make the current stream wait for an event, if there is one."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)

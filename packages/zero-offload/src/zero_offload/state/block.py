@@ -39,36 +39,39 @@ class _PieceState:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's if it is all of it, else flat."""
+        """Shape of the parameter if the piece is all of it, else 1-D."""
         return tuple(self.param.shape) if self.is_whole else (self.plan.numel,)
 
     def blank(self) -> Tensor:
-        """What is stepped, between steps: of its shape, without memory."""
+        """Return the value of `stepped` between steps: of its shape and dtype, without memory."""
         dtype = self.own_master or self.param.dtype
         return torch.empty((), dtype=dtype, device="cpu").expand(self.shape)
 
     def elements(self) -> Tensor:
-        """In the parameter: a view."""
+        """Return the piece's elements as a view of the parameter."""
         param = self.param.detach()
         return param if self.is_whole else param.view(-1)[self.plan.start : self.plan.stop]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The same elements of a tensor like the parameter: flat."""
+        """Return the same elements of a tensor like the parameter, as 1-D."""
         return whole.detach().reshape(-1)[self.plan.start : self.plan.stop]
 
     def is_in_place(self) -> bool:
-        """Whether it is its parameter already, as from the second step on of most on a CPU."""
+        """Return whether `stepped` shares the parameter's memory already.
+
+        Most pieces on a CPU do, from the second step on.
+        """
         stepped, param = self.stepped, self.param
         start = param.data_ptr() + self.plan.start * param.element_size()
         return stepped.data_ptr() == start and stepped.is_cpu == param.is_cpu
 
     def begin_step(self, whole: Tensor, entries: dict[str, Any], staging: Staging | None) -> None:
-        """Have what is stepped, its gradient and its state as the optimizer needs them.
+        """Prepare `stepped`, its gradient and its state for the optimizer.
 
         Args:
             whole: The gradient of the whole parameter.
-            entries: The state.
-            staging: Through which tensors pass, if they are on a device and stepped on the host.
+            entries: The state of the piece.
+            staging: Copies tensors to the host, if they are on a device and stepped on the host.
         """
         grad = whole.detach() if whole.requires_grad else whole
         if not self.is_whole:
@@ -87,7 +90,7 @@ class _PieceState:
         self.stepped.grad = grad if staging is None else staging.fetch(grad)
 
     def end_step(self, staging: Staging | None) -> None:
-        """Have the parameter hold what was stepped."""
+        """Copy the stepped values to the parameter, unless they share its memory."""
         self.stepped.grad = None
         if not self.is_in_place():
             source, target = self.stepped.detach(), self.elements()
@@ -99,11 +102,11 @@ class _PieceState:
 class SubGroupState:
     """Pieces of parameters with an optimizer of their own.
 
-    `attach` says in which memory the state lies just now. A state's large tensors are views of it;
-    what is small, step counts above all, stays in the optimizer.
+    `attach` sets the memory of the state, of which its large tensors are views. Small values, such
+    as step counts, stay in the optimizer.
 
     Args:
-        plan: What it consists of.
+        plan: Pieces of the sub-group, and the layout of its state.
         params: The user's parameter of each piece.
         groups: Position of each piece's param group.
         stepper: Makes the optimizer.
@@ -142,7 +145,7 @@ class SubGroupState:
     # ---- Memory ----
 
     def attach(self, memory: Tensor) -> None:
-        """Let the state lie in `memory`: 1-D, bytes, `plan.nbytes` long, on the state's device."""
+        """Use `memory` for the state: 1-D, bytes, `plan.nbytes` long, on the state's device."""
         if self._memory is not None and self._memory.data_ptr() == memory.data_ptr():
             return
         self._memory = memory
@@ -160,11 +163,11 @@ class SubGroupState:
             piece.stepped.data = piece.blank()
 
     def started(self, besides: Collection[str] = ()) -> set[Tensor]:
-        """Parameters that have state, besides these entries."""
+        """Return parameters that have state besides these entries."""
         return {p.param for p in self._pieces if self._entries(p).keys() - set(besides)}
 
     def read_by_step(self) -> set[Tensor]:
-        """Parameters that the next step reads: it finds no master that the sub-group keeps."""
+        """Return parameters that the next step reads: those without a master of the sub-group."""
         return {
             piece.param
             for piece in self._pieces
@@ -184,11 +187,11 @@ class SubGroupState:
         """Step all pieces that have a gradient. Local, blocking.
 
         Args:
-            numbers: What the user's param groups say.
-            grads: By whole parameter.
-            factor: What gradients are multiplied by.
-            staging: Through which tensors pass that are on a device, if the step is on the host.
-            attributes: What the user's optimizer keeps beside state.
+            numbers: Numbers of all of the user's param groups.
+            grads: Gradients of whole parameters.
+            factor: Number that gradients are multiplied by.
+            staging: Copies tensors on a device to the host and back, if the step is on the host.
+            attributes: Plain attributes of the user's optimizer.
 
         Returns:
             The numbers that the step has written, by position of the param group.
@@ -235,7 +238,7 @@ class SubGroupState:
         return {} if is_native else plain_attributes(self._inner)
 
     def _keep(self, piece: _PieceState) -> None:
-        """Bring what the optimizer has made or replaced into our memory."""
+        """Copy state that the optimizer has made or replaced into the sub-group's memory."""
         entries = self._entries(piece)
         if piece.own_master is not None:
             entries[MASTER] = piece.views[MASTER]
@@ -254,9 +257,13 @@ class SubGroupState:
         *,
         is_blank: bool = False,
     ) -> None:
-        """Add copies, on the CPU, to the entries of whole parameters; of these names only.
+        """Add copies of state, on the CPU, to the entries of whole parameters.
 
-        With `is_blank`, what moves with the sub-group comes without values or memory.
+        Args:
+            wanted: Entries by parameter; changed by this.
+            names: Read entries of these names only; None: all.
+            is_blank: Give entries in the sub-group's memory their shape and dtype, but no values
+                and no memory.
         """
         for piece, whole in self._among(wanted):
             for name, value in self._entries(piece).items():
@@ -276,13 +283,13 @@ class SubGroupState:
                     whole[name] = _copy_on(value, "cpu")
 
     def load(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool) -> None:
-        """Put entries in place of what there is, in the dtypes kept here.
+        """Replace entries of the state, converted to the dtypes kept here.
 
-        A master is passed over where none is kept: the parameter is what is stepped.
+        A master is ignored where none is kept, since the parameter itself is stepped there.
 
         Args:
-            states: Of whole parameters, as a state dict has them; empty: none.
-            replaces: Whether entries go for which there is no new one, but for hidden masters.
+            states: Entries of whole parameters, as a state dict has them; {} means no state.
+            replaces: Whether to delete entries that have no new one, except hidden masters.
         """
         for piece, entries in self._among(states):
             mine, param = self._entries(piece), piece.param
@@ -302,7 +309,7 @@ class SubGroupState:
                     mine[name] = _copy_on(value, device)
 
     def forget(self) -> None:
-        """Have no state, as before a first step."""
+        """Remove all state, as before a first step."""
         for piece in self._pieces:
             self._entries(piece).clear()
 
@@ -324,7 +331,7 @@ class SubGroupState:
 
 @final
 class _CopiesOn(TorchFunctionMode):
-    """While it is active, `copy.deepcopy` makes the copies of tensors on a device."""
+    """Mode in which `copy.deepcopy` makes the copies of tensors on a device."""
 
     def __init__(self, device: Any) -> None:
         super().__init__()
@@ -340,9 +347,9 @@ class _CopiesOn(TorchFunctionMode):
 
 
 def _copy_on(value: Any, device: Any) -> Any:
-    """Return a copy whose tensors are on a device, those in lists, dicts and objects too.
+    """Return a copy whose tensors are on a device, also those in lists, dicts and objects.
 
-    Of a tensor that is made of others, as quantized state is, these are copied.
+    For a tensor that is made of others, such as quantized state, the inner tensors are copied.
     """
     if not isinstance(value, Tensor):
         with _CopiesOn(device):
@@ -355,12 +362,12 @@ def _copy_on(value: Any, device: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor that counts must not be that of other sub-groups."""
+    """Return a clone of a one-element tensor, which sub-groups must not share; else the value."""
     return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _changed(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers in a param group that are others than before a step."""
+    """Return the numbers in a param group that a step has changed."""
     return {
         key: value
         for key, value in group.items()

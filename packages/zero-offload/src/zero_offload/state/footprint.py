@@ -1,4 +1,4 @@
-"""What an offloaded optimizer holds, and where: the formula that its memory equals."""
+"""Formula for the bytes of an offloaded optimizer, by place; its memory equals it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .swap_window import slots_of
 
 @frozen(kw_only=True)
 class Footprint:
-    """Bytes by purpose and place. What is small is not counted: step counts, Python's objects.
+    """Bytes by purpose and place. Small things are not counted: step counts, Python's objects.
 
     Attributes:
-        resident_bytes: Of state that rests on the host.
-        slot_bytes: Of host memory through which state passes on its way from and to the disk.
-        gradient_bytes: Of gradients that have left their device.
-        staging_bytes: Of host memory through which parameters pass during a step.
-        device_bytes: Of state that rests beside the parameters.
-        disk_bytes: Of state that rests on the disk.
+        resident_bytes: State that is kept on the host.
+        slot_bytes: Host memory through which state passes on its way from and to the disk.
+        gradient_bytes: Host memory for gradients that have left their device.
+        staging_bytes: Host memory through which parameters pass during a step.
+        device_bytes: State that is kept on the parameters' devices.
+        disk_bytes: State that is kept on the disk.
     """
 
     resident_bytes: int = field(default=0)
@@ -36,7 +36,7 @@ class Footprint:
     def of(
         cls, groups: Iterable[SubGroup], *, gradient_bytes: int, staging_bytes: int
     ) -> Footprint:
-        """That of these sub-groups."""
+        """Return the footprint of these sub-groups."""
         sizes = {where: [] for where in Residence}
         for group in groups:
             sizes[group.residence].append(group.nbytes)
@@ -51,14 +51,14 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, all together."""
+        """Bytes of host memory for all purposes."""
         return self.resident_bytes + self.slot_bytes + self.gradient_bytes + self.staging_bytes
 
     def check(self, budget_bytes: int | None) -> None:
-        """Raise if it is more than the optimizer may hold of the host's memory.
+        """Raise if the optimizer needs more host memory than it may allocate.
 
         Raises:
-            BudgetError: With what asks for how much, and what would need less.
+            BudgetError: Too much is needed; with the bytes by purpose, and settings that need less.
         """
         if budget_bytes is None or self.host_bytes <= budget_bytes:
             return

@@ -32,7 +32,7 @@ class OffloadedGradient(Tensor):
 
     @classmethod
     def of(cls, param: Tensor) -> OffloadedGradient:
-        """For a parameter; costs one element."""
+        """Return a guard for a parameter's gradient; it has the memory of one element."""
         element = torch.zeros((), dtype=param.dtype, device=param.device)
         return as_subclass_sharing_memory(cls, element.expand(param.shape))
 
@@ -72,7 +72,7 @@ _FORM = {
 
 @frozen(eq=False)
 class _Delivery:
-    """A copy under way."""
+    """A copy of a gradient in progress."""
 
     event: Any
     source: Tensor  # whose memory is not used again before the copy is done
@@ -85,10 +85,10 @@ class _Delivery:
 @final
 @define(eq=False)
 class HostGradients:
-    """Page-locked memory for gradients, which leave the device as they come.
+    """Host memory for gradients, page-locked if possible, and copies of gradients into it.
 
     Args:
-        arena: Whose memory.
+        arena: Allocates the memory.
     """
 
     arena: HostArena
@@ -97,7 +97,7 @@ class HostGradients:
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a gradient: 1-D, zero, on the host; released with its last view.
+        """Return memory for a gradient: 1-D, zero, on the host; released with its last view.
 
         Raises:
             BudgetError: The host does not have it.
@@ -105,12 +105,12 @@ class HostGradients:
         return self.arena.allocate(numel, dtype=dtype, name="gradients")
 
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """Begin to bring a gradient to the host, in the place of what is there or added to it.
+        """Begin to copy a gradient to the host, or to add it to the values there.
 
         Args:
-            received: Lent until `settle`.
-            into: Memory from `allocate`, of its shape.
-            adds: To what is there.
+            received: The gradient; must not be changed before `settle` returns.
+            into: Memory from `allocate`, of the gradient's shape.
+            adds: Add to the values of `into`, instead of replacing them.
         """
         if received.is_cpu:
             into.add_(received) if adds else into.copy_(received)
@@ -124,12 +124,15 @@ class HostGradients:
         self._under_way.append(_Delivery(event, received, copy, into, adds, staging))
 
     def settle(self) -> None:
-        """Block until all that was delivered is there, and added."""
+        """Block until all delivered gradients are on the host, and added."""
         while self._under_way:
             self._land()
 
     def _take_staging(self, num_bytes: int) -> Tensor:
-        """Memory that is free again; as large, in time, as the largest that was asked for."""
+        """Return a staging buffer that is free; blocks while `_STAGED` are in use.
+
+        Small buffers are replaced, so that all become as large as the largest gradient.
+        """
         while sum(each.staging is not None for each in self._under_way) >= _STAGED:
             self._land()
         memory = self._staging.pop() if self._staging else None
@@ -149,14 +152,14 @@ class HostGradients:
 @final
 @define(eq=False)
 class GradientStream:
-    """Copies each gradient to the host when backward has made it, and drops it on the device.
+    """Hooks that copy each gradient to the host once backward has made it, and free its original.
 
-    A guard takes its place in `param.grad`, and says that it is there: whoever sets that to None
-    drops the gradient. Further backwards are added on the host, in the gradient's dtype and order,
-    as autograd would have.
+    A guard takes its place in `param.grad`, and marks that there is a gradient: setting
+    `param.grad` to None drops it. Gradients of further backwards are added on the host, in the
+    gradient's dtype and in the order of the backwards, as autograd does.
 
     Args:
-        arena: Whose memory gradients lie in.
+        arena: Allocates the memory of gradients on the host.
     """
 
     arena: HostArena
@@ -169,10 +172,10 @@ class GradientStream:
         self._deliveries = HostGradients(self.arena)
 
     def add(self, leaving: Sequence[Tensor]) -> None:
-        """Take memory for gradients of parameters, and install hooks that bring them here.
+        """Allocate memory for gradients of parameters, and install hooks that copy them to it.
 
         Raises:
-            BudgetError: The host has not so much.
+            BudgetError: The host does not have the memory.
         """
         memory = self.arena.allocate(bytes_of(leaving), name="gradients")
         start = 0
@@ -184,10 +187,12 @@ class GradientStream:
             start = align_up(stop)
 
     def collect(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Tensor]:
-        """By parameter: what has left, once it is here and added, else `param.grad`, if any.
+        """Return gradients by parameter: on the host, or else `param.grad`.
+
+        Blocks until all copies are done. Parameters without a gradient are left out.
 
         Raises:
-            UnsupportedTensorError: One is sparse.
+            UnsupportedTensorError: A gradient is sparse.
         """
         self._deliveries.settle()
         grads = {}
@@ -203,7 +208,7 @@ class GradientStream:
         return grads
 
     def clear(self) -> None:
-        """Drop what has arrived."""
+        """Drop the gradients on the host, once all copies are done."""
         self._deliveries.settle()
         for param in self._grads:
             if isinstance(param.grad, OffloadedGradient):
@@ -217,7 +222,7 @@ class GradientStream:
         self._hooks, self._grads, self._deliveries = [], {}, HostGradients(self.arena)
 
     def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
-        """Before autograd accumulates: it would add to the guard."""
+        """Remove the guard before autograd accumulates, which would add to it."""
         del grad
         param = reference()
         assert param is not None, "its gradient has just been computed"
@@ -240,7 +245,7 @@ class GradientStream:
 
 
 def bytes_of(params: Iterable[Tensor]) -> int:
-    """Of gradients that lie end to end, each starting on a cache line."""
+    """Return the bytes of gradients placed end to end, each starting on a cache line."""
     return sum(align_up(param.numel() * param.element_size()) for param in params)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state on host and disk: its sub-groups, the memory they use, and who steps them."""
+"""Optimizer state on host and disk: its sub-groups, their memory and their steps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ Written: TypeAlias = dict[int, dict[str, Any]]  # by position of the param group
 @final
 @define(eq=False)
 class OffloadedState:
-    """Plans sub-groups of parameters, takes room for their state, and steps them where it rests.
+    """Optimizer state of sub-groups of parameters, which this plans, allocates and steps.
 
-    What `OffloadedOptimizer` is made of, for those who have parameters, param groups and gradients
-    of their own; `like` makes one. Local, not thread-safe.
+    `OffloadedOptimizer` is made of one. Others use it who have parameters, param groups and
+    gradients of their own; `like` makes one. Local, not thread-safe.
 
     Args:
-        steppers: Step each: one for all param groups, or of several optimizers in their order.
-        shares: Of the state, by where it rests.
+        steppers: One for all param groups, or one for each of several optimizers, in the order of
+            their param groups.
+        shares: Fractions of the state on the device, on the host and on disk.
         store: Needed if `shares.rest` is the disk; the caller's to close.
         grads_leave: Whether gradients go to the host during backward.
         budget_bytes: Most host memory for all; None: no limit but the process's.
@@ -85,21 +86,22 @@ class OffloadedState:
         is_pinned: bool = True,
         **resting: Unpack[Resting],
     ) -> OffloadedState:
-        """State such as these optimizers keep, of no parameters yet.
+        """Return state such as these optimizers keep, of no parameters yet.
 
         Args:
-            optimizers: Their classes and settings count, their parameters and state do not. Groups
-                are counted through all of them.
-            own_masters: By dtype of parameters that are written only: the dtype of what is stepped,
-                a master in the state, as "master". fp32 at least where the optimizer keeps masters.
+            optimizers: Their classes and settings count, their parameters and state do not. Param
+                groups are numbered through all of them.
+            own_masters: Dtypes of masters by dtype of the parameter. A master is stepped in the
+                place of its parameter, which is written only, and is the state's entry "master".
+                Where the optimizer keeps masters itself, fp32 at least.
             store: Needed with state="disk".
-            budget_bytes: Most host memory to hold.
+            budget_bytes: Most host memory to allocate.
             is_pinned: Page-lock host memory where there is an accelerator.
             resting: `state`, `fraction`, `subgroup_bytes`, `small_bytes`: as for
                 `OffloadedOptimizer`.
 
         Raises:
-            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
+            UnsupportedOptimizerError: One cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
         shares = Shares.of(**resting)
@@ -122,7 +124,9 @@ class OffloadedState:
         own_masters: Mapping[torch.dtype, torch.dtype],
         **resting: Unpack[Resting],
     ) -> Footprint:
-        """What one that is `like` these optimizers would hold after `add`. Takes nothing. Local.
+        """Return the footprint that `add` would give state `like` these optimizers.
+
+        Local. Allocates nothing.
 
         Args:
             optimizers: As for `like`, as are `own_masters` and `resting`.
@@ -140,10 +144,10 @@ class OffloadedState:
         return cls(steppers, Shares.of(**resting), None)._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
-        """Plan further parameters and take their room; nothing is added if that fails.
+        """Plan and allocate state of further parameters; nothing is added if that fails.
 
         Args:
-            positions: Of their param groups.
+            positions: Positions of their param groups.
             groups: All param groups.
         """
         if not positions:
@@ -168,7 +172,10 @@ class OffloadedState:
     def _plan(
         self, positions: Mapping[Param, int], groups: Sequence[Mapping[str, Any]]
     ) -> tuple[tuple[SubGroup, ...], list[Param], Footprint]:
-        """Sub-groups of further parameters, whose gradients leave, and what all takes then."""
+        """Return sub-groups of further parameters, those whose gradients leave, and the footprint.
+
+        The footprint is that of all parameters, earlier ones included.
+        """
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
             number, stepper, own_at = self._stepper_of(at)
@@ -202,7 +209,7 @@ class OffloadedState:
         return subgroups, list(leaving), footprint
 
     def _stepper_of(self, position: int) -> tuple[int, Stepper, int]:
-        """The number of a param group's stepper, itself, and the group's position in it."""
+        """Return a param group's stepper: its number, itself, and the group's position in it."""
         if len(self.steppers) == 1:  # which may have got further groups
             return 0, self.steppers[0], position
         for number, stepper in enumerate(self.steppers):
@@ -213,7 +220,10 @@ class OffloadedState:
         raise IndexError("a param group of none of the optimizers")
 
     def _take_memory(self, states: Mapping[int, SubGroupState]) -> None:
-        """All of it or none. Slots and the store come last: they are what a full disk refuses."""
+        """Allocate memory and files of all states, or none.
+
+        Slots and the store come last, since a full disk refuses them.
+        """
         sizes = {where: {} for where in Residence}
         for k, state in states.items():
             sizes[state.plan.residence][k] = state.plan.nbytes
@@ -229,21 +239,24 @@ class OffloadedState:
     # ---- Who has state ----
 
     def unplanned(self, params: Iterable[Param]) -> list[Param]:
-        """Those for whose state there is no room."""
+        """Return the given parameters that have not been added yet."""
         return [param for param in params if param not in self._where]
 
     def started(self, *, besides: Collection[str] = ()) -> list[Param]:
-        """Parameters that have state, besides these entries."""
+        """Return parameters that have state besides these entries, in order."""
         found = {param for state in self._states for param in state.started(besides)}
         return [param for param in self._where if param in found]
 
     def written_only(self) -> list[Param]:
-        """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
+        """Return parameters that a step writes and does not read: their own masters are stepped.
+
+        Those whose master is not made yet are read.
+        """
         read = {param for state in self._states for param in state.read_by_step()}
         return [param for param in self._where if param not in read]
 
     def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
-        """Those that have a piece of one of these parameters, in order."""
+        """Return the numbers of sub-groups with a piece of one of these parameters, in order."""
         found: set[int] = set()
         for param in params:
             found.update(self._where.get(param, ()))
@@ -252,15 +265,15 @@ class OffloadedState:
     # ---- What is done there ----
 
     def read_ahead(self) -> None:
-        """A step of everything comes next: begin to read what it needs first."""
+        """Begin to read the state that the next step needs first, if it is of all parameters."""
         self.check("reading ahead")
         self._window.expect(self._swapped(range(len(self._states))))
 
     def settle(self) -> None:
-        """Block until all state is where it rests; steps return before that.
+        """Block until all state is written to the store; steps return before that.
 
         Raises:
-            TornStepError: Something of it could not be written.
+            TornStepError: Some state could not be written.
         """
         self.check("settle()")
         if self.store is None:  # all rests in memory
@@ -276,7 +289,10 @@ class OffloadedState:
             raise TornStepError(f"{what}: {self._torn}")
 
     def mend(self) -> None:
-        """All states are going to be replaced: what cannot be read any more is forgotten."""
+        """Make state writable again after an error; state that cannot be read any more is dropped.
+
+        Call it before all states are replaced.
+        """
         self._come_to_rest()
         for k in self._swapped(range(len(self._states))) if self._torn else ():
             self._window.expect([k])
@@ -302,10 +318,11 @@ class OffloadedState:
         Args:
             groups: All param groups, for their numbers.
             grads: By parameter, of its shape.
-            factor: What they are multiplied by.
+            factor: Number that gradients are multiplied by.
             opening: Called with the parameters of each sub-group before they are stepped, so that
-                they have memory then; and with none at the end. What it raises is as for a write.
-            attributes: As `attributes` gave them; of now when None.
+                they have memory then; and with none at the end. Its errors are treated as those of
+                a write.
+            attributes: Earlier result of `attributes`; None: the current attributes.
 
         Raises:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
@@ -331,9 +348,9 @@ class OffloadedState:
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
 
     def write_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put what the last step has counted into param groups and optimizers. Local.
+        """Set what the last step has changed: numbers of groups, attributes of optimizers. Local.
 
-        An optimizer whose own step runs besides, and finds no gradients, may or may not count then.
+        If an optimizer's own step runs as well, and finds no gradients, it may or may not count.
         """
         for at, changed in self._written.items():
             for key, value in changed.items():
@@ -353,10 +370,10 @@ class OffloadedState:
         return [stepper.attributes() for stepper in self.steppers]
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What all param groups say now.
+        """Return the current numbers of all param groups.
 
         Raises:
-            UnsupportedOptimizerError: One asks for state that there is no room for.
+            UnsupportedOptimizerError: One asks for state that was not allocated.
         """
         for at in self._plain:
             if groups[at].get("amsgrad"):
@@ -379,10 +396,14 @@ class OffloadedState:
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
     ) -> dict[Param, dict[str, Any]]:
-        """Copies, on the CPU, of the state of some parameters; of these entries only. Blocking.
+        """Return copies, on the CPU, of the state of some parameters. Blocking.
+
+        Args:
+            params: Parameters to read the state of.
+            names: Read these entries only; None: all.
 
         Raises:
-            StoreError: A read failed; all is as it was.
+            StoreError: A read failed; nothing was changed.
             TornStepError: The last step could not be written.
         """
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
@@ -391,13 +412,13 @@ class OffloadedState:
         return wanted
 
     def hides_master(self, param: Tensor) -> bool:
-        """Whether its master is no entry that the optimizer would have by itself."""
+        """Return whether a parameter has a master that is none of the optimizer's own entries."""
         numbers = self._where.get(param)  # None: nothing steps it
         stepper = self.steppers[0] if numbers is None else self._states[numbers[0]].stepper
         return stepper.hides_master(param.dtype)
 
     def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:
-        """As `read`, but large tensors are blank: of their shape and dtype, and without memory."""
+        """Return state as `read` does, but with blank large tensors: shape and dtype, no memory."""
         self.check("describing state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
@@ -405,11 +426,11 @@ class OffloadedState:
         return wanted
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:
-        """Put the state of some parameters in place of what there is. Blocking.
+        """Replace the state of some parameters. Blocking.
 
         Args:
             states: By parameter; entries as `read` gives them, of any dtype.
-            replaces: Whether entries go for which there is no new one, but for hidden masters.
+            replaces: Whether to delete entries that have no new one, except hidden masters.
 
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
@@ -418,7 +439,7 @@ class OffloadedState:
         self._visit("writing state", self.subgroups_of(states), load)
 
     def close(self, *, keeps_store: bool) -> None:
-        """Release everything; the store's values too where it lives on."""
+        """Release everything; with `keeps_store`, delete the values from the store too."""
         self.gradients.close()
         self._come_to_rest()
         self._window.end(deletes=keeps_store)
@@ -438,9 +459,10 @@ class OffloadedState:
         writes: bool = True,
         at_end: Callable[[], object] | None = None,
     ) -> None:
-        """Act on each with its state in memory; the last writes are under way after.
+        """Call `act` for each sub-group with its state in memory; the last writes end later.
 
-        After an error midway in what `writes`, nothing is done until a load.
+        With `writes`, an error after the first `act` has begun leaves the state torn, as does a
+        failed write in any case: calls then raise TornStepError until `mend`.
         """
         self.check(what)
         k, has_begun = 0, False
@@ -484,10 +506,13 @@ class OffloadedState:
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group says now; schedulers change it."""
+    """Return all entries of a param group but its parameters; schedulers change them."""
     return {k: value for k, value in group.items() if k not in ("params", "param_names")}
 
 
 def _is_dense(param: Tensor) -> bool:
-    """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
+    """Return whether a parameter is contiguous, or will be once it has memory.
+
+    A parameter without memory is an element that is expanded, with strides of zero.
+    """
     return param.is_contiguous() or not any(param.stride())

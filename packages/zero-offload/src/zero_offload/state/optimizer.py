@@ -34,34 +34,37 @@ class StateView(Mapping[Tensor, dict[str, Any]]):
 
     @property
     def optimizer(self) -> OffloadedOptimizer:
-        """Whose state it is; held weakly, or its memory would wait for the garbage collector."""
+        """Optimizer that the state belongs to.
+
+        The reference is weak, since with a cycle only the garbage collector would free its memory.
+        """
         optimizer = self._reference()
         if optimizer is None:
             raise ReferenceError("the optimizer of this state is gone; keep the optimizer")
         return optimizer
 
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        """A copy of a parameter's state."""
+        """Return a copy of a parameter's state."""
         if not any(param is each for each in self.optimizer.started()):
             raise KeyError(f"a parameter of shape {tuple(param.shape)} without state")
         return self.optimizer.read_state([param])[param]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Parameters that have state."""
+        """Iterate over the parameters that have state."""
         return iter(self.optimizer.started())
 
     def __len__(self) -> int:
-        """How many have."""
+        """Return the number of parameters that have state."""
         return len(self.optimizer.started())
 
     def items(self) -> ItemsView[Tensor, dict[str, Any]]:
-        """All of it, each sub-group read once."""
+        """Return copies of the state of all parameters that have one; reads each sub-group once."""
         return self.optimizer.read_state(self.optimizer.started()).items()
 
 
 @final
 class OffloadedOptimizer(Optimizer):
-    """An optimizer whose state rests on the host or on disk, and which is stepped there.
+    """An optimizer whose state is kept on the host or on disk, and whose steps run on the host.
 
         optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4,
                                        state="disk", path="/local/nvme")
@@ -69,36 +72,37 @@ class OffloadedOptimizer(Optimizer):
     Everything else of the training loop stays as it is. Parameters stay where they are, on the
     host or on a device; sub-groups of them are stepped one after the other while the state of the
     next is read and that of the last is written. Adam, AdamW and Adagrad of torch are stepped by
-    `CPUAdam` and `CPUAdagrad`; other optimizers as they are, on the host, each sub-group by an
-    instance of its own: one whose parameters depend on each other's is not for this. 16-bit
-    parameters have fp32 masters in the state. Results do not depend on where the state rests.
+    `CPUAdam` and `CPUAdagrad`. Other optimizers step on the host themselves, with one instance for
+    each sub-group, so the step of a parameter must not depend on other parameters. 16-bit
+    parameters have fp32 masters in the state. State that `fraction` leaves on the device is stepped
+    there. Results do not depend on where the state is kept.
 
     `step()`, `zero_grad()`, param groups, schedulers, hooks and `torch.amp.GradScaler` are as for
     any optimizer of torch. State dicts are torch's of that class, in both directions; `state` is a
     view that reads. Local; not thread-safe.
 
-    Gradients of parameters on a device go to the host during backward. What `param.grad` has then
-    raises when it is used: clip with `clip_grad_norm_` below. With `grads="device"` they stay in
-    `param.grad` until the step, as GradScaler needs.
+    Gradients of parameters on a device go to the host during backward. `param.grad` is then a
+    tensor that raises when its values are used: clip with `clip_grad_norm_` below. With
+    `grads="device"` gradients stay in `param.grad` until the step, as GradScaler needs.
 
     Args:
         params: Parameters or groups, as torch takes them.
         optimizer: A class of torch.optim, or like one, that steps each parameter by itself.
-        state: Where state rests: "host" or "disk".
+        state: Where state is kept: "host" or "disk".
         grads: Where gradients of parameters on a device wait for the step: "host" or "device".
-        fraction: Shares of the state's bytes that rest elsewhere: {"device": 0.2, "host": 0.3}
-            leaves half for `state`. Dealt in the order of parameters.
+        fraction: Shares of the state's bytes that are kept elsewhere: {"device": 0.2, "host": 0.3}
+            leaves half for `state`. Parameters are assigned in their order.
         path: With state="disk", a folder on the disk to use.
         store: In place of `path`: any store, which stays the caller's to close.
         subgroup_bytes: Most state that is read, stepped and written together. With the disk, three
-            times this is held in memory.
+            times this is allocated in memory.
         small_bytes: A sub-group with less state stays in memory.
-        budget_bytes: Most host memory to hold; None: what the process's budget allows.
-        arguments: Of the optimizer: lr and so on.
+        budget_bytes: Most host memory to allocate; None: what the process's budget allows.
+        arguments: Arguments of the optimizer: lr and so on.
 
     Raises:
         UnsupportedOptimizerError: The class needs all parameters at once.
-        BudgetError: The host has not the memory, or may not have it; with who holds what.
+        BudgetError: The host or the budget does not have the memory; with its users' bytes.
         StoreError: The disk has no room, or there is no such folder.
         ValueError: An argument makes no sense.
     """
@@ -150,7 +154,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def footprint(self) -> Footprint:
-        """What this holds, and where."""
+        """Bytes of memory and disk in use, by purpose."""
         return self._parts.footprint
 
     # ---- Stepping ----
@@ -193,7 +197,7 @@ class OffloadedOptimizer(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of all parameters; the next step does the scaling.
+        """Clip as `torch.nn.utils.clip_grad_norm_` of all parameters; the next step scales.
 
         Local. Gradients are read once, and not written. With a GradScaler, `unscale_` comes before.
 
@@ -216,7 +220,7 @@ class OffloadedOptimizer(Optimizer):
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that have left their device are dropped in either case."""
+        """Reset gradients as torch does; those that have left their device are dropped always."""
         self._clip = 1.0
         if self._offloaded is not None:
             self._offloaded.gradients.clear()
@@ -225,7 +229,10 @@ class OffloadedOptimizer(Optimizer):
     # ---- State ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, at any time; room is taken for it. On an error the group is not added."""
+        """Add a param group as torch does, at any time, and allocate its state.
+
+        On an error the group is not added.
+        """
         super().add_param_group(param_group)
         if self._offloaded is not None:
             try:
@@ -235,21 +242,21 @@ class OffloadedOptimizer(Optimizer):
                 raise
 
     def started(self) -> list[Tensor]:
-        """Parameters that have state, in order."""
+        """Return parameters that have state, in order."""
         return self._parts.started()
 
     @torch.no_grad()
     def read_state(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Copies, on the CPU, of the state of some parameters. Local, blocking.
+        """Return copies, on the CPU, of the state of some parameters. Local, blocking.
 
         Raises:
-            StoreError: A read failed; all is as it was.
+            StoreError: A read failed; nothing was changed.
         """
         return self._parts.read(params)
 
     @torch.no_grad()
     def write_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Put the state of some parameters in place of what there is. Local, blocking.
+        """Replace the state of some parameters. Local, blocking.
 
         Args:
             states: By parameter; entries as `state` gives them, of any dtype. {} removes.
@@ -270,7 +277,10 @@ class OffloadedOptimizer(Optimizer):
         parts.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's of that class; tensors are copies on the CPU, all in memory at once."""
+        """Return a state dict like the plain optimizer's.
+
+        Its tensors are copies on the CPU, all in memory at once.
+        """
         self._usable("state_dict()")
         return super().state_dict()
 
@@ -302,7 +312,7 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def close(self) -> None:
-        """Remove the hooks, release the memory and what is on disk. Again: nothing happens."""
+        """Remove the hooks, and release the memory and the disk. Again: nothing happens."""
         parts, self._offloaded = self._offloaded, None
         if parts is not None:
             parts.close(keeps_store=self._own_store is None)
@@ -323,7 +333,7 @@ class OffloadedOptimizer(Optimizer):
         return parts
 
     def _plan(self, params: Iterable[Tensor]) -> None:
-        """Take room for those parameters that have none yet."""
+        """Allocate state for the parameters that have not been added yet."""
         if wanted := self._parts.unplanned(params):
             positions = {
                 param: position

@@ -1,4 +1,4 @@
-"""Between a device and the host during a step: copies through two buffers, in turns."""
+"""Copies between a device and the host during a step, through two buffers in turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Staging:
     stream.
 
     Args:
-        arena: Whose memory it is.
+        arena: Allocates the memory.
     """
 
     arena: HostArena
@@ -33,42 +33,42 @@ class Staging:
     _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
 
     def reserve(self, nbytes: int) -> None:
-        """Take two buffers for at least `nbytes` each; see `room_of`.
+        """Allocate two buffers of at least `nbytes` each; see `room_of`.
 
         Raises:
-            BudgetError: The host has not so much.
+            BudgetError: The host does not have the memory.
         """
         if not self._buffers or nbytes > self._buffers[0].nbytes:
             self._buffers = []
             self._buffers = [self.arena.allocate(nbytes, name="staging") for _ in range(2)]
 
     def begin(self) -> None:
-        """Begin another sub-group, in the buffer whose copies are the older ones."""
+        """Begin another sub-group, in the buffer with the older copies, once these are done."""
         self._turn, self._cursor = 1 - self._turn, 0
         self._wait_for_sent()
         self._events[self._turn] = []
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor to the host; one that is there already is given back itself."""
+        """Begin to copy a tensor to the host and return the copy; return one on the host itself."""
         return tensor if is_here(tensor) else self._copy(tensor, self._room(tensor))
 
     def wait(self) -> None:
-        """Block until what was fetched is here."""
+        """Block until all fetched tensors are on the host."""
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
         self._devices = set()
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy `source`, which was stepped, to `target`, which is not here."""
+        """Begin to copy `source`, which was stepped on the host, to `target` on a device."""
         if source.dtype is not target.dtype:  # converted here, half as much travels
             source = self._room(target).copy_(source)
         self._copy(source, target)
 
     def end(self, *, waits: bool) -> None:
-        """The sub-group is stepped; what was sent may still be under way.
+        """End the sub-group after its step; the copies of `send` may still be in progress.
 
         Args:
-            waits: Block until it is there: the memory it was sent from may be another's then.
+            waits: Block until they are done: afterwards their sources may be used otherwise.
         """
         for device in self._devices:
             event = torch.Event(device)
@@ -90,7 +90,7 @@ class Staging:
         return into
 
     def _room(self, tensor: Tensor) -> Tensor:
-        """Memory for one like it."""
+        """Return memory of the buffer for a tensor of this shape and dtype."""
         start = self._cursor
         self._cursor += align_up(tensor.nbytes)
         buffer = self._buffers[self._turn]
@@ -99,11 +99,14 @@ class Staging:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Whether the host's kernels can step it."""
+    """Return whether a tensor is on the host, whose kernels can step it then."""
     return tensor.is_cpu
 
 
 def room_of(numel: int, param: Tensor, grad_is_here: bool) -> int:
-    """What a piece needs while it is stepped: itself, and its gradient, which masters take fp32."""
+    """Return the staging bytes of a piece's step: for the piece, and its gradient if on a device.
+
+    A gradient counts 4 bytes an element at least, since masters take it in fp32.
+    """
     size = param.element_size()
     return align_up(numel * size) + (0 if grad_is_here else align_up(numel * max(4, size)))

@@ -1,4 +1,4 @@
-"""Which optimizer steps a sub-group, what its state consists of, and which are refused."""
+"""Choice of the optimizer that steps a sub-group, its state's entries, and refused optimizers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _REFUSED: Final = {
 
 @frozen
 class Stepper:
-    """An optimizer, and what steps in its place on the host.
+    """An optimizer, and the one that steps in its place on the host.
 
     Raises:
         UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
 
     Attributes:
-        template: Of the user's class and settings; its own parameters do not matter.
-        own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
-            fp32 ones where parameters have 16 bits and the optimizer keeps none itself.
+        template: An instance with the user's class and settings; its parameters do not matter.
+        own_masters: Dtypes of the masters that the sub-group keeps, by dtype of the parameter.
+            None: fp32 masters of 16-bit parameters, where the optimizer keeps none itself.
     """
 
     template: Optimizer
@@ -62,10 +62,10 @@ class Stepper:
 
     @classmethod
     def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
-        """Look at a class and its arguments, without parameters.
+        """Return the stepper of a class and its arguments, without the user's parameters.
 
         Raises:
-            UnsupportedOptimizerError: Not with one of the arguments; or as for any stepper.
+            UnsupportedOptimizerError: An argument is refused; or as for any stepper.
             ValueError: The class refuses an argument.
         """
         _refuse(asked, arguments)
@@ -83,23 +83,24 @@ class Stepper:
 
     @property
     def is_native(self) -> bool:
-        """Whether each element is stepped by itself, with masters, by kernels."""
+        """Return whether kernels step it on the host: each element by itself, with masters."""
         return issubclass(self.used, AbstractCPUOptimizer)
 
     def used_for(self, dtype: torch.dtype) -> type[Optimizer]:
-        """What steps parameters of this dtype on the host: `used`, or the user's class.
+        """Return the class that steps parameters of this dtype on the host: `used` or the user's.
 
-        Native ones round once an element and keep moments in fp32, so torch's own class steps what
-        has 16 bits and no master, as it would where nothing rests elsewhere.
+        With `own_masters`, 16-bit parameters without a master are stepped by the user's class, so
+        that results are as without offloading: native classes round once for each element, and keep
+        moments in fp32.
         """
         is_plain = self.own_masters is not None and self.used is not self.asked
         stepped = self.own_master(dtype, on_host=True) or dtype
         return self.asked if is_plain and _is_narrow(stepped) else self.used
 
     def make(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, on_host: bool) -> Optimizer:
-        """An optimizer over pieces of parameters of this dtype, or of those stepped like it.
+        """Return an optimizer over pieces of parameters of this dtype, or of those stepped like it.
 
-        Its groups' numbers are set before each step.
+        Numbers of its param groups are set before each step.
         """
         used = self.used_for(dtype)
         if on_host and used is not self.asked:
@@ -112,7 +113,7 @@ class Stepper:
         return _twin(self.template, groups)
 
     def own_master(self, dtype: torch.dtype, *, on_host: bool) -> torch.dtype | None:
-        """Dtype of the master that the sub-group, not the optimizer, keeps of such a parameter."""
+        """Return the dtype of the master that the sub-group, not the optimizer, keeps; or None."""
         if self.own_masters is None:
             keeps = _is_narrow(dtype) and not (self.is_native and on_host)
             return torch.float32 if keeps else None
@@ -120,7 +121,7 @@ class Stepper:
         return torch.float32 if asked is not None and self._is_optimizers(asked) else asked
 
     def hides_master(self, dtype: torch.dtype) -> bool:
-        """Whether the optimizer, stepping such a parameter itself, would have no master of it."""
+        """Return whether a parameter of this dtype has a master that is none of the optimizer's."""
         asked = (self.own_masters or {}).get(dtype)
         return asked is not None and not self._is_optimizers(asked)
 
@@ -132,16 +133,21 @@ class Stepper:
     def entries(
         self, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[str, Any], position: int
     ) -> tuple[Entry, ...]:
-        """What the state of such a parameter consists of, as a step of one shows.
+        """Return the state tensors that have a parameter's shape, as a trial step of one shows.
 
-        Of its size, as an optimizer may quantize or factor state of large ones only. Torch's own
-        step it without memory, on meta; of others it has memory until this returns.
+        The trial has the parameter's shape, as an optimizer may quantize or factor the state of
+        large ones only; for native classes it has two elements. Optimizers of torch step it on
+        meta, without memory, unless the step reads a value. Otherwise it has memory until this
+        returns.
 
         Args:
-            shape: Of the parameter.
-            dtype: Of the parameter.
-            numbers: What its param group says.
-            position: Of the param group.
+            shape: Shape of the parameter.
+            dtype: Dtype of the parameter.
+            numbers: Current numbers of its param group.
+            position: Position of the param group.
+
+        Raises:
+            UnsupportedOptimizerError: The trial step failed, or made state of no parameter.
         """
         masters: tuple[Entry, ...] = ()
         of = dtype
@@ -191,18 +197,18 @@ class Stepper:
         )
 
     def attributes(self) -> Attributes:
-        """Numbers, words and containers of these that the user's optimizer keeps beside state."""
+        """Return copies of the plain attributes of the user's optimizer; see `plain_attributes`."""
         return plain_attributes(self.template)
 
     def write_attributes(self, changed: Attributes) -> None:
-        """Let the user's optimizer have counted what one that stepped in its place has."""
+        """Set attributes of the user's optimizer that an optimizer in its place has changed."""
         own = vars(self.template)
         for name, value in changed.items():
             if name not in own or own[name] != value:
                 setattr(self.template, name, value)
 
     def _first_state(self, position: int) -> dict[str, Any]:
-        """Numbers and words that the constructor has put into the state of a parameter."""
+        """Return numbers and strings that the constructor has put into the state of a parameter."""
         groups = self.template.param_groups[position : position + 1]
         for param in groups[0]["params"] if groups else ():
             state = self.template.state.get(param) or {}
@@ -210,7 +216,7 @@ class Stepper:
         return {}
 
     def _try_modes(self, stepped: Optimizer, param: nn.Parameter) -> None:
-        """Change modes as the user's optimizer will, which has made no step itself."""
+        """Call `eval` and `train` as on the user's optimizer, which has made no step itself."""
         if all(callable(getattr(stepped, mode, None)) for mode in ("train", "eval")):
             theirs: Any = _twin(self.template, [{**stepped.param_groups[0]}])
             theirs.state[param] = dict(stepped.state[param])
@@ -222,7 +228,7 @@ _NO_ATTRIBUTES: Final = {"state", "param_groups", "defaults"}
 
 
 def plain_attributes(optimizer: Optimizer) -> Attributes:
-    """Copies of an optimizer's attributes that are numbers, words and containers of these."""
+    """Return copies of an optimizer's attributes: numbers, strings, None, containers of these."""
     return {
         name: copy.deepcopy(value)
         for name, value in vars(optimizer).items()
@@ -251,7 +257,7 @@ def _refuse(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Another like it, over other parameters, without their state and its hooks."""
+    """Return a copy of an optimizer over other parameters, without their state and its hooks."""
     made = type(optimizer).__new__(type(optimizer))
     kept = optimizer.__getstate__()
 
@@ -277,7 +283,7 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of tensors and of the containers around them; the same of all else."""
+    """Return copies of tensors and of the containers around them; other values unchanged."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in {list, tuple, set}:

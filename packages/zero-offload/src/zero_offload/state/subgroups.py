@@ -1,4 +1,4 @@
-"""Which pieces of parameters are stepped together, and where their state rests. Arithmetic."""
+"""Plan of the pieces that are stepped together and of where their state is kept. Arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES: Final = ("device", "host")
 
 
 class Residence(Enum):
-    """Where the state of a sub-group rests between steps."""
+    """Memory or disk that keeps the state of a sub-group between steps."""
 
     DEVICE = "device"  # beside its parameters
     HOST = "host"
@@ -33,13 +33,14 @@ class Entry:
 
 @frozen
 class Item:
-    """What the plan must know of one parameter.
+    """Description of one parameter for the plan.
 
     Attributes:
-        numel: Of the parameter.
-        entries: That move with it; what else its state holds is small and stays in memory.
+        numel: Elements of the parameter.
+        entries: State tensors of its size, which are offloaded; other state is small and stays in
+            memory.
         is_divisible: Whether it may be stepped piece by piece.
-        place: Its device, and what steps it there; a sub-group has one.
+        place: Its device and the optimizer that steps it; the same for all of a sub-group.
     """
 
     numel: int
@@ -49,11 +50,11 @@ class Item:
 
     @property
     def element_bytes(self) -> int:
-        """Of all entries, for one element."""
+        """Bytes of all entries for one element."""
         return sum(entry.dtype.itemsize for entry in self.entries)
 
     def nbytes(self, numel: int) -> int:
-        """Of all entries of a piece."""
+        """Return the bytes of all entries of a piece of `numel` elements, each entry aligned."""
         return sum(align_up(numel * entry.dtype.itemsize) for entry in self.entries)
 
 
@@ -67,13 +68,13 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @frozen
 class EntrySpan:
-    """Where one entry of one piece lies in the memory of its sub-group."""
+    """Range of one entry of one piece in the memory of its sub-group."""
 
     piece: int  # position in the sub-group
     name: str
@@ -93,7 +94,7 @@ class SubGroup:
 
 
 class Resting(TypedDict, total=False):
-    """Where how much of the state rests; `OffloadedOptimizer` describes them."""
+    """Arguments for where the state is kept; `OffloadedOptimizer` describes them."""
 
     state: Required[Literal["host", "disk"]]
     fraction: Mapping[str, float] | None
@@ -103,15 +104,15 @@ class Resting(TypedDict, total=False):
 
 @frozen
 class Shares:
-    """How much of the state rests on the device and on the host; what remains rests in `rest`.
+    """Fractions of the state on the device and on the host; what remains goes to `rest`.
 
     Attributes:
         rest: The host, or the disk.
-        device: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
-            and to a parameter where not.
-        host: Likewise.
-        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not
-            divisible and larger has a sub-group to itself.
+        device: Fraction of the bytes of state; exact to `CUT_NUMEL` elements where parameters are
+            divisible, and to a parameter where not.
+        host: The same for the host.
+        subgroup_bytes: Most bytes of state in a sub-group, rounded up to a page on disk. A larger
+            parameter that is not divisible has a sub-group to itself.
         small_bytes: A sub-group with fewer stays on the host instead of the disk.
     """
 
@@ -129,11 +130,11 @@ class Shares:
         subgroup_bytes: int = 64 * 2**20,
         small_bytes: int = 2**20,
     ) -> Shares:
-        """Check what a user asked for.
+        """Return the shares that a user asked for, once they are checked.
 
         Raises:
             ValueError: Unknown names, numbers that are no shares of one whole, or sizes with which
-                nothing, or next to nothing, would rest on disk.
+                nothing, or next to nothing, would go to disk.
         """
         fraction = fraction or {}
         if state not in ("host", "disk"):
@@ -157,11 +158,11 @@ class Shares:
 
 
 def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...]:
-    """Deal parameters in their order: first to the device, then to the host, the rest to `rest`.
+    """Assign parameters in their order: to the device, then to the host, what remains to `rest`.
 
     Args:
-        items: One a parameter.
-        shares: See there.
+        items: One for each parameter.
+        shares: Fractions of the state, and sizes of sub-groups.
 
     Returns:
         Sub-groups that cover every element once, in order.
@@ -204,7 +205,7 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
 
 
 def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
-    """Pieces as large as they can be without resting in two places."""
+    """Yield the largest pieces whose state is all in one place, with that place, in order."""
     total = sum(item.numel * item.element_bytes for item in items)
     # Where the part on the device ends, and that on the host.
     ends = total * shares.device, total * min(1.0, shares.device + shares.host)
@@ -225,14 +226,14 @@ def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, P
 
 
 def _cut(at: float, numel: int) -> int:
-    """The nearest place to cut; an end of the parameter is one."""
+    """Return the nearest element to cut at: a multiple of `CUT_NUMEL`, or the parameter's end."""
     if at >= numel:
         return numel
     return min(numel, max(0, round(at / CUT_NUMEL) * CUT_NUMEL))
 
 
 def _fitting(item: Item, numel: int, room: int) -> int:
-    """How many of the next elements fit; all or none where the parameter is not divisible."""
+    """Return how many of the next elements fit: all or none if the parameter is not divisible."""
     if item.nbytes(numel) <= room:
         return numel
     if not item.is_divisible:

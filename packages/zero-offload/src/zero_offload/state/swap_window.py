@@ -1,4 +1,4 @@
-"""A window over a store: what is used next is read ahead, what was used is written behind."""
+"""A window over a store: reads values ahead of their use, and writes them back in background."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _DONE.set_result(None)
 class SwapWindow:
     """Values of a store, each in one of a few slots of memory while it is open.
 
-    As many as there are slots are read ahead, in the order in which they are expected. One that is
-    closed is written behind: nobody waits for that but `settle`, and who opens what comes into its
-    slot next, whose read begins by itself when the write has ended.
+    As many as there are slots are read ahead, in the order in which they are expected. A closed
+    value is written in the background. The read of the next value in its slot begins by itself when
+    the write has ended; only `settle`, and `open` of that next value, wait for the write.
 
     Args:
-        store: Where values rest; one key each.
-        arena: Whose memory the slots are.
+        store: Keeps the values, under one key each.
+        arena: Allocates the slots.
     """
 
     store: AbstractStore
@@ -48,13 +48,13 @@ class SwapWindow:
     _writes: dict[int, tuple[int, Future[Any]]] = field(factory=dict, init=False)  # by slot
 
     def add(self, sizes: Mapping[int, int]) -> None:
-        """Take room for further values in the store, and in memory for the largest.
+        """Allocate further values in the store, and slots of memory for the largest.
 
-        Nothing may be under way.
+        No read or write may be in progress.
 
         Raises:
-            StoreError: The store has no room for them.
-            BudgetError: The host has none for the slots.
+            StoreError: The store has no room for the values.
+            BudgetError: The host has no memory for the slots.
         """
         if not sizes:
             return
@@ -66,7 +66,11 @@ class SwapWindow:
 
     @ranged("swap_in", "_name")
     def expect(self, keys: Sequence[int]) -> None:
-        """These are opened next, in this order: begin to read the first. Waits for no write."""
+        """Begin to read the first of these keys, which are opened next, in this order.
+
+        Waits for nothing, unless other keys are being read: then for these reads, and for the
+        writes that they follow.
+        """
         if list(self._reads) != list(keys[: len(self._reads)]):
             self.forget()  # it was for others
         turns = [(key, position % NUM_SLOTS) for position, key in enumerate(keys)]
@@ -76,10 +80,10 @@ class SwapWindow:
 
     @ranged("swap_in wait", "_name")
     def open(self, key: int) -> Tensor:
-        """The memory of the next one that is expected: 1-D, bytes; not read if never written.
+        """Return the memory of the next expected key: 1-D, bytes; not read if never written.
 
         Raises:
-            Whatever its read raised, or the write of what was in its slot before.
+            Exception: From its read, or from the write of the key that was in its slot before.
         """
         slot, begun = self._reads[key]
         if slot in self._writes:
@@ -91,7 +95,7 @@ class SwapWindow:
 
     @ranged("swap_out", "_name")
     def close(self, key: int, *, dirty: bool) -> None:
-        """The memory is the next one's, when it is written; which it is only if it is dirty."""
+        """Free the slot of an open key for the next one; if `dirty`, once its value is written."""
         slot, _ = self._reads.pop(key)
         if dirty:
             self._written.add(key)
@@ -102,10 +106,10 @@ class SwapWindow:
 
     @ranged("swap_out wait", "_name")
     def settle(self) -> None:
-        """Block until all is written.
+        """Block until all closed values are written.
 
         Raises:
-            Whatever a write raised, the first of them; none is under way then.
+            Exception: From the first write that failed; no write is in progress then.
         """
         errors = {}
         for key, write in self._writes.values():
@@ -118,7 +122,7 @@ class SwapWindow:
             raise error
 
     def forget(self) -> None:
-        """Expect nothing any more; block until what is being read is there."""
+        """Drop all expected keys, and block until the reads in progress have ended."""
         self._expected.clear()
         while self._reads:
             _, (slot, begun) = self._reads.popitem()
@@ -128,17 +132,20 @@ class SwapWindow:
                 begun.result().result()
 
     def lose(self, key: int) -> None:
-        """What the store has of it cannot be read any more."""
+        """Treat a key as never written, since the store cannot read its value any more."""
         self._written.discard(key)
 
     def end(self, *, deletes: bool) -> None:
-        """Let go of all values, and delete them from a store that lives on."""
+        """Release the slots and all keys; with `deletes`, delete the values from the store."""
         for key in self._sizes if deletes else ():
             self.store.delete(self._name_of(key))
         self._sizes, self._slots, self._written = {}, [], set()
 
     def _read_next(self) -> None:
-        """Begin when its slot is written, or at once; not at all if that fails."""
+        """Begin to read the next expected key, after the write of its slot if one is in progress.
+
+        If the write fails, the key is not read.
+        """
         key, slot = self._expected.popleft()
         begun: Future[Future[Any]] = Future()
 
@@ -164,5 +171,5 @@ class SwapWindow:
 
 
 def slots_of(sizes: Sequence[int]) -> list[int]:
-    """Bytes of each slot: as many as may be in use at once, each for the largest."""
+    """Return the bytes of each slot: of as many as are in use at once, each for the largest."""
     return [max(sizes, default=0)] * min(NUM_SLOTS, len(sizes))

@@ -15,12 +15,12 @@ from zero_offload.disk.folder import SYSTEM, System
 
 
 def refused(number: int) -> OSError:
-    """What Python raises where the system says `number`."""
+    """Return the error that Python raises where the system says `number`."""
     return OSError(number, os.strerror(number))
 
 
 def cut_short(most_bytes: int) -> System:
-    """Every read and write moves at most so many bytes, and not in units of a disk."""
+    """Return a system that moves at most so many bytes per call, not in units of a disk."""
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         count = min(most_bytes, os.preadv(fd, buffers, offset))
@@ -34,7 +34,7 @@ def cut_short(most_bytes: int) -> System:
 
 
 def now_and_then(number: int, every: int) -> System:
-    """Of `every` reads and writes one is refused with `number`."""
+    """Return a system that refuses one of `every` reads and writes with `number`."""
     count = iter(range(10**9))
 
     def with_faults(call: Callable[..., int]) -> Callable[..., int]:
@@ -49,7 +49,7 @@ def now_and_then(number: int, every: int) -> System:
 
 
 def only_units_of(unit: int) -> System:
-    """O_DIRECT takes addresses, offsets and sizes in multiples of `unit` alone."""
+    """Return a system whose O_DIRECT takes addresses, offsets and sizes in units of `unit`."""
 
     def in_units(call: Callable[..., int]) -> Callable[..., int]:
         def checked(fd: int, buffers: Any, offset: int) -> int:
@@ -64,7 +64,7 @@ def only_units_of(unit: int) -> System:
 
 
 def no_direct_open() -> System:
-    """A file system that refuses O_DIRECT at open, having made the file."""
+    """Return a system that refuses O_DIRECT at open, after it has made the file."""
 
     def refusing(path: str, flags: int, mode: int) -> int:
         if flags & os.O_DIRECT:
@@ -76,7 +76,7 @@ def no_direct_open() -> System:
 
 
 def refusing(call: str, number: int, *, after: int = 0) -> System:
-    """`call` is refused with `number`, once it was granted `after` times."""
+    """Return a system that refuses `call` with `number`, after `after` calls were granted."""
     granted = getattr(SYSTEM, call)
     left = iter(range(after))
 
@@ -89,7 +89,7 @@ def refusing(call: str, number: int, *, after: int = 0) -> System:
 
 
 def free_bytes(nbytes: int) -> System:
-    """A disk that says it has so much left."""
+    """Return a system whose disk says that it has `nbytes` left."""
     left = os.statvfs_result((1, 1, nbytes, nbytes, nbytes, 0, 0, 0, 0, 255))
     return evolve(SYSTEM, statvfs=lambda path: left)
 

@@ -1,4 +1,4 @@
-"""What is compiled: chosen, left out or replaced; and one step of it, by itself."""
+"""Compiled kernels for tests: chosen, left out or replaced; and a single step of one."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def native_isas() -> tuple[str, ...]:
 def native(
     isa: str | None = None, *, library: Any = None, reason: str = "a test"
 ) -> Iterator[None]:
-    """Inside, new optimizers and stores use this and nothing else that is compiled. Local.
+    """Have new optimizers and stores use these compiled kernels and no others, inside. Local.
 
     Args:
         isa: The instruction set; plain torch steps, and threads move bytes, when None.
-        library: In place of this installation's; for its disk I/O.
+        library: Library to use in place of this installation's, for its disk I/O.
         reason: Why there is none, where there is none.
     """
     chosen = None
@@ -89,8 +89,8 @@ def fused_step(
             second moment or None, what is rounded into or None, step.
         rule: Its rate is minus the learning rate.
         lr: In place of the rule's: one float32, as the others.
-        divisor: What gradients are divided by.
-        found_inf: Nothing is done unless it is 0.
+        divisor: The number that gradients are divided by.
+        found_inf: The step is skipped unless it is 0.
     """
     kernels = open_cuda_library(library)
     table = PieceTable.of(works, kernels.zero_cuda_piece_numel())
@@ -104,7 +104,7 @@ def share(numel: int, work: Callable[[int, int], None]) -> None:
 
 @contextmanager
 def checksums_in_pieces(piece_bytes: int) -> Iterator[None]:
-    """Inside, values are read in so many bytes at a time, as very large ones are. Local."""
+    """Read values `piece_bytes` at a time inside, as very large ones are. Local."""
     with mock.patch.object(disk_file, "_BLOCK_BYTES", piece_bytes):
         yield
 

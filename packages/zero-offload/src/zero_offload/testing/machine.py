@@ -22,18 +22,18 @@ def budget(
     available_bytes: int = 1 << 50,
     source: str = "a large machine",
 ) -> HostBudget:
-    """For `HostArena(budget=)`: of a machine that has so much, as `source` says."""
+    """Return a budget for `HostArena(budget=)`: the machine has so much, as `source` says."""
     return HostBudget(limit_bytes, available=lambda: AvailableMemory(available_bytes, source))
 
 
 def budget_of(root: Path) -> HostBudget:
-    """The same of the machine whose /proc and /sys lie under `root`."""
+    """Return the budget of a machine whose /proc and /sys lie under `root`."""
     return HostBudget(available=lambda: available_memory(root))
 
 
 @contextmanager
 def elsewhere(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, these tensors on the CPU count as a device's. Local."""
+    """Count these tensors on the CPU as a device's, inside. Local."""
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
 
     def is_here(tensor: Tensor) -> bool:

@@ -37,13 +37,13 @@ __all__ = [
 def fused_pieces(
     tensors: Sequence[Tensor], *, out: Tensor, step: Tensor, piece_numel: int
 ) -> np.recarray:
-    """What each block of FusedAdam's kernel takes: addresses and numel, `piece_numel` at most.
+    """Return the piece of each block of FusedAdam's kernel: addresses and numel.
 
     Args:
         tensors: Parameter (or its master), gradient, first and second moment, of one numel.
-        out: What the parameter is rounded into.
+        out: The tensor that the parameter is rounded into.
         step: The step count.
-        piece_numel: Of the largest piece.
+        piece_numel: The numel of the largest piece.
     """
     param, grad, first, second = tensors
     pieces = pieces_of((param, grad, first, second, None, out, step), piece_numel)

@@ -1,4 +1,4 @@
-"""What must not be in a model when it is sharded: wrappers, memory that is shared or lacks."""
+"""Checks of a model before it is sharded: no wrappers, no memory that is shared or missing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def check_model(
 
 
 def _check_not_wrapped(where: str, module: nn.Module) -> None:
-    """Not by what trains on several ranks. By the names of classes: nothing is imported for it."""
+    """Raise PartitionError for a module that is wrapped for training on several ranks.
+
+    Wrappers are recognised by names of classes and attributes: nothing is imported for it.
+    """
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
             raise PartitionError(

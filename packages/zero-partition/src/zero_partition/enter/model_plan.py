@@ -1,4 +1,4 @@
-"""What `partition` makes of a model: its units, and when each is used. Planning only."""
+"""Plan of a partitioned model: its units, and when each is used. Planning only."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class ModelPlan:
 
     @cached_property
     def resting(self) -> tuple[Placement, ...]:
-        """Of the parameters of each unit."""
+        """Return the placement of each unit's parameters between uses."""
         return tuple(unit.resting(self.placements.params) for unit in self.units)
 
     def codec_of_updates(self, index: int, buffer: BufferPlan) -> AbstractCodec | None:
-        """In which updated shards of a buffer of this unit travel; see `Wire.codec_of_updates`."""
+        """Return the codec of gathers of a buffer's updated shards; see `Wire.codec_of_updates`."""
         return self.routes.wire.codec_of_updates(
             buffer,
             self.resting[index],
@@ -70,7 +70,7 @@ class ModelPlan:
 
     @cached_property
     def extents(self) -> dict[int, Extent]:
-        """Of units that need a slot, by position."""
+        """Return the extents of units that need a slot, by position."""
         return {
             index: unit.extent
             for index, unit in enumerate(self.units)
@@ -79,7 +79,7 @@ class ModelPlan:
 
     @cached_property
     def trained_bytes_per_rank(self) -> tuple[int, ...]:
-        """Elements of trainable parameters in ranks' shards."""
+        """Return the bytes of trainable parameters in each rank's shards."""
         return trained_bytes_per_rank(self.units, self.world_size)
 
 
@@ -179,7 +179,7 @@ def _plan(
 
 
 def _kinds_of(plan: ModelPlan) -> list[Kind]:
-    """Of all that the optimizer steps."""
+    """Return the kinds of all parameters that the optimizer steps, each once."""
     is_whole = plan.placements.optim is Placement.REPLICATED
     kinds: dict[Kind, None] = {}
     for unit, placement in zip(plan.units, plan.resting, strict=True):

@@ -173,7 +173,7 @@ def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
 
 
 def first_index(plans: Sequence[UnitPlan]) -> int:
-    """Where this model's buffers begin to count: models on one group should not share tags."""
+    """Return the index of the model's first buffer: models on one group should not share tags."""
     buffers = [buffer for unit in plans for buffer in unit.buffers if not buffer.ranks]
     names = [param.name for buffer in buffers for param in buffer.params]
     return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
@@ -332,7 +332,7 @@ _RUN: Final = "runs one of any kind with its loss times zero, because gathers ne
 
 
 def purposes_of(sharded: ShardedModel) -> dict[int, Purpose]:
-    """By tag, for the groups on which its units are gathered and reduced."""
+    """Return the purpose of each tag, for the groups on which units are gathered and reduced."""
     is_sharded = any(unit.placement is Placement.SHARDED for unit in sharded.units)
     gathers_together = is_sharded and sharded.exposure is None
     same_steps = _SAME_STEPS + (_RUN if gathers_together else _CALL)
@@ -568,7 +568,7 @@ def _is_own_frame(frame: FrameType) -> bool:
 def _describe(
     model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
 ) -> dict[str, str]:
-    """What ranks must agree on, but for the optimizer."""
+    """Return facts that ranks must agree on, by name; those of the optimizer are not among them."""
     placements, homes = config.placements, residence.homes
     of_groups = residence.routes.of_groups
     when = "deferred" if homes.is_delayed else "right away"

@@ -84,7 +84,7 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
-    """Of parameters of its own that Init sharded, and that are not whole now."""
+    """Return early shards, by name, of the module's own parameters that are not gathered now."""
     own = {name: find_early(p) for name, p in own_parameters(module).items() if p is not None}
     return {name: early for name, early in own.items() if early and not early.is_gathered}
 
@@ -136,7 +136,7 @@ def _asks_no_values(func: Callable[..., Any]) -> bool:
 
 
 def can_be_sharded(param: nn.Parameter) -> bool:
-    """On the meta device, and in lazy modules, there is nothing yet."""
+    """Return whether a parameter has values (is not on meta, not lazy) and no early shard yet."""
     return not param.is_meta and not is_lazy(param) and find_early(param) is None
 
 
@@ -379,7 +379,10 @@ class Init:
         self._touch(early.label, param)
 
     def _find_replaced(self) -> None:
-        """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
+        """Drop shards of parameters with other memory now, and check that others are as they were.
+
+        Functions such as `Tensor.set_`, which are hidden from modes, replace memory unnoticed.
+        """
         for known in self._sharded:
             param = known()
             if param is None or (early := find_early(param)) is None:
@@ -390,7 +393,7 @@ class Init:
                 early.check_untouched(param, early.label)
 
     def _agree(self, verb: str, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """See NOTE(order)."""
+        """Check that all ranks shard or gather the same parameters; see NOTE(order). Collective."""
         self._num_rounds += 1
         what = ", ".join(f"{label} {tuple(param.shape)} {param.dtype}" for label, param in params)
         facts = {f"what to do in round {self._num_rounds} of Init": f"{verb} {what}"}

@@ -34,7 +34,7 @@ def fill_blank(tensor: Tensor) -> None:
 
 
 def has_blank(tensor: Tensor) -> bool:
-    """Whether an element still has its mark, or is NaN. Local."""
+    """Return whether an element is still marked as not written, or is NaN. Local."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return False
@@ -97,7 +97,7 @@ class EarlyShard:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Whose part it is."""
+        """Return the parameter whose part it is."""
         param = self._param()
         assert param is not None, "its shard hangs on it"
         return param
@@ -134,7 +134,7 @@ class EarlyShard:
         self.is_blank = False
 
     def is_replaced(self, param: nn.Parameter) -> bool:
-        """Whether the parameter was given other memory than its stand-in's."""
+        """Return whether the parameter was given other memory than its stand-in's."""
         return bool(param.numel()) and param.data_ptr() != self.stand_in.data_ptr()
 
     def check_untouched(self, param: nn.Parameter, name: str) -> None:
@@ -148,7 +148,7 @@ class EarlyShard:
         )
 
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """What `copy.deepcopy` of the parameter calls: a copy that is sharded too. Local."""
+        """Return a copy of the parameter, sharded too; `copy.deepcopy` of it calls this. Local."""
         original = self.parameter
         with plainly():
             copied = type(original)(original.data, original.requires_grad)

@@ -153,7 +153,7 @@ def _check_resettable(model: nn.Module) -> None:
 
 
 def _bottom_up(module: nn.Module) -> Iterator[nn.Module]:
-    """In the order of `module.apply`."""
+    """Yield modules in the order of `module.apply`: children first."""
     for child in module.children():
         yield from _bottom_up(child)
     yield module

@@ -1,4 +1,4 @@
-"""Which parameters form a unit, and how a unit lies in flat buffers: planning only."""
+"""Plans of units: the parameters of each, and how they lie in flat buffers. Planning only."""
 
 from __future__ import annotations
 

@@ -26,12 +26,13 @@ NUM_LOOKS: Final = 3  # so often values are compared, for writes that no version
 
 @define(eq=False, repr=False)
 class FlatBuffer:
-    """A plan, the parameters it places, and what rests on this rank.
+    """One flat buffer on this rank: its plan, its parameters, and the stores of its shard.
 
-    `resting` is this rank's span, padding included: memory of its own or a home where parameters
-    rest sharded, a view of `whole` where they rest replicated, but beside it where `codec` rounds
-    what is gathered into that. `training` is what the optimizer updates: masters of the same layout
-    where there are some, else the same object.
+    `resting` is this rank's shard, padding included. Where parameters are sharded, it is in memory
+    of its own, rounded from masters, encoded, or offloaded. Where they are replicated, it is a view
+    of `whole`; but it is beside `whole` where `codec` rounds what is gathered into that. `training`
+    is what the optimizer updates: masters of the same layout where there are some, else the same
+    object as `resting`.
     """
 
     plan: BufferPlan
@@ -48,22 +49,22 @@ class FlatBuffer:
     codec: AbstractCodec | None = field(init=False)  # the same of gathers into `whole`
     gather_tag: int = field(init=False)  # identity of its all-gathers
     reduce_tag: int = field(init=False)  # of its reductions
-    stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
+    stand_ins: tuple[Tensor, ...] = field(init=False)  # what parameters view while sharded
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
-    _rest_versions: tuple[int, ...] = field(init=False)  # the same, when they came to rest
+    _rest_versions: tuple[int, ...] = field(init=False)  # the same, when last resharded
     # The parameters, and then the DTensors of which they are the local parts.
     _shown: tuple[nn.Parameter, ...] = field(init=False)
-    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own, of these
-    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of these at rest
+    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while unsharded
+    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while sharded
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
     _looks_left: float = field(default=NUM_LOOKS, init=False)  # see `follow_writes`
     is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
-    _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
-    _part_addresses: list[int] = field(init=False)  # of what shard_params view
-    _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
+    _views: Sequence[Tensor] = field(default=(), init=False)  # that were installed last
+    _part_addresses: list[int] = field(init=False)  # that `shard_params` view
+    _addresses: list[int] | None = field(default=None, init=False)  # of `_views`, once asked for
 
     def __attrs_post_init__(self) -> None:
         self.codec = None if self.whole is None else self.gather_codec
@@ -89,33 +90,33 @@ class FlatBuffer:
 
     @property
     def has_masters(self) -> bool:
-        """Whether what the optimizer updates is not what the model computes with."""
+        """Return whether the optimizer updates masters and not what the model computes with."""
         return self.training is not self.resting
 
     @property
     def shard(self) -> Tensor:
-        """This rank's values, to look at, 1-D: themselves, or a copy where they rest elsewhere."""
+        """Return this rank's values, 1-D, to read: the memory itself, or else a copy."""
         return self.resting.read()
 
     @property
     def trained(self) -> Tensor:
-        """The same as the optimizer updates them: masters where there are some."""
+        """Return this rank's values as the optimizer updates them: masters where there are some."""
         return self.training.read()
 
     @property
     def is_view(self) -> bool:
-        """Whether what rests is a view of the whole parameters."""
+        """Return whether the shard is a view of the replicated parameters."""
         return self.whole is not None and self.codec is None
 
     @property
     def own(self) -> Tensor | None:
-        """This rank's span of parameters that rest whole, as the model computes with it."""
+        """Return this rank's span of replicated parameters, as the model computes with it."""
         if self.whole is None:
             return None
         return self.own_of(self.whole)
 
     def own_of(self, full: Tensor) -> Tensor:
-        """This rank's span of a full flat tensor of this layout."""
+        """Return this rank's span of a full flat tensor of this layout."""
         return full[self.plan.layout.shard(self.group.rank).as_slice()]
 
     @property
@@ -124,7 +125,7 @@ class FlatBuffer:
         return self.plan.layout.splits[self.group.rank]
 
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
-        """A full flat tensor of this layout, seen as the parameters."""
+        """Return views of a full flat tensor of this layout, one in the shape of each parameter."""
         pairs = zip(self.plan.layout.spans, self.plan.params, strict=True)
         return tuple(full[span.as_slice()].view(param.shape) for span, param in pairs)
 
@@ -139,9 +140,9 @@ class FlatBuffer:
         """Launch the gather of a flat tensor of this layout from the ranks' shards. Collective.
 
         Args:
-            full: What is filled.
-            shard: This rank's, encoded if it rests so; None: it is in its place in `full`.
-            is_exact: No codec writes them.
+            full: The flat tensor that is filled.
+            shard: This rank's, encoded if it is stored so; None: it is in its place in `full`.
+            is_exact: Whether no codec is used.
             version: Of the values, where it is known.
         """
         layout = self.plan.layout
@@ -157,9 +158,10 @@ class FlatBuffer:
         )
 
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """A flat shard of this layout, seen as the optimizer sees it: one tensor per parameter.
+        """Return views of a flat shard of this layout as the optimizer has them, one per parameter.
 
-        Its shape is what the parameter's cut says; where we keep nothing of it, it is empty.
+        The shape of each follows from the parameter's cut; it is empty where this rank has nothing
+        of it.
         """
         parts = [shard[:0].view(p.cut.shard_shape(p.shape, 0)) for p in self.plan.params]
         for piece in self.pieces:
@@ -169,18 +171,21 @@ class FlatBuffer:
         return tuple(parts)
 
     def resting_tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of ours that may view what rests on this rank."""
+        """Return every tensor of ours that may view this rank's parameters, shard or masters."""
         rests = (self.whole, self.resting.memory, self.training.memory)
         memory = tuple(tensor for tensor in rests if tensor is not None)
         return (*memory, *self._views, *self.params, *self.shard_params, *self.targets)
 
     def forget_addresses(self) -> None:
-        """What rests here lies elsewhere now, and every tensor views it there."""
+        """Forget cached addresses: the buffers have moved.
+
+        Every tensor views the new memory already.
+        """
         self._addresses = None
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
 
     def fill(self, position: int, value: Tensor) -> None:
-        """Write a parameter's full value to all that rests of it on this rank."""
+        """Write a parameter's full value to `whole`, and this rank's part of it to its stores."""
         self.check_memory()
         flat, piece = value.detach().reshape(-1), self.piece_of(position)
         self.is_unrounded = self.codec is not None
@@ -194,13 +199,14 @@ class FlatBuffer:
                     shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
 
     def piece_of(self, position: int) -> Piece | None:
-        """The part of a parameter that this rank keeps, None if there is none."""
+        """Return the part of a parameter that this rank has; None if there is none."""
         return next((piece for piece in self.pieces if piece.index == position), None)
 
     def follow_update(self) -> None:
-        """The optimizer has updated what rests apart: this rank's part of the parameters follows.
+        """Copy what the optimizer has updated to this rank's part of the parameters.
 
-        So do those that rest whole on this rank, which the others have yet to receive.
+        Masters are rounded into the shard. Where `codec` is used, the values are also copied to
+        this rank's span of replicated parameters, which other ranks have yet to receive.
         """
         memory = self.training.memory
         if self.has_masters and memory is not None:
@@ -212,9 +218,10 @@ class FlatBuffer:
 
     @torch.no_grad()
     def round_whole(self) -> None:
-        """Parameters that rest whole become what a gather would make of them. Local.
+        """Round replicated parameters to what a gather would make of them. Local.
 
-        Where only some were written, what the codec has left of the others is encoded again.
+        Where only some were written, the others, which the codec has rounded before, are encoded
+        again.
         """
         self.is_unrounded = False
         assert self.codec is not None and self.whole is not None, "what it is for"
@@ -223,7 +230,7 @@ class FlatBuffer:
             self.codec.decode(self.codec.encode(values), values)
 
     def follow_writes(self) -> None:
-        """Where parameters rest whole, what was written to them in place is right.
+        """Copy what was written to replicated parameters in place into the shard and the masters.
 
         A version tells of most writes. Those through `data`, which have none, are looked for before
         the first steps; where there was one, before all that follow.
@@ -250,7 +257,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def _follow_values(self, own: Tensor) -> None:
-        """Let masters be what parameters are, where these are not what the masters round to."""
+        """Copy parameters to their masters where they are not what the masters round to."""
         if (memory := self.training.memory) is None:
             return
         for piece in self.pieces:
@@ -262,7 +269,10 @@ class FlatBuffer:
                 master.copy_(torch.where(is_written, part.to(master.dtype), master))
 
     def reclaim(self) -> None:
-        """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
+        """Copy back values that an optimizer put in place of our memory, as by `param.data = ...`.
+
+        Its parameters view our memory again afterwards.
+        """
         memory = self.training.memory
         if memory is None or list(map(Tensor.data_ptr, self.shard_params)) == self._part_addresses:
             return
@@ -273,7 +283,10 @@ class FlatBuffer:
                     param.data = part
 
     def point_targets(self, shard: Tensor | None) -> None:
-        """Let targets view this flat shard; nothing, or where it rests on the device, when None."""
+        """Let targets view this flat shard.
+
+        When None, they view the shard on the device, or a placeholder where there is none.
+        """
         memory = self.resting.memory if shard is None else shard
         if memory is None:
             memory = placeholder(torch.Size([self.shard_numel]), self.plan.dtype, _CPU)
@@ -281,7 +294,7 @@ class FlatBuffer:
             target.data = part
 
     def install(self, views: Sequence[Tensor]) -> None:
-        """Make the parameters view this memory, but for those that are held. Moves no data."""
+        """Make the parameters view this memory, but for those in `held`. Moves no data."""
         if views is not self._views:
             self._views, self._addresses = views, None
         if self.is_at_rest:  # else setting `data` would be noticed as a use
@@ -303,7 +316,11 @@ class FlatBuffer:
         self._views = self.stand_ins  # `values` are as large as the parameters
 
     def find_touched(self) -> int | None:
-        """The first parameter that is not as it was left: other memory, or written to."""
+        """Return the position of the first parameter that the user has changed; None if none.
+
+        It has other memory or another dtype, was written to, or requires gradients though it was
+        frozen.
+        """
         dtype, trainable, is_sharded = self.plan.dtype, self.plan.trainable, self.whole is None
         if self._addresses is None:
             self._addresses = [view.data_ptr() for view in self._views]
@@ -330,9 +347,10 @@ class FlatBuffer:
         return param.shape == view.shape and param.device == view.device
 
     def find_replaced(self) -> list[int]:
-        """Return which parameters that rest whole have memory of the user's, as by `param.data =`.
+        """Return positions of replicated parameters with memory of the user's, by `param.data =`.
 
-        A forward computes with it, as in plain torch. What reads our memory instead must not.
+        A forward computes with that memory, as in plain torch. Code that reads our memory instead
+        must not run then.
         """
         if self.whole is None or not self.has_touched_whole():
             return []
@@ -358,7 +376,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Copy values that the user has put in place of our memory into it: a step writes there."""
+        """Copy values from memory that the user has put in place of ours: a step writes to ours."""
         for param, value in self.take_back().items():
             param.copy_(value)  # a write, which masters follow by its version
 
@@ -371,11 +389,11 @@ class FlatBuffer:
         return list(map(Tensor.data_ptr, self.params)) != list(map(Tensor.data_ptr, self._views))
 
     def find_written(self, full: Tensor) -> int | None:
-        """Return the first parameter that is whole in `full`, and not what rests; else None.
+        """Return the first parameter whose gathered values, in `full`, are not those of the shard.
 
-        This rank's part is compared, where it rests on the device as it is. A write that changed
-        nothing is forgotten, and so is other memory of a frozen parameter with the same values,
-        which bitsandbytes puts there.
+        None if there is none. This rank's part is compared, where the shard is on the device and
+        not encoded. A write that changed nothing is forgotten, and so is other memory of a frozen
+        parameter with the same values, which bitsandbytes puts there.
         """
         versions, resting = tuple(map(version_of, self.params)), self.resting.memory
         if isinstance(self.resting, Rounded):
@@ -436,7 +454,7 @@ class SecondaryShards:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parts, padding included."""
+        """Return bytes of the parts, padding included."""
         return sum(part.nbytes for part in self._parts)
 
     def keep(self, full: Sequence[Tensor], version: int) -> None:
@@ -474,7 +492,7 @@ class SecondaryShards:
 
     @cached_property
     def _splits(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Elements per rank of the node, and those that belong to a tensor, of each buffer."""
+        """Return elements per rank of the node, and those without padding, of each buffer."""
         layouts = [buffer.plan.layout for buffer in self.buffers]
         splits = [even_splits(layout.numel, self.group.world_size) for layout in layouts]
         return [(s, layout.payload_of(s)) for s, layout in zip(splits, layouts, strict=True)]

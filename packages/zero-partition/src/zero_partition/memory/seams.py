@@ -1,4 +1,4 @@
-"""What a partitioned model asks of those who keep values outside the device: protocols."""
+"""Protocols of offload: how a partitioned model uses values outside the device."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Opening = Callable[[Sequence[Param]], None]
 
 
 class Footprint(Protocol):
-    """Bytes that are held, by place; small things, such as step counts, are not counted."""
+    """Bytes in use, by place; small things, such as step counts, are not counted."""
 
     @property
     def device_bytes(self) -> int:
-        """Beside the parameters."""
+        """Return bytes of the device's memory, without the parameters."""
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory."""
+        """Return bytes of host memory."""
 
     @property
     def disk_bytes(self) -> int:
-        """Of files."""
+        """Return bytes of files."""
 
 
 class OptimizerOffload(Protocol):
-    """Keeps the optimizer's state of this rank's shards, and steps them. Local.
+    """Offloaded optimizer state of this rank's shards, which it also steps. Local.
 
     A target stands for one parameter's shard: a parameter of the shard's shape and of the model's
-    dtype, which views memory while it is open, or always where the shard rests on the device.
-    Results are those of the optimizer's own step.
+    dtype. It views memory while it is open, or always where the shard is on the device. Results are
+    those of the optimizer's own step.
     """
 
     @property
     def footprint(self) -> Footprint:
-        """What it holds."""
+        """Return the bytes in use, by place."""
 
     def step(
         self, groups: Groups, grads: Mapping[Param, Tensor], *, factor: float, opening: Opening
@@ -55,39 +55,49 @@ class OptimizerOffload(Protocol):
         Args:
             groups: The param groups, with the numbers that they have now.
             grads: By target, of its shape; not changed.
-            factor: What they are multiplied by.
-            opening: To be called before targets are written, some at a time, in their order; and
-                with none at the end. What it raises tears the step as other errors do.
+            factor: By which gradients are multiplied.
+            opening: To be called with targets before they are written, some at a time, in their
+                order; and with none at the end. An error that it raises ends the step midway, as
+                others do.
         """
 
     def write_numbers(self, groups: Groups, /) -> None:
-        """Put what the last step has counted in into the param groups, when theirs has returned."""
+        """Write the numbers that the last step has changed, such as counts, into the param groups.
+
+        Called when the optimizer's own step has returned.
+        """
 
     def read_ahead(self) -> None:
-        """A step may follow, as a step or the begin of a backward shows: begin to read for it."""
+        """Begin to read for a step that may follow.
+
+        Called after a step, and when a backward begins.
+        """
 
     def started(self, *, besides: Collection[str]) -> Sequence[Param]:
-        """Targets that have state besides these entries, in order."""
+        """Return the targets that have state besides these entries, in order."""
 
     def written_only(self) -> Collection[Param]:
-        """Targets that a step writes and does not read, as it begins with their masters."""
+        """Return targets that a step writes and does not read, as it begins with masters."""
 
     def hides_master(self, param: Param, /) -> bool:
-        """Whether a target's master is its value, and no entry of the optimizer's own."""
+        """Return whether a target's master is its value, and no entry of the optimizer's own."""
 
     def read(
         self, params: Iterable[Param], /, names: Collection[str] | None = None
     ) -> dict[Param, dict[str, Any]]:
-        """Copies, on the host, of their state; of these entries only, or all of them. Blocking."""
+        """Return copies, on the host, of the targets' state. Blocking.
+
+        They have only the entries that are named, or all of them.
+        """
 
     def describe(self, params: Iterable[Param], /) -> dict[Param, dict[str, Any]]:
-        """As `read`, without reading: large tensors have shape and dtype, and no such memory."""
+        """Return what `read` would, unread: large tensors have shape and dtype, but no memory."""
 
     def mend(self) -> None:
-        """All states are going to be replaced: an error that left some torn is forgotten."""
+        """Forget an error that left states torn: all states are going to be replaced."""
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool) -> None:
-        """Put entries in the place of theirs.
+        """Replace entries of the targets' state.
 
         Args:
             states: By target; tensors of its shape or small ones, of any dtype.
@@ -95,21 +105,21 @@ class OptimizerOffload(Protocol):
         """
 
     def let_go(self) -> None:
-        """Keep no view of targets' memory, which is going to be given back for a while."""
+        """Drop all views of targets' memory, which is going to be freed for a while."""
 
 
 class DelayedOffload(OptimizerOffload, Protocol):
-    """Its `step` returns while it goes on, and holds new values back until `bring_in`.
+    """Offload whose `step` returns while it goes on; `bring_in` gives targets the new values.
 
-    Every target has a master, from the start on: what is stepped is not what the model computes
-    with. What `started`, `read` and `write` say is as after the step.
+    Every target has a master from the start on: the step does not update what the model computes
+    with. `started`, `read` and `write` see the state after the step.
     """
 
     def held_back(self) -> Collection[Param]:
-        """Targets whose new values are held back, in order. Blocks until these are known."""
+        """Return the targets that lack their new values, in order. Blocks until these are known."""
 
     def bring_in(self, opening: Opening) -> None:
-        """Give targets the values that are held back, if any are; `opening` is as for `step`."""
+        """Give targets the new values that they lack, if any; `opening` is as for `step`."""
 
 
 # Takes the room for state now, so that a lack of it shows before training: of an optimizer, for
@@ -123,34 +133,40 @@ OpenState = Callable[
 
 
 class Pending(Protocol):
-    """What was begun."""
+    """An asynchronous read."""
 
     @property
     def wait(self) -> Callable[[], object]:
-        """Blocks until it is done, or on CUDA until the current stream will wait for it."""
+        """Return a function that blocks until the read is done.
+
+        On CUDA it may return once the current stream will wait for the read.
+        """
 
 
 class TensorHome(Protocol):
-    """Keeps one rank's shards of parameters, by the number of their flat buffer. Local.
+    """Offloaded shards of one rank's parameters, by the number of their flat buffer. Local.
 
-    Shards that rest here are not trained themselves: masters are, wherever they are.
+    These shards are not updated; their masters are, wherever they are.
     """
 
     def allocate(self, shards: Mapping[int, Tensor]) -> None:
-        """Take the room for these now, so that a lack of it shows before training.
+        """Allocate space for these shards now, so that a lack of it shows before training.
 
         Args:
             shards: 1-D, padding included, on meta.
         """
 
     def read(self, index: int, into: Tensor) -> Pending:
-        """Begin to copy a shard into memory on the device, which is lent until it is done."""
+        """Begin to copy a shard into memory on the device.
+
+        That memory must not be used otherwise until the copy is done.
+        """
 
     def expect(self, indices: Sequence[int]) -> None:
-        """These are read next, in this order: begin with as many as there is room for."""
+        """Begin to read shards that are needed next, in this order: as many as fit."""
 
     def write(self, index: int, values: Tensor) -> None:
-        """Begin to keep these values, in place of what there is. Reads that begin later see them.
+        """Begin to store values in place of the present ones. Reads that begin later see them.
 
         Args:
             index: Of the shard.
@@ -159,80 +175,84 @@ class TensorHome(Protocol):
         """
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """Host memory of a shard, to be changed until `close`. Blocks while others use it.
+        """Return host memory of a shard, to be changed until `close`. Blocks while others use it.
 
-        It holds the shard's values only if it `reads`; else anything, and all of it is written.
+        It has the shard's values only if `reads`; else its content is arbitrary, and the caller
+        writes all of it.
         """
 
     def close(self, index: int) -> None:
-        """Begin to keep what was opened. Reads that begin later see it."""
+        """Begin to store what was opened. Reads that begin later see it."""
 
     def settle(self) -> None:
-        """Block until all that was closed is kept.
+        """Block until all that was closed is stored.
 
         Raises:
-            Exception: Something of it could not be; which shard, and why.
+            Exception: A shard could not be stored; it says which, and why.
         """
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that it holds now."""
+        """Return bytes of host memory in use now."""
 
     @property
     def disk_bytes(self) -> int:
-        """Of files that it holds now."""
+        """Return bytes of files in use now."""
 
     def another(self) -> TensorHome:
-        """An empty one of the same kind, in the same place; it ends before this one does."""
+        """Return an empty one of the same kind, in the same place.
+
+        It is ended before this one is.
+        """
 
     def end(self) -> None:
-        """Release everything. Again: nothing happens."""
+        """Release everything. A second call does nothing."""
 
 
 class GradientHome(Protocol):
-    """Host memory for this rank's shards of gradients, which leave the device as they come. Local.
+    """Host memory for this rank's shards of gradients, copied there as they are reduced. Local.
 
-    The first backward's gradient is copied there, that of each further one is added there.
+    The gradient of the first backward is copied there, that of each further one is added there.
     """
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a shard: 1-D, zero, on the host; released with its last view."""
+        """Return memory for a shard: 1-D, zero, on the host; released with its last view."""
 
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """Begin to bring what a reduction has left on the device to the host.
+        """Begin to copy reduced gradients from the device to the host.
 
         Args:
             received: 1-D, this rank's part of the gradients of a buffer, or of one of its
-                parameters; lent until `settle`.
+                parameters; not to be changed until `settle`.
             into: As many elements of memory from `allocate`.
-            adds: To what is there; else in its place.
+            adds: Whether to add to what is there; else it is replaced.
         """
 
     def settle(self) -> None:
-        """Block until all that was delivered is there."""
+        """Block until all that was delivered has arrived."""
 
 
 class AbstractRangeReader(ABC):
-    """One tensor somewhere else, of which any run of elements can be had alone."""
+    """Reader of a stored tensor, of which any run of elements can be read alone."""
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Known before anything is read."""
+        """Return the tensor's shape, which is known before anything is read."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Known before anything is read."""
+        """Return the tensor's dtype, which is known before anything is read."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all its elements."""
+        """Return bytes of all elements."""
         return self.shape.numel() * self.dtype.itemsize
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor: 1-D, of `dtype`, on the CPU."""
+        """Return elements [start, stop) of the flattened tensor: 1-D, of `dtype`, on the CPU."""
 
     def read_into(self, memory: Tensor, start: int) -> None:
         """Fill 1-D memory, of any dtype and device, with the elements from `start` on."""

@@ -1,4 +1,4 @@
-"""Where a flat shard rests: in memory, in its masters, encoded, at a home, or with the state."""
+"""Stores of a flat shard: on the device, rounded from masters, encoded, offloaded, or in state."""
 
 # ruff: noqa: D102 - `Store` says it
 
@@ -23,42 +23,42 @@ class Store(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Return the dtype of the values."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The values themselves, where they rest in memory of the device."""
+        """Return the values themselves, where they are in memory of the device; else None."""
         return None
 
     @property
     def codec(self) -> AbstractCodec | None:
-        """In which they rest, and travel; None: as they are."""
+        """Return the codec with which values are stored and sent; None if they are not encoded."""
         return None
 
     @property
     def home(self) -> TensorHome | None:
-        """Who keeps them, if they rest outside the device as parameters do."""
+        """Return the offload of parameters that has the values; None if they are not in one."""
         return None
 
     @property
     def sent(self) -> Tensor | None:
-        """What this rank gives in a gather; None: what `fetch` leaves in its place."""
+        """Return what this rank sends in a gather; None: what `fetch` leaves in its place."""
         return self.memory
 
     def fetch(self, place: Tensor) -> Pending | None:
-        """Begin to read what is not `sent` into its place in a whole buffer."""
+        """Begin to read the values into their place in a full buffer, where they are not `sent`."""
         return None
 
     def read(self) -> Tensor:
-        """The values, to look at: themselves where they rest in memory, else a copy."""
+        """Return the values, to read: themselves where they are in memory, else a copy."""
         ...
 
     def edit(self) -> AbstractContextManager[Tensor]:
-        """The values, to be changed within the context; they are kept at its end."""
+        """Return a context with the values, to be changed within; at its end they are stored."""
         return _edited(self)
 
     def write(self, values: Tensor) -> None:
-        """Put others in their place, rounded to their dtype."""
+        """Replace the values by others, rounded to their dtype."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _edited(store: Store) -> Iterator[Tensor]:
 @final
 @frozen(eq=False)
 class InMemory(Store):
-    """On the device."""
+    """Shard in memory of the device."""
 
     memory: Tensor
     dtype: torch.dtype = field(init=False)
@@ -93,14 +93,14 @@ class InMemory(Store):
 @final
 @define(eq=False)
 class Rounded(Store):
-    """Nothing of its own: what masters on the device round to.
+    """Shard without memory of its own: masters on the device, rounded when it is read.
 
-    What is written goes to the masters, by who writes it, and so to nowhere here.
+    Writes are ignored, since who writes here writes to the masters too.
     """
 
     masters: Tensor
     dtype: torch.dtype
-    memory: Tensor | None = field(default=None, init=False)  # while masters are away
+    memory: Tensor | None = field(default=None, init=False)  # a copy while masters are parked
 
     def fetch(self, place: Tensor) -> None:
         if self.memory is None:
@@ -110,11 +110,11 @@ class Rounded(Store):
         return self.masters.to(self.dtype, copy=True) if self.memory is None else self.memory
 
     def keep(self) -> None:
-        """Have memory until `let_go`, since the masters go somewhere else."""
+        """Make a copy in memory, until `let_go`: the masters are going to be parked."""
         self.memory = self.read()
 
     def let_go(self) -> None:
-        """The masters are here again."""
+        """Drop the copy: the masters are on the device again."""
         self.memory = None
 
     def write(self, values: Tensor) -> None:
@@ -124,7 +124,7 @@ class Rounded(Store):
 @final
 @frozen(eq=False)
 class AtHome(Store):
-    """At a home, under the number of the flat buffer."""
+    """Offloaded shard, under the number of the flat buffer."""
 
     home: TensorHome
     index: int
@@ -159,10 +159,10 @@ class AtHome(Store):
 @final
 @frozen(eq=False)
 class Encoded(Store):
-    """On the device, in the bytes in which they travel too.
+    """Shard on the device, stored encoded, in the bytes that are sent.
 
-    What is written comes back rounded. To write a part, as `edit` does, changes no block of others,
-    since to encode again what was decoded gives the same bytes.
+    Values that are written are rounded. Writing a part, as `edit` does, changes no block of other
+    values, since encoding decoded values gives the same bytes.
     """
 
     codec: AbstractCodec
@@ -172,7 +172,7 @@ class Encoded(Store):
 
     @classmethod
     def of(cls, values: Tensor, codec: AbstractCodec) -> Encoded:
-        """These values, 1-D, of the dtype in which they are read."""
+        """Encode these values, 1-D, of the dtype in which they are read."""
         return cls(codec, codec.encode(values), values.numel(), values.dtype)
 
     def read(self) -> Tensor:
@@ -186,10 +186,10 @@ class Encoded(Store):
 @final
 @frozen(eq=False)
 class WithState(Store):
-    """Masters, among the entries of the optimizer's state.
+    """Masters that are entries of the offloaded optimizer state.
 
-    A parameter has one from its first step on, or from when it is written; until then its master is
-    what the shard is.
+    A parameter has a master from its first step on, or from when it is written. Until then its
+    master is the value of the shard.
     """
 
     offload: OptimizerOffload

@@ -73,7 +73,7 @@ class Sample:
 
 @frozen
 class Outcome:
-    """What the steps of a trial left."""
+    """Results of the steps of a trial."""
 
     updates: list[Tensor]  # what they added to each parameter
     numbers: dict[str, float]  # in param groups, by where they are
@@ -237,7 +237,7 @@ def _try_shards(
 
 
 def _enlarged(sample: Sample) -> Sample:
-    """With the next larger cut; the same where the user said it, or none is larger."""
+    """Return a sample with the next larger cut; the same if the user said it, or none is larger."""
     shape, numel = sample.shape, sample.shape.numel()
     grain = sample.cut.grain(shape)
     larger = (cut for cut in _LADDER[:-1] if grain < cut.grain(shape) < numel)
@@ -271,9 +271,9 @@ def states_after_step(
     params: Sequence[list[nn.Parameter]],
     options: Sequence[Mapping[str, Any]] | None = None,
 ) -> Mapping[Any, Mapping[str, Any]] | None:
-    """What state one step of a copy leaves for tiny parameters; None where it fails. Local.
+    """Return the state that one step of a copy makes for tiny parameters; None if it fails. Local.
 
-    Parameters, which are stepped, and options, in place of its own, are by param group.
+    `params`, which are stepped, and `options`, which replace the optimizer's, are by param group.
     """
     grads = [[torch.ones_like(param) for param in chain(*params)]]
     with _undisturbed(optimizer):
@@ -284,7 +284,7 @@ def states_after_step(
 
 
 def _choose(samples: Iterable[Sample]) -> list[Sample]:
-    """Two small ones of each kind: two, since one may depend on another."""
+    """Return two small samples of each kind: two, since one may depend on another."""
     largest: dict[tuple[int, str, int], Sample] = {}
     for sample in samples:
         if sample.kind not in largest or sample.shape.numel() > largest[sample.kind].shape.numel():
@@ -302,7 +302,7 @@ def _shrunk(sample: Sample) -> Sample:
 
 
 def _values(sample: Sample, index: int, *, step: int) -> Tensor:
-    """Made up; see NOTE(trial)."""
+    """Return made-up values or gradients of a sample's shape; see NOTE(trial)."""
     generator = torch.Generator().manual_seed(1000 * index + step + 1)
     numel = sample.shape.numel()
     ramp = torch.linspace(0.2, 2.0, max(numel, 1), device="cpu")[:numel]
@@ -313,7 +313,7 @@ def _values(sample: Sample, index: int, *, step: int) -> Tensor:
 
 
 def _parts(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """What one of two ranks keeps of each, in the shape it has there."""
+    """Return the part of each tensor that one of two ranks keeps, in the shape of its shard."""
     parts = []
     for index, (sample, tensor) in enumerate(zip(samples, whole, strict=True)):
         numel, grain = sample.shape.numel(), sample.cut.grain(sample.shape)
@@ -328,7 +328,10 @@ def _parts(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> lis
 
 
 def _grads(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor | None]:
-    """As `_parts`, but None for what the rank keeps nothing of, as in a step."""
+    """Return the parts of gradients that one of two ranks keeps, as `_parts` does for values.
+
+    As in a step, an empty part is None, unless the cut is flat or the whole is empty too.
+    """
     parts = zip(samples, _parts(samples, whole, rank), strict=True)
     return [
         part if part.numel() or sample.cut == Cut.FLAT or not sample.shape.numel() else None
@@ -458,7 +461,10 @@ def _groups(
     params: Sequence[list[nn.Parameter]],
     options: Sequence[Mapping[str, Any]] | None,
 ) -> list[dict[str, Any]]:
-    """Its param groups around these parameters, with these options in place of its own."""
+    """Return the optimizer's param groups with these parameters and options in place of its own.
+
+    Options that are not replaced are copied; learning rates are raised to `_LEAST_LR`.
+    """
     groups = []
     for group, small, given in zip(
         optimizer.param_groups, params, options or [{}] * len(params), strict=True
@@ -619,7 +625,7 @@ _NEEDS_OF_TORCH: Final = {
 def choose_cuts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, choice: CutChoice
 ) -> dict[int, Cut]:
-    """Parameter id to its cut, for an optimizer that will work on shards.
+    """Return the cut of each parameter, by id, for an optimizer that will work on shards.
 
     The user's choice counts first, then `cut` in the parameter's param group, then what the
     optimizer needs; without any of them a parameter may be cut anywhere.
@@ -714,7 +720,7 @@ def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:
 
 
 def need_of(optimizer: Any, group: dict[str, Any]) -> Cut | None:
-    """Which cut the optimizer needs for a param group, None if nobody says; see NOTE(needs)."""
+    """Return the cut that an optimizer needs for a param group, None if unknown; NOTE(needs)."""
     kind = type(optimizer)
     need = getattr(optimizer, "needs_cut", None)
     if callable(need):
@@ -750,7 +756,7 @@ class StateTensor:
     of: tuple[int, ...]  # when this was the shape of the parameter
 
     def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Its shape for a parameter of this one, which has as many dims."""
+        """Return its shape for a parameter of this shape, which has as many dims as `of`."""
         numel, of_numel = math.prod(self.shape), math.prod(self.of)
         if self.shape == self.of:
             return tuple(shape)
@@ -777,7 +783,7 @@ class StatePlan:
         return known.get(kind, ())
 
     def bytes_of(self, kind: Kind, shape: Sequence[int]) -> tuple[int, int]:
-        """Of a parameter: one value per element or row, and single numbers."""
+        """Return a parameter's bytes of state: per element, row or block; and of single numbers."""
         state = scalars = 0
         for tensor in self.tensors_of(kind, shape):
             found = tensor.shape_for(shape)

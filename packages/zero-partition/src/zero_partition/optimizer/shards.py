@@ -47,7 +47,7 @@ def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
 
 @frozen
 class EntryInfo:
-    """What a rank says about an entry that it has; attrs.asdict() of it can travel as JSON."""
+    """Description of an entry that a rank has; attrs.asdict() of it can be sent as JSON."""
 
     kind: str  # a tensor's dtype, or a class
     shape: tuple[int, ...] | None = field(default=None, converter=_as_shape)  # None: no tensor
@@ -56,14 +56,14 @@ class EntryInfo:
 
     @property
     def described(self) -> Any:
-        """As `describe` says it; None where it cannot."""
+        """Return the description that `describe` gives; None where it cannot."""
         if self.shape is not None:
             return ["tensor", self.kind.removeprefix("torch."), list(self.shape)]
         return self.nest
 
     @classmethod
     def of(cls, value: Any) -> EntryInfo:
-        """About this value."""
+        """Return the description of this value."""
         if isinstance(value, Tensor) and not is_wrapper(value):
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         try:
@@ -75,7 +75,7 @@ class EntryInfo:
 
 @frozen
 class TensorEntry:
-    """Where the elements of a whole entry lie."""
+    """A tensor's entry in full: its shape, and the elements of it that each rank has."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -125,7 +125,7 @@ def plan_entry(
     kept: Sequence[Span | None],
     infos: Sequence[EntryInfo | None],
 ) -> Entry:
-    """How an entry lies over the ranks, from what they say; see NOTE(entries).
+    """Return how an entry is divided over the ranks, from what they say; see NOTE(entries).
 
     Args:
         param: The parameter whose state it is.
@@ -180,7 +180,10 @@ def plan_entry(
 
 
 def has_state_of(param: ParameterPlan, span: Span) -> bool:
-    """Whether a rank that keeps `span` of a parameter has state of it, or other ranks have all."""
+    """Return whether a rank that keeps `span` of a parameter has state of it.
+
+    A rank that keeps nothing has none, unless the cut is flat or the parameter has no elements.
+    """
     return param.cut == Cut.FLAT or bool(span.numel) or not param.shape.numel()
 
 
@@ -197,7 +200,9 @@ def keys_for_whole(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> fr
 def part_of_entry(
     param: ParameterPlan, key: str, value: Any, span: Span, for_whole: Collection[str] = ()
 ) -> Any:
-    """What a rank that keeps `span` of the parameter keeps of a whole entry; see NOTE(entries).
+    """Return the part of a whole entry for a rank that keeps `span` of the parameter.
+
+    See NOTE(entries).
 
     Args:
         param: The parameter whose state it is.
@@ -230,9 +235,9 @@ def part_in_entry(
     span: Span,
     for_whole: Collection[str] = (),
 ) -> tuple[Span, tuple[int, ...]]:
-    """Which elements of a whole entry go with `span` of the parameter, and in what shape.
+    """Return the elements of a whole entry for `span` of the parameter, and the part's shape.
 
-    As for `part_of_entry`, of a tensor of this shape.
+    Arguments and errors are as for `part_of_entry`; the entry is a tensor of this shape.
     """
     shape, cut, numel = tuple(shape), param.cut, math.prod(shape)
     if _is_for_whole(key, shape, param.shape) or (key in for_whole and numel == 1):
@@ -263,7 +268,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_for_whole(key: str, shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Whether an entry of this shape, next to a tensor `of` that shape, is no value per element."""
+    """Return whether an entry of this shape is one value for a whole tensor of shape `of`."""
     return key == "step" or (len(shape) == 0 and len(of) > 0)
 
 
@@ -335,7 +340,7 @@ class ShardStates(defaultdict):
         return super().__missing__(key)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a shard has state."""
+        """Return whether a shard has state."""
         if super().__contains__(key):
             return True
         refuse_parameter(key)
@@ -357,7 +362,7 @@ def watch_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def leave_state(optimizer: torch.optim.Optimizer) -> None:
-    """Undo it."""
+    """Undo `watch_state`."""
     if type(optimizer.state) is ShardStates:
         set_state(optimizer, defaultdict(dict, optimizer.state))
 
@@ -409,7 +414,7 @@ def param_group_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    """What ranks must agree on about it, by name."""
+    """Return facts about the optimizer that ranks must agree on, by name."""
     if optimizer is None:
         return {"optimizer": "none"}
     facts = {"optimizer": ", ".join(type(member).__name__ for member in members_of(optimizer))}

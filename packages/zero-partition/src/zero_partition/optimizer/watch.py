@@ -37,7 +37,7 @@ _CHECKS: Final = {"any", "all", "equal", "is_nonzero", "_local_scalar_dense", "a
 
 @frozen
 class Reach:
-    """From which elements of which samples a tensor was computed."""
+    """Origin of a tensor: the samples, and how many of their elements, it was computed from."""
 
     samples: frozenset[int]
     numel: int  # of the sample
@@ -193,7 +193,7 @@ class StepWatch(DispatchMode):
 
     @staticmethod
     def _regrain(source: Tensor, reach: Reach, output: Tensor) -> int | None:
-        """In a new shape, where the tensor has all elements of the sample in order."""
+        """Return the grain of an output with a new shape; None if elements are in no order."""
         if reach.grain is None or not output.ndim or not output.shape[0]:
             return None
         if source.numel() == reach.numel and reach.numel % output.shape[0] == 0:

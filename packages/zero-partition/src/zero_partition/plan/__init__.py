@@ -1,4 +1,4 @@
-"""How parameters are laid out, cut, grouped into units and scheduled. Arithmetic, no communication.
+"""Layouts, cuts, units and schedules of parameters. Arithmetic, no communication.
 
 Building blocks for planners and tests. They may change between minor versions.
 """

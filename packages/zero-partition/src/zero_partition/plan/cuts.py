@@ -1,4 +1,4 @@
-"""Where a parameter may be cut into shards, and how a piece of it looks to the optimizer."""
+"""Cuts of parameters: where one may be split into shards, and the shapes of its shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("flat", "row", "tensor", "block")
 
 @frozen
 class Cut:
-    """Where one parameter may be cut: a promise to the optimizer that updates its shards.
+    """Positions at which a parameter may be cut: a promise to the optimizer of its shards.
 
     `Cut.FLAT` cuts anywhere: right for elementwise optimizers, whose shards are 1-D and even.
     `Cut.ROW` cuts between rows, the slices along the first dim: a shard is `(rows, *shape[1:])`.
@@ -49,15 +49,15 @@ class Cut:
 
     @classmethod
     def block(cls, numel: int) -> Cut:
-        """On multiples of `numel` elements."""
+        """Return the cut that allows only multiples of `numel` elements."""
         return cls("block", numel)
 
     @classmethod
     def parse(cls, value: Cut | str) -> Cut:
-        """A cut as users write it: "flat", "row", "tensor" or "block(k)".
+        """Return a cut as users write it: "flat", "row", "tensor" or "block(k)".
 
         Raises:
-            LayoutError: It is none of these.
+            LayoutError: `value` is none of these.
         """
         if isinstance(value, Cut):
             return value
@@ -72,7 +72,7 @@ class Cut:
         return self.kind if self.block_numel is None else f"block({self.block_numel})"
 
     def grain(self, shape: Sequence[int]) -> int:
-        """Elements from one place where a tensor of this shape may be cut to the next."""
+        """Return the elements between neighbouring cut positions of a tensor of this shape."""
         numel = math.prod(shape)
         if self.kind == "flat":
             return 1
@@ -83,7 +83,7 @@ class Cut:
         return max(numel, 1)
 
     def shard_shape(self, shape: Sequence[int], numel: int) -> tuple[int, ...]:
-        """How `numel` elements of a tensor of this shape, cut legally, look to the optimizer."""
+        """Return the shape in which the optimizer sees a legal shard of `numel` elements."""
         if self.kind in {"flat", "block"} or (not numel and not shape):
             return (numel,)
         if numel == math.prod(shape):
@@ -91,7 +91,10 @@ class Cut:
         return (numel // self.grain(shape) if self.kind == "row" else 0, *shape[1:])
 
     def keeps(self, need: Cut, shape: Sequence[int]) -> bool:
-        """Whether shards cut here are right for an optimizer that needs `need`, in its shape."""
+        """Return whether shards of this cut suit an optimizer that needs the cut `need`.
+
+        Their shapes, and not only their elements, must suit it. `shape` is the parameter's.
+        """
         if self.kind == "tensor" or need.kind == "flat":
             return True
         if need.kind == "block":

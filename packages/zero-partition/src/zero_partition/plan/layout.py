@@ -1,4 +1,4 @@
-"""Where tensors sit in one flat buffer, and which rank keeps what: arithmetic only."""
+"""Layout of tensors in one flat buffer, and of the buffer in shards: arithmetic only."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Span:
         return self.stop - self.start
 
     def overlap(self, other: Span) -> Span | None:
-        """The elements in both, None if there are none."""
+        """Return the elements in both; None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def shifted(self, offset: int) -> Span:
-        """The same run seen from another origin."""
+        """Return the same elements counted from another origin: `offset` is added."""
         return Span(self.start + offset, self.stop + offset)
 
     def as_slice(self) -> slice:
-        """For indexing a 1-D tensor."""
+        """Return the slice that selects these elements of a 1-D tensor."""
         return slice(self.start, self.stop)
 
 
@@ -65,7 +65,7 @@ class Piece:
 
 @frozen
 class FlatLayout:
-    """Where tensors sit in one flat buffer, and which rank keeps what."""
+    """Layout of tensors in one flat buffer, and of the buffer in shards, one per rank."""
 
     spans: tuple[Span, ...]  # one per tensor, in the order given
     shards: tuple[Span, ...]  # one per rank, in rank order, covering the buffer; may be empty
@@ -172,13 +172,16 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """What belongs to no tensor: padding, in order."""
+        """Padding: spans that belong to no tensor, in order."""
         starts = (0, *(span.stop for span in self.spans))
         stops = (*(span.start for span in self.spans), self.numel)
         return tuple(Span(*ends) for ends in zip(starts, stops, strict=True) if ends[0] < ends[1])
 
     def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
-        """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
+        """Return how many elements of each chunk belong to a tensor.
+
+        Chunks have the sizes `splits` and follow each other; the first begins at `start`.
+        """
         starts = [span.start for span in self.spans]
         before = [0, *accumulate(span.numel for span in self.spans)]
 
@@ -196,7 +199,7 @@ class FlatLayout:
         return self.shards[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` keeps of each tensor that it has a part of, in the order of the tensors."""
+        """Return the parts of tensors in the shard of `rank`, in the order of the tensors."""
         shard = self.shards[rank]
         return tuple(
             Piece(index, part.shifted(-span.start), part.shifted(-shard.start))
@@ -225,7 +228,10 @@ def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[tuple[
 
 
 def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
-    """Of `numel` elements, how many each rank should get so that none has more than it must."""
+    """Divide `numel` elements among ranks so that the largest load is as small as possible.
+
+    Returns elements per rank, maybe fractions; `loads` are elements that each rank has already.
+    """
     poorest = sorted(loads)
     # The most that a rank gets: that of the most poor ranks of which none has more already.
     levels = [(numel + total) / count for count, total in enumerate(accumulate(poorest), 1)]
@@ -272,9 +278,9 @@ def in_batches(
 
 
 def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
-    """Give each size to one rank: the largest first, to whom has least (LPT; Graham, 1969).
+    """Assign each size to one rank: largest first, to the least loaded (LPT; Graham, 1969).
 
-    Returns the ranks.
+    Returns the rank of each size.
 
     No rank ends with more than the least loaded one has, plus one size; equal sizes go to ranks in
     turn, so that the parameters of one unit spread.
@@ -320,7 +326,7 @@ class ParameterPlan:
 
     @property
     def memory_format(self) -> torch.memory_format | None:
-        """The format of a convolution's weight that is not in torch's usual one."""
+        """Return the memory format of a channels-last convolution weight; None for others."""
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         if self.strides is None or len(self.shape) not in formats:
             return None
@@ -348,16 +354,16 @@ def strides_of(param: Tensor) -> tuple[int, ...] | None:
 
 @frozen
 class BufferPlan:
-    """One flat buffer: parameters of a unit that share their dtypes, and are trainable or not.
+    """One flat buffer: parameters of a unit with the same dtypes, all trainable or all frozen.
 
-    Those that no rank may cut lie apart from large ones that it may; see NOTE(whole).
+    Parameters that may not be cut are in another buffer than large ones that may; see NOTE(whole).
     """
 
     params: tuple[ParameterPlan, ...]
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
-    travel: torch.dtype | None = None  # between ranks, if that is another by request
+    travel: torch.dtype | None = None  # dtype between ranks, if another one was asked for
     ranks: str = ""  # the pattern in PartitionConfig.groups that has its ranks; "": the model's
 
     @property
@@ -493,7 +499,7 @@ def _lay_out_buffer(
 
 
 def _grain_of(plan: ParameterPlan, align: int, world_size: int) -> int:
-    """As the cut says, and on the alignment too where shards stay about even."""
+    """Return the grain of the parameter's cut, aligned too where shards stay about even."""
     grain = plan.cut.grain(plan.shape)
     aligned = math.lcm(grain, align)
     is_fine = plan.cut == Cut.FLAT or 4 * world_size * aligned <= plan.shape.numel()
@@ -514,12 +520,15 @@ class UnitPlan:
     rests_whole: bool = False  # on every rank, at every stage; used by any module
 
     def resting(self, placement: Placement) -> Placement:
-        """How its parameters rest where those of the model rest so: small ones may rest whole."""
+        """Return the placement of its parameters, given that of the model's parameters.
+
+        Units of small parameters are replicated at every stage.
+        """
         return Placement.REPLICATED if self.rests_whole else placement
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
+        """Return where each buffer starts in the unit's slot, in bytes, and where the last ends."""
         sizes = (_align_up(buffer.num_bytes, ALIGN_BYTES) for buffer in self.buffers)
         return tuple(accumulate(sizes, initial=0))
 
@@ -530,6 +539,6 @@ class UnitPlan:
 
     @cached_property
     def extent(self) -> Extent:
-        """What it takes while it is whole."""
+        """Return its sizes while it is unsharded."""
         numel = sum(buffer.layout.payload_numel for buffer in self.buffers)
         return Extent(numel, self.num_bytes, self.is_outer)

@@ -81,12 +81,12 @@ class ModulePrecision:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether calls of the module convert what goes in or comes out."""
+        """Return whether calls of the module convert its inputs or outputs."""
         return self.travel is None or bool(self.params or self.outputs or self.restores)
 
 
 def _as_policies(keep: Any) -> Any:
-    """A dtype alone is for modules in the middle of a model."""
+    """Return `keep` with each bare dtype as a policy whose outputs return to the caller's dtype."""
     if not isinstance(keep, Mapping):
         return keep
     return {
@@ -111,7 +111,7 @@ def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bo
 @names_fields
 @frozen(kw_only=True)
 class Precision:
-    """How numbers are kept and combined; 16-bit parameters have fp32 masters (arXiv 1710.03740).
+    """Dtypes and scaling in training; 16-bit parameters have fp32 masters (arXiv 1710.03740).
 
     Norm layers with running statistics (batch norm, and instance norm that tracks them) stay as
     they are, parameters and buffers, and compute so: their input is converted to the dtype of the
@@ -186,7 +186,7 @@ class Precision:
         return found
 
     def travels_of(self, model: nn.Module) -> dict[int, torch.dtype]:
-        """Return the dtype in which parameters travel, by id, of those of which `keep` says one.
+        """Return the dtype in which parameters travel, by id, of those for which `keep` has one.
 
         Raises:
             PartitionError: As `dtypes_of` does.
@@ -245,7 +245,7 @@ class Precision:
         return kept
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Of the masters of trainable parameters of this dtype, None if they have none."""
+        """Return the dtype of masters of trainable parameters of this dtype; None without any."""
         return self.masters if dtype.is_floating_point and dtype != self.masters else None
 
     def wire_of(self, buffer: BufferPlan) -> torch.dtype:
@@ -254,15 +254,15 @@ class Precision:
         return buffer.travel or reduce or buffer.dtype
 
     def over(self, world_size: int) -> Precision:
-        """Return the same, where means are over so many ranks unless it says otherwise."""
+        """Return it with means over so many ranks, unless `mean_over` is set already."""
         return self if self.mean_over is not None else evolve(self, mean_over=float(world_size))
 
     def keeps_equal(self, world_size: int) -> bool:
-        """Return whether what is equal on so many ranks is as it was after a reduction."""
+        """Return whether a reduction leaves a value as it is that is equal on so many ranks."""
         return self.mean_over in (None, world_size) if self.reduces_mean else world_size == 1
 
     def scaling_of(self, world_size: int) -> Scaling:
-        """What is done to gradients around their reduction over so many ranks. Arithmetic only."""
+        """Return the scaling of gradients for a reduction over so many ranks. Arithmetic only."""
         count = float(world_size) if self.mean_over is None else self.mean_over
         divisor = count if self.predivide_factor is None else self.predivide_factor
         if divisor == 1.0 and (count == world_size or not self.reduces_mean):

@@ -47,14 +47,14 @@ class ExecutionOrder:
     _recording: list[Use] = field(default=Factory(list), init=False)
 
     def restart(self) -> None:
-        """A new forward of the model begins: what was recorded since the last one is the order."""
+        """Begin a new forward of the model: uses recorded since the last one become the order."""
         if self._recording and self._recording != self.recorded:
             self.recorded, self.launches = self._recording, None
         self._recording = []
         self.position = -1
 
     def observe(self, use: Use) -> None:
-        """A unit is used now."""
+        """Record that a unit is used now, and find its position in the order."""
         if len(self._recording) < self.num_units * _MAX_USES_PER_UNIT:
             self._recording.append(use)
         following = self.position + 1
@@ -65,7 +65,7 @@ class ExecutionOrder:
             self.position = self._find(use.unit, following)
 
     def plan(self, gathers: Sequence[Gather]) -> dict[int, list[int]]:
-        """These are the gathers of one pass through the recording; see `launches`."""
+        """Set the gathers of one pass through the recording, and return `launches`."""
         self.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
         self.launches = {}
         for gather in gathers:
@@ -73,7 +73,7 @@ class ExecutionOrder:
         return self.launches
 
     def after(self, count: int) -> list[int]:
-        """Units of the next so many gathers that are not due yet."""
+        """Return the units of the next `count` gathers that are not due yet."""
         start = bisect_right(self.coming, self.position, key=itemgetter(0))
         return [unit for _, unit in self.coming[start : start + count]]
 
@@ -112,7 +112,7 @@ class Limits:
             waited for; 0 turns prefetching off. None: as many as may be whole.
         max_reuse_numel: A unit stays whole until its next use if the units used in between have no
             more elements, and as many may be whole. None: whenever as many may be whole.
-        read_ahead: Where shards rest at a home: units whose shards are read before their gather is
+        read_ahead: With offloaded parameters: units whose shards are read before their gather is
             due.
 
     Raises:
@@ -126,7 +126,7 @@ class Limits:
     read_ahead: int = field(default=2, validator=_at_least(0, or_none=False), kw_only=True)
 
     def with_window(self, *, keeps_free_memory: bool) -> Limits:
-        """The same with the window that holds where none was given; see NOTE(free memory)."""
+        """Return these limits with the default window if none was given; see NOTE(free memory)."""
         default = _WINDOW if keeps_free_memory else _WINDOW - 1
         return self if self.window is not None else evolve(self, window=default)
 
@@ -136,10 +136,9 @@ class Limits:
         return _WINDOW if self.window is None else self.window
 
     def where_shards_are_read(self) -> Limits:
-        """The same where peers' shards can be read without them.
+        """Return these limits without prefetching, for ranks that read peers' shards directly.
 
-        A unit is then whole when it is needed, by no one's leave: there is nothing to hide by
-        asking early.
+        Such a read needs no partner, so prefetching hides nothing.
         """
         return evolve(self, prefetch_numel=0)
 
@@ -152,7 +151,7 @@ class Limits:
 
 @frozen
 class Extent:
-    """What one unit takes while it is whole."""
+    """Sizes of one unit while it is unsharded."""
 
     numel: int  # without padding
     num_bytes: int  # of its slot
@@ -161,23 +160,24 @@ class Extent:
 
 @frozen
 class Gather:
-    """One time that a unit becomes whole. Moments are positions in the order; -1 is before it."""
+    """One gather of a unit. Times are positions in the order of uses; -1 is before the first."""
 
     unit: int
-    launched: int  # during this use; ahead of its own if they differ
-    used: int  # first
-    released: int | None = None  # during this use another unit takes its memory; None: it stays
+    launched: int  # the use during which it is launched; a prefetch if before `used`
+    used: int  # the first use that needs it
+    released: int | None = None  # the use during which another unit takes its slot; None: never
 
 
 def choose_slots(
     uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits
 ) -> tuple[tuple[int, ...], ...]:
-    """Units that take turns in one slot, a tuple for each slot; see NOTE(colouring).
+    """Return the units that share each slot, a tuple per slot; see NOTE(colouring).
 
     Args:
         uses: Of one forward and its backward.
         extents: Of the units that need a slot; others are left out.
-        limits: How many may be whole at a time. Units in use at once are, whatever it says.
+        limits: How many may be unsharded at a time. Units in use at the same time are unsharded
+            together, whatever it says.
     """
     uses = [use for use in uses if use.unit in extents]
     moments_of = _whole_moments(uses, extents, limits)
@@ -193,14 +193,14 @@ def choose_slots(
 
 
 def slot_bytes(groups: Sequence[Sequence[int]], extents: Mapping[int, Extent]) -> list[int]:
-    """Of the slot in which the units of each group take turns: as large as the largest of them."""
+    """Return the bytes of the slot that each group of units shares: those of its largest unit."""
     return [max(extents[unit].num_bytes for unit in group) for group in groups]
 
 
 def slot_conflicts(
     groups: Sequence[Sequence[int]], extents: Mapping[int, Extent], limits: Limits
 ) -> int:
-    """Slots beyond the window, for units that must be whole besides."""
+    """Return the number of slots beyond the window, for units that must be unsharded as well."""
     if limits.max_live_numel is not None:
         return 0
     shared = sum(any(not extents[unit].is_outer for unit in group) for group in groups)
@@ -210,9 +210,10 @@ def slot_conflicts(
 def _spread(
     packed: list[_Slot], moments_of: Mapping[int, int], extents: Mapping[int, Extent]
 ) -> list[_Slot]:
-    """The same slots, each unit in the one given away longest ago: what is there stays longest.
+    """Assign units anew, each to the slot assigned longest ago: contents survive longest.
 
-    Backwards that follow each other without a step find more of it. As packed where that fails.
+    Backwards that follow each other without a step then find more units unsharded. Slots keep
+    their sizes. Returns `packed` itself where a unit finds no free slot that is large enough.
     """
     slots = [_Slot(num_bytes=slot.num_bytes) for slot in packed]
     for unit, moments in moments_of.items():
@@ -233,9 +234,9 @@ def plan_gathers(
     *,
     prefetch_numel: int | None,
 ) -> tuple[Gather, ...]:
-    """Every gather of one pass through the order, each launched as soon as its slot is free.
+    """Return every gather of one pass through the order, launched as soon as its slot is free.
 
-    One after the other in the order of uses, so that ranks with one order launch in one order.
+    They are launched in the order of uses, so that ranks with one order launch in one order.
 
     Args:
         uses: Of one forward, and its backward if there is one; nothing is whole before.
@@ -282,7 +283,7 @@ class _Slot:
 def _whole_moments(
     uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits
 ) -> dict[int, int]:
-    """When each unit is whole; see NOTE(colouring)."""
+    """Return when each unit is unsharded: positions, as bits of an int; see NOTE(colouring)."""
     whole: dict[int, int] = {}
     live = [0] * len(uses)  # at each position, in what the limit counts
     limit, counts_numel = (
@@ -357,25 +358,26 @@ Owner = TypeVar("Owner")
 
 
 def keeps_free_memory(device: torch.device) -> bool:
-    """Whether memory that is free until the next step stays; see NOTE(free memory)."""
+    """Return whether memory unused until the next step stays allocated; see NOTE(free memory)."""
     return device.type == "cpu"
 
 
 @define(eq=False)
 class Slot(Generic[Owner]):
-    """Some bytes, and who they belong to."""
+    """Memory of one slot, and the owner that uses it now."""
 
     index: int
     num_bytes: int
     memory: Tensor | None = None  # 1-D uint8
     owner: Owner | None = None
     last_use: int = -1
-    num_views: int = 0  # of the memory, that its owners keep
+    num_views: int = 0  # views of the memory that its owners keep
 
     def allocate(self, device: torch.device, num_bytes: int | None = None) -> Tensor:
-        """Return memory for another owner. It is made at first use, and anew after `leave`.
+        """Return memory for another owner. It is allocated at first use, and anew after `leave`.
 
-        On a device as much as the owner needs, if that is given; more where somebody else views it.
+        On a device it has `num_bytes`, if given, or stays larger where somebody else views it. On
+        the CPU it has the slot's size.
         """
         if self.memory is None:
             self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
@@ -398,7 +400,7 @@ class Slot(Generic[Owner]):
         return self.memory is not None and num_viewers(self.memory) > self.num_views + 1
 
     def leave(self) -> None:
-        """Let nobody have it until `allocate`, and take no memory; see NOTE(free memory)."""
+        """Remove the owner, and free memory of a device until `allocate`; see NOTE(free memory)."""
         self.owner = None  # first: who has it believes that it has memory
         if self.memory is not None and not keeps_free_memory(self.memory.device):
             self.memory.untyped_storage().resize_(0)
@@ -410,7 +412,7 @@ class Slot(Generic[Owner]):
 
 @define(eq=False)
 class SlotPool(Generic[Owner]):
-    """A ring of slots, and one more for who finds none free or cannot share."""
+    """A ring of slots, and extra slots for owners that find none free or cannot share one."""
 
     device: torch.device
     is_busy: Callable[[Owner], bool]  # whether an owner's slot must be left alone
@@ -428,7 +430,7 @@ class SlotPool(Generic[Owner]):
         device: torch.device,
         is_busy: Callable[[Owner], bool],
     ) -> SlotPool[Owner]:
-        """A ring for owners of these sizes in bytes, `num_slots` of them at a time.
+        """Return a ring for owners of these sizes in bytes, `num_slots` of them at a time.
 
         The ring's slots are as large as the `num_slots` largest sizes, so that any `num_slots`
         owners fit side by side without every slot being as large as the largest.
@@ -438,7 +440,7 @@ class SlotPool(Generic[Owner]):
         return pool
 
     def deal(self, sizes: Sequence[int]) -> None:
-        """A new ring of slots of these sizes in bytes; nobody has one yet, and memory is freed."""
+        """Free all slots, and make a ring of slots of these sizes in bytes, without owners."""
         self.release()
         self.ring = [Slot(index, size) for index, size in enumerate(sizes)]
         self.conflicts = 0
@@ -454,7 +456,7 @@ class SlotPool(Generic[Owner]):
         return sum(slot.allocated_bytes for slot in self.slots)
 
     def find(self, num_bytes: int) -> Slot[Owner] | None:
-        """The free slot of the ring that was used longest ago and is large enough, if any."""
+        """Return the free slot of the ring, large enough, that was used longest ago, if any."""
         found = None
         for slot in self.ring:
             is_free = slot.owner is None or not self.is_busy(slot.owner)
@@ -464,10 +466,11 @@ class SlotPool(Generic[Owner]):
         return found
 
     def take(self, num_bytes: int, *, alone: bool = False, again: bool = False) -> Slot[Owner]:
-        """A slot of so many bytes: of the ring, or one more where `alone` or where none is free.
+        """Return a slot of at least so many bytes: of the ring, else an extra one.
 
-        Before there is one more, `again` takes one beyond the ring of just this size that nobody
-        has: who has a slot alone finds it again in the next step.
+        An extra one is made where `alone`, or where the ring has none free. With `again`, an extra
+        slot of just this size without an owner is used first, so that an owner that shares with
+        none gets its slot again in the next step.
         """
         slot = None if alone else self.find(num_bytes)
         for other in self.extra if slot is None and again else ():
@@ -510,7 +513,7 @@ _HARDLY_MORE: Final = 256
 
 @define(eq=False)
 class PlannedGradients:
-    """Of one flat buffer."""
+    """Gradients of one flat buffer in a planned backward."""
 
     num_bytes: int  # as they travel
     is_outer: bool
@@ -520,7 +523,7 @@ class PlannedGradients:
 
 @define(eq=False)
 class ReductionPlan:
-    """A backward in which gradients come buffer by buffer."""
+    """Simulation of a backward, in which gradients come buffer by buffer, for its peak memory."""
 
     pool: SlotPool[PlannedGradients]
     keeps_free_memory: bool
@@ -529,7 +532,7 @@ class ReductionPlan:
 
     @classmethod
     def of(cls, gradients: Sequence[PlannedGradients], *, keeps_free_memory: bool) -> ReductionPlan:
-        """Nothing has come yet."""
+        """Return a plan in which no gradients have come yet."""
         pool: SlotPool[PlannedGradients] = SlotPool.plan(
             [each.num_bytes for each in gradients if not (each.is_outer or each.is_adopted)],
             num_slots=reduction_slots(keeps_free_memory),
@@ -539,7 +542,7 @@ class ReductionPlan:
         return cls(pool, keeps_free_memory)
 
     def collect(self, gradients: PlannedGradients) -> None:
-        """The first of them comes."""
+        """Take a slot, as the first gradient of a buffer comes."""
         alone, num_bytes = gradients.is_outer or gradients.is_adopted, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
@@ -549,13 +552,13 @@ class ReductionPlan:
         self.peak_bytes = max(self.peak_bytes, self.pool.num_bytes)
 
     def launch(self, gradients: PlannedGradients) -> None:
-        """The last of them has come."""
+        """Launch the reduction of a buffer, as its last gradient has come."""
         self._in_flight.append(gradients)
         while not is_hardly_more([each.num_bytes for each in self._in_flight]):
             self._finish()
 
     def flush(self) -> None:
-        """Backward has ended."""
+        """Finish all reductions in flight, as backward has ended."""
         while self._in_flight:
             self._finish()
 

@@ -17,7 +17,7 @@ Class = TypeVar("Class")
 
 
 class Placement(Enum):
-    """Where a kind of tensor rests between uses."""
+    """Placement of one kind of tensor between uses."""
 
     REPLICATED = "replicated"  # every rank holds all of it
     SHARDED = "sharded"  # every rank holds 1 / world_size of it
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 @frozen
 class Placements:
-    """What each rank keeps at rest."""
+    """Placements of parameters, gradients and optimizer state between uses."""
 
     params: Placement
     grads: Placement
@@ -51,7 +51,7 @@ STAGES: Final = {
 
 
 def expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
-    """A validator of attrs: PartitionError where the value of a field is not fine."""
+    """Return an attrs validator that raises PartitionError where a value is not fine."""
 
     def check(owner: object, attribute: Attribute, value: Any) -> None:
         if not is_fine(value):
@@ -62,7 +62,7 @@ def expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
 
 
 def names_fields(cls: type[Class], error: type[Exception] = PartitionError) -> type[Class]:
-    """Let an attrs class say of a field that it does not know what `check_names` does."""
+    """Make an attrs class refuse unknown keyword arguments as `check_names` does."""
     make: Any = cls.__init__
 
     @functools.wraps(make)
@@ -77,7 +77,7 @@ def names_fields(cls: type[Class], error: type[Exception] = PartitionError) -> t
 def check_names(
     path: str, given: Iterable[Any], known: Iterable[str], error: type[Exception]
 ) -> None:
-    """Every name given is known; the error shows the nearest, and all there are."""
+    """Raise `error` for a name that is not known, with the nearest and all known names."""
     known = sorted(known)
     for name in given:
         if name not in known:
@@ -89,12 +89,12 @@ def check_names(
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """The known name that a typing error most likely meant."""
+    """Return the known name that is nearest to a mistyped one; None if none is near."""
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
 
 
 def is_whole_number(value: object, minimum: int) -> bool:
-    """Whether it is an int, and no bool, of at least this."""
+    """Return whether `value` is an int, and no bool, of at least `minimum`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -1,4 +1,4 @@
-"""Which ranks exchange what, and how it is written on the way: a choice beside the stage."""
+"""Groups in which ranks exchange values, and their codecs: a choice beside the stage."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _excludes_secondary(wire: Wire, _: Attribute, replicas: bool) -> None:
 @names_fields
 @frozen(kw_only=True)
 class Wire:
-    """How values travel between ranks. The same on every rank.
+    """Choices of how values travel between ranks. The same on every rank.
 
     Codecs are those of zero_comm or their names: "int8", "int4", "bf16", "int8:128" (its block).
     What a codec does not take (float64, integers) travels as it is, as does everything in a group
@@ -125,7 +125,7 @@ class Wire:
     loco: Loco | None = field(default=None, validator=[_LOCO, _can_feed_back])
 
     def routes(self, group: Group, *, timeout_s: float = 60.0) -> Routes:
-        """The groups that follow for a model that all ranks of `group` train. Collective.
+        """Return the groups of a model that all ranks of `group` train. Collective.
 
         Raises:
             PartitionError: `levels` are of another group, or nodes have one rank.
@@ -167,11 +167,11 @@ class Wire:
         return levels
 
     def check(self, placements: Placements, *, has_home: bool = False) -> None:
-        """Raise PartitionError for what these placements leave nothing to do for. Local.
+        """Raise PartitionError if a field has no use with these placements. Local.
 
         Args:
             placements: Of parameters, gradients and optimizer state.
-            has_home: Whether shards of parameters rest outside the device.
+            has_home: Whether shards of parameters are offloaded.
         """
         if self.frozen is not None and has_home:
             raise PartitionError(
@@ -206,19 +206,19 @@ class Wire:
             )
 
     def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
-        """Whether shards of a buffer of parameters that rest so are kept encoded."""
+        """Return whether shards of a buffer with this placement are stored encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
         return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
 
     def codec_of_updates(
         self, plan: BufferPlan, placement: Placement, *, is_small: bool, num_shards: int
     ) -> AbstractCodec | None:
-        """How updated shards of a buffer that rests whole are gathered; None: as they are.
+        """Return the codec of gathers of updated shards into a replicated buffer; None: exact.
 
         Args:
             plan: Of the buffer.
             placement: Of its parameters.
-            is_small: They rest whole at stage 3 too.
+            is_small: Whether they are replicated at stage 3 too.
             num_shards: Number of ranks that exchange them.
         """
         is_gathered = placement is Placement.REPLICATED and plan.trainable and not is_small
@@ -226,7 +226,7 @@ class Wire:
         return self.params if is_encoded and num_shards > 1 else None
 
     def codec_of_params(self, plan: BufferPlan, num_shards: int) -> AbstractCodec | None:
-        """Return how shards that rest sharded travel between so many ranks; None: as they are."""
+        """Return the codec of gathers of sharded parameters over so many ranks; None: exact."""
         codec = self.params
         if codec is None and plan.travel is not None:
             codec = Cast(plan.travel)
@@ -234,12 +234,12 @@ class Wire:
         return codec if is_encoded else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
-        """How gradients of this dtype travel; None: as they are."""
+        """Return the codec in which gradients of this dtype travel; None: as they are."""
         is_encoded = self.gradients is not None and self.gradients.takes(dtype)
         return self.gradients if is_encoded else None
 
     def facts(self, routes: Routes) -> dict[str, str]:
-        """What ranks must agree on."""
+        """Return the facts on which ranks must agree, by name."""
         return {
             "wire": f"secondary={self.secondary}, replicas={self.replicas}, params={self.params}, "
             f"gradients={self.gradients}, frozen={self.frozen}, loco={self.loco}",
@@ -258,7 +258,7 @@ class OwnRanks:
 
 @frozen(eq=False)
 class Routes:
-    """Groups of one model."""
+    """Groups in which ranks communicate for one model."""
 
     whole: Group  # all ranks that train it
     shards: Group  # those over which it is sharded: all, or those of a replica
@@ -275,7 +275,7 @@ class Routes:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All of them, each once."""
+        """Return every group, each once."""
         hops = () if self.hops is None else (self.hops.inside, self.hops.across)
         every = (self.whole, self.shards, self.replicas, self.node, self.parts, self.grid, *hops)
         own = chain.from_iterable(routes.groups for routes in self.of_groups.values())
@@ -283,11 +283,11 @@ class Routes:
         return tuple({id(group): group for group in found}.values())
 
     def of(self, plan: BufferPlan) -> Routes:
-        """Return those of the parameters in a buffer."""
+        """Return the groups of the parameters in a buffer."""
         return self.of_groups[plan.ranks] if plan.ranks else self
 
     def whole_of(self, pattern: str) -> Group:
-        """Return all ranks that have what matches a pattern of `of_groups`; "": the model's own."""
+        """Return all ranks of parameters that match a pattern of `of_groups`; "": the model's."""
         return self.of_groups[pattern].whole if pattern else self.whole
 
     @property
@@ -306,7 +306,7 @@ class Routes:
 
     @property
     def all_ranks(self) -> Group:
-        """Return those that have all of the model together, and save and load it."""
+        """Return the ranks that together have all of the model, and that save and load it."""
         return self.whole if self.grid is None else self.grid
 
     @property
@@ -322,12 +322,12 @@ class Routes:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's shards are the ones that count as the model's, in a file say."""
+        """Return whether this rank's shards count as the model's, as in files: one replica's do."""
         return self.replicas is None or self.replicas.rank == 0
 
     @property
     def is_first_part(self) -> bool:
-        """Return whether this rank's are those that count, of what all parts' ranks have."""
+        """Return whether this rank's values count, of those that the ranks of all parts have."""
         return self.parts is None or self.parts.rank == 0
 
 
@@ -371,7 +371,7 @@ def ranks_of(
 
 
 def wire_of(mesh: dist.DeviceMesh, wire: Wire, placements: Placements | None = None) -> Wire:
-    """Return how values travel among the ranks of a mesh, of which no group is made. Local.
+    """Return how values travel among the ranks of a mesh, without making a group. Local.
 
     Raises:
         PartitionError: As `ranks_of` does.
@@ -407,7 +407,7 @@ class PlannedRoutes:
     positions: tuple[int, ...] = ()
 
     def of(self, plan: BufferPlan) -> PlannedRoutes:
-        """Return those of the parameters in a buffer."""
+        """Return the sizes of the groups of the parameters in a buffer."""
         return self.of_groups[plan.ranks] if plan.ranks else self
 
     @property
@@ -418,16 +418,16 @@ class PlannedRoutes:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks have the same shard."""
+        """Return how many ranks have the same shard."""
         return self.whole // self.shards
 
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
-        """In which shards of a buffer that rests sharded travel; None: as they are."""
+        """Return the codec in which shards of a sharded buffer travel; None: as they are."""
         resting = self.resting_codec_of(buffer) if self.shards > 1 else None
         return resting or self.wire.codec_of_params(buffer, self.shards)
 
     def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
-        """In which they rest, if the buffer's parameters rest sharded; None: as they are."""
+        """Return the codec in which shards of a sharded buffer are stored; None: as they are."""
         return self.wire.frozen if self.wire.rests_encoded(buffer, Placement.SHARDED) else None
 
     def shard_rank(self, rank: int) -> int:
@@ -446,7 +446,7 @@ def plan_routes(
     ranks_per_node: int | None = None,
     reads_peers: bool = False,
 ) -> PlannedRoutes:
-    """What `Wire.routes` will make of so many ranks. Local.
+    """Return the sizes of the groups that `Wire.routes` makes of so many ranks. Local.
 
     Args:
         wire: As for `partition`.

@@ -209,17 +209,17 @@ class BufferGradients:
 
     @property
     def has_local(self) -> bool:
-        """Whether a gradient waits to be reduced."""
+        """Return whether a gradient waits to be reduced."""
         return LOCAL in self.states or ACCUMULATED in self.states
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward, since the launch."""
+        """Return whether all parameters' gradients arrived in this backward, since the launch."""
         return self.num_local == len(self.targets)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether the optimizer has a gradient here."""
+        """Return whether the optimizer has a gradient of a parameter of this buffer."""
         for param in self.targets:  # noqa: SIM110 - any() would be a call for each
             if param.grad is not None:
                 return True
@@ -408,7 +408,7 @@ class BufferGradients:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an exception ended a call that launched its reduction, or brought it further."""
+        """Return whether an exception ended a call that launched or advanced its reduction."""
         return self.reduction is None or self._advances
 
     def drain(self) -> None:
@@ -532,14 +532,20 @@ class BufferGradients:
             self._norms = {p: (norm, None) for p, norm in zip(full, norms, strict=True)}
 
     def settle_norms(self) -> None:
-        """All of it is where it was to go: from now on a write makes a norm void."""
+        """Record the gradients' versions: all have reached the host.
+
+        A later write to a gradient makes its cached norm invalid.
+        """
         for position, (norm, version) in self._norms.items():
             if version is None:
                 self._norms[position] = norm, version_of(self.parts[position])
                 self.parts[position].is_touched = False  # type: ignore[attr-defined]
 
     def norm_of(self, position: int) -> Tensor | None:
-        """Of order 2, of a gradient that has left the device and is as it came; else None."""
+        """Return the cached norm, of order 2, of an offloaded gradient.
+
+        None if there is none, or the gradient was modified or replaced since.
+        """
         if position not in self._norms:
             return None
         part, (norm, version) = self.parts[position], self._norms[position]
@@ -676,7 +682,7 @@ class BufferGradients:
                     getattr(grad, operation)(*(o for o in operands if o is not None))
 
     def leave_memory(self) -> None:
-        """Let go of memory that holds no gradient which somebody waits for."""
+        """Free memory without a gradient that somebody waits for, but not memory of the host."""
         holds = self.holds_gradients
         if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
@@ -684,7 +690,7 @@ class BufferGradients:
             self.shard, self.parts = None, ()
 
     def release(self) -> None:
-        """Likewise, where it is on the host too, and forget what slots it had."""
+        """Free memory as `leave_memory` does, that of the host too, and views of slots."""
         self.leave_memory()
         if self.accumulator is None:
             self._forget_views()
@@ -932,7 +938,7 @@ class GradientReducer:
                 self.pool.release()
 
     def _advance(self, reductions: Sequence[BufferGradients]) -> None:
-        """These go one hop further, or end."""
+        """Advance these reductions by one hop, or finish them. Collective."""
         for g in [g for g in reductions if not g.advance()]:
             g.finish()
             self._in_flight.remove(g)
@@ -956,7 +962,7 @@ class GradientReducer:
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 
     def _leave_accumulators(self, gradients: Sequence[BufferGradients]) -> None:
-        """They are free: the next units may have them, unless gradients add up or end there."""
+        """Free the accumulators for the next units, unless gradients add up or end there."""
         for g in gradients if self.placement is Placement.SHARDED else ():
             g.leave_accumulator()
 
@@ -982,7 +988,7 @@ class GradientReducer:
     # ---- Ranks agree. Collective ----
 
     def is_true_anywhere(self, mine: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether `mine` is true on any rank. Collective."""
         return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8, device="cpu")).any())
 
     def _exchange(self, mine: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where we hang on to the user's module and optimizer; the only file that registers hooks."""
+"""Hooks on the user's module and optimizer; the only file that registers hooks."""
 
 from __future__ import annotations
 
@@ -174,14 +174,17 @@ _CALL: Final = inspect.unwrap(AroundCall.__call__).__code__
 
 
 def count_calls(sharded: ShardedModel) -> int:
-    """How many calls of its modules are on the stacks of this process' threads."""
+    """Return how many calls of its modules are on the stacks of this process' threads."""
     frames = chain.from_iterable(map(walk_stack, sys._current_frames().values()))
     calls = (frame.f_locals["self"] for frame, _ in frames if frame.f_code is _CALL)
     return sum(call.sharded is sharded for call in calls)
 
 
 def _undisturbed(action: Callable[[], Result]) -> Result:
-    """Do what is none of the call's business, in memory that outlives it: as if outside of it."""
+    """Run an action outside inference mode, functorch transforms and dispatch modes.
+
+    Tensors that it makes can then be used after the call that is running.
+    """
     is_inference = torch.is_inference_mode_enabled()
     if not is_inference and not is_in_functional_transform() and not has_dispatch_modes():
         return action()
@@ -338,13 +341,14 @@ def arrival_hook(
     is_large: bool,
     others: list[Any],
 ) -> Callable[[Tensor], None]:
-    """What to call when autograd has put a parameter's gradient into `param.grad`.
+    """Return the hook to call when autograd has put a parameter's gradient into `param.grad`.
 
-    Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
-    model that is deleted would never be freed. It is the one piece of ours that runs for each
-    parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
-    `others` refers to the parameter's hooks, of which this one is the first. Those that follow find
-    a guard, and no gradient of this rank's alone: optimizers that step in backward, say.
+    The hook has weak references only: Python's garbage collector does not see through this kind of
+    hook, and a model that is deleted would never be freed. It is the only code of ours that runs
+    for each parameter, so it notes the arrival, and gradients are collected many at a time; see
+    NOTE(waiting). `others` refers to the parameter's hooks, of which this one is the first. Those
+    that follow, such as optimizers that step in backward, find a guard in place of the gradient of
+    this rank alone.
     """
     whole, running = ShardState.UNSHARDED, ModelPhase.BACKWARD
 
@@ -372,9 +376,9 @@ def arrival_hook(
 
 
 def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """What was left to the next step, see NOTE(in_step), is done or dropped. Local.
+    """Remove the `grad_scale` and `found_inf` that we set for this step; see NOTE(in_step). Local.
 
-    What somebody else has left, as GradScaler does, is theirs to take back.
+    Those that others have set, as GradScaler does, are left for them to remove.
     """
     left, sharded.left_to_step = sharded.left_to_step, None
     if left is not None and getattr(optimizer, "found_inf", None) is left:
@@ -383,7 +387,7 @@ def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
 
 @define(eq=False)
 class BeforeStep(Bound):
-    """Before the optimizer's step; also how the sharded model is found from its optimizer."""
+    """Pre-hook of the optimizer's step; the sharded model is found from its optimizer by it."""
 
     sharded: ShardedModel
 
@@ -404,7 +408,7 @@ class BeforeStep(Bound):
 
 @define(eq=False)
 class AfterStep(Bound):
-    """After the optimizer's step."""
+    """Post-hook of the optimizer's step."""
 
     sharded: ShardedModel
 
@@ -625,7 +629,7 @@ def _hook_optimizer(
 
 
 def find_sharded(model: nn.Module) -> ShardedModel | None:
-    """What `partition` made of this model, None if it was not partitioned."""
+    """Return the `ShardedModel` that `partition` made of this model, None if there is none."""
     for hook in forward_pre_hooks(model).values():
         if isinstance(hook, IsCovered) and hook.around.is_model:
             return hook.around.sharded
@@ -633,7 +637,7 @@ def find_sharded(model: nn.Module) -> ShardedModel | None:
 
 
 def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:
-    """What `partition` made of this model, or of the one that this optimizer updates.
+    """Return the `ShardedModel` of this model, or of the one that this optimizer updates.
 
     Raises:
         StateError: It was not partitioned.

@@ -27,7 +27,7 @@ from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
 
 @frozen
 class GradientReport:
-    """What is known of all gradients together, before the optimizer steps."""
+    """Norm and finiteness of all gradients together, before the optimizer steps."""
 
     norm: Tensor  # float32 scalar: of the unscaled gradients, before clipping
     finite: Tensor  # bool scalar: whether no element on any rank is inf or nan
@@ -35,7 +35,7 @@ class GradientReport:
 
     @property
     def is_finite(self) -> bool:
-        """The same on the host, which on CUDA waits for the device."""
+        """Return `finite` as a bool of the host, which on CUDA waits for the device."""
         return bool(self.finite)
 
 
@@ -236,7 +236,7 @@ def _gradients(
 
 
 def _is_split(param: nn.Parameter) -> bool:
-    """Whether each rank of a model-parallel group has another part of it, as Megatron marks it."""
+    """Return whether Megatron marks it as split over the ranks of a model-parallel group."""
     return any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
 
 
@@ -246,7 +246,7 @@ def _total_norm(
     norm_type: float,
     others: Sequence[AnyRanks | None],
 ) -> Tensor:
-    """Over all ranks: a float64 scalar, equal on all of them. Collective."""
+    """Return the norm over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
     is_sum = math.isfinite(norm_type)
     neutral = math.inf if norm_type == -math.inf else 0.0
@@ -274,7 +274,10 @@ def _total_norm(
 
 
 def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
-    """Of each; in float32 those of 16 bits, as fp16 ends early."""
+    """Return the norm of each gradient; of 16-bit ones in float32, since fp16 overflows.
+
+    Cached norms, of order 2, are not computed again.
+    """
     norms = [grad.norm for grad in grads]
     missing = [i for i, norm in enumerate(norms) if norm is None or norm_type != 2.0]
     tensors = [grads[i].tensor for i in missing]
@@ -304,7 +307,7 @@ def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:
-    """One number of each rank, in rank order: their sum, or for infinities the extreme."""
+    """Combine one number of each rank, in rank order: sum, or for infinite orders the extreme."""
     if group.world_size == 1:
         return local
     total, *others = reducer.launch_exchange(local, group).wait().split(1)

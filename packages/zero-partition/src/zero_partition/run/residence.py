@@ -1,4 +1,4 @@
-"""What rests outside the device, and the room for it, taken before anything is moved."""
+"""Offloaded states of a model, and their memory, allocated before anything is moved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_partition.plan.wire import Routes
 
 @frozen(kw_only=True)
 class RestPlan:
-    """Which kinds rest outside the device, and whether that is another memory."""
+    """Choice of the states that are offloaded, and whether the host is the device itself."""
 
     params: bool = False  # shards of parameters that rest sharded
     state: bool = False  # optimizer state and masters
@@ -31,10 +31,11 @@ class RestPlan:
     def master_of(
         self, precision: Precision, plan: BufferPlan, placement: Placement
     ) -> torch.dtype | None:
-        """Dtype of the masters of a buffer whose parameters rest so, None if it has none.
+        """Return the dtype of a buffer's masters at this placement, None if it has none.
 
-        What rests elsewhere than where it is stepped is not stepped itself: a copy that is needed
-        anyway to step it would have to be read first. Nor is what the model still computes with.
+        Shards in another memory than the one they are stepped in have masters, which are updated in
+        their place: else the shards would have to be read before each step. With delayed updates
+        all have masters, because the model still computes with the old values.
         """
         if not plan.trainable:
             return None
@@ -48,7 +49,7 @@ class RestPlan:
     def training_of(
         self, precision: Precision, plan: BufferPlan, placement: Placement
     ) -> torch.dtype:
-        """In which its values are updated, and its gradients added up."""
+        """Return the dtype in which its values are updated and its gradients added up."""
         return self.master_of(precision, plan, placement) or plan.dtype
 
     def check(
@@ -164,7 +165,7 @@ def _nothing() -> None:
 
 @frozen(kw_only=True)
 class Homes:
-    """Who keeps what of one model outside the device; None: nobody does."""
+    """Backends that store states of one model outside the device; None: not offloaded."""
 
     params: TensorHome | None = None  # shards of parameters that rest sharded
     open_state: OpenState | None = None  # optimizer state and masters
@@ -174,7 +175,7 @@ class Homes:
     close: Callable[[], None] = _nothing  # releases all of it
 
     def rests_on(self, device: torch.device) -> RestPlan:
-        """Which kinds rest elsewhere than on this device. Arithmetic only."""
+        """Return which states are offloaded, for this device. Arithmetic only."""
         return RestPlan(
             params=self.params is not None,
             state=self.open_state is not None,
@@ -186,7 +187,7 @@ class Homes:
 
 @define(eq=False)
 class Residence:
-    """The same for a model that is sharded, and what of it is kept there on this rank."""
+    """Backends of one sharded model's offloaded states, and what this rank has allocated there."""
 
     routes: Routes
     homes: Homes
@@ -200,11 +201,11 @@ class Residence:
 
     @property
     def rests(self) -> RestPlan:
-        """Which kinds rest elsewhere."""
+        """Return which states are offloaded."""
         return self.homes.rests_on(self.routes.shards.device)
 
     def is_stepped(self, target: nn.Parameter) -> bool:
-        """Whether the optimizer, and so who steps in its place, knows it."""
+        """Return whether a target is in the optimizer's param groups, and so is stepped."""
         return target in self.room.positions
 
     def prepare(

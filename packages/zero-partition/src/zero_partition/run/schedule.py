@@ -64,7 +64,7 @@ class Call:
     task: int = -1
 
     def is_after(self, other: Call) -> bool:
-        """Whether all its nodes were made after the other's; see NOTE(backward order)."""
+        """Return whether all its nodes were made after the other's; see NOTE(backward order)."""
         return self.start > other.stop and self.thread is other.thread
 
 
@@ -109,11 +109,11 @@ class Schedule:
 
     @property
     def is_running(self) -> bool:
-        """Whether a unit's forward runs now, or its slot is being filled."""
+        """Return whether a unit's forward runs now, or slots are being filled."""
         return self._is_filling or bool(self._running)
 
     def is_in_use(self, unit: Unit) -> bool:
-        """Whether something may read its parameters before it is unsharded again."""
+        """Return whether something may read a unit's parameters before it is unsharded again."""
         if unit.depth or (self.keeps_whole and unit.state is ShardState.UNSHARDED):
             return True
         for call in self._active:  # noqa: SIM110 - any() would be a call for each
@@ -391,7 +391,7 @@ class Schedule:
         return self.limits.where_shards_are_read() if is_exposed else self.limits
 
     def _deal(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """One slot for each group of units."""
+        """Make one slot for each group of units, and assign it to them."""
         now: dict[int, set[int]] = {}
         for unit in self.units:
             if unit.slot is not None:
@@ -411,7 +411,10 @@ class Schedule:
         self.training.launches = self.evaluation.launches = None
 
     def _deal_by_size(self) -> None:
-        """As many slots as may be whole at a time, for units in the order of their first use."""
+        """Make a slot for each of the largest units, as many as may be unsharded at a time.
+
+        Units take the slots in the order of their first use.
+        """
         inner = sorted(
             (extent for extent in self.extents.values() if not extent.is_outer),
             key=lambda extent: extent.num_bytes,

@@ -59,11 +59,11 @@ _requires_grad_of: Final = attrgetter("requires_grad")
 
 
 class ModelPhase(Enum):
-    """What a model is doing; by phase the text of the error where a call is refused in it.
+    """Phases of a model; each value is the text of the error for a call refused in that phase.
 
-    `ShardedModel.require` refuses. A forward may run inside a context that gathers parameters, so
-    several can hold at a time; of IDLE, BACKWARD and FAILED one does, and BACKWARD_MOVES has the
-    legal changes.
+    `ShardedModel.require` raises it. A forward may run inside a context that gathers parameters, so
+    several phases can apply at a time. Of IDLE, BACKWARD and FAILED exactly one does;
+    BACKWARD_MOVES has the legal changes between these.
     """
 
     IDLE = ""
@@ -98,8 +98,8 @@ class ParamRef:
     """A parameter of a sharded model, and its place in a flat buffer there."""
 
     sharded: ShardedModel
-    unit: Unit  # it is unsharded with
-    buffer: FlatBuffer  # it lies in
+    unit: Unit  # the unit that it is unsharded with
+    buffer: FlatBuffer  # the flat buffer that it lies in
     position: int  # among the buffer's parameters
     param: nn.Parameter
     plan: ParameterPlan
@@ -137,25 +137,25 @@ class ParamRef:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the optimizer steps it."""
+        """Return whether it required a gradient when the model was sharded."""
         return self.buffer.plan.trainable
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its own memory is whole, for the user."""
+        """Return whether a context has gathered its full values, in memory of their own."""
         return self.position in self.buffer.held
 
 
 def find_place(param: Tensor) -> ParamRef | None:
-    """Where this very parameter lies, None if it belongs to no sharded model."""
+    """Return the `ParamRef` of this very object, None if it belongs to no sharded model."""
     return find_owner(param)
 
 
 def place_of(param: Tensor, *, what: str) -> ParamRef:
-    """Where this very parameter lies.
+    """Return the `ParamRef` of this very object.
 
     Raises:
-        StateError: It is no tensor, or belongs to no sharded model; `what` was asked.
+        StateError: It is no tensor, or belongs to no sharded model; `what` names the user's call.
     """
     place = find_place(param) if isinstance(param, Tensor) else None
     if place is None:
@@ -169,7 +169,7 @@ def place_of(param: Tensor, *, what: str) -> ParamRef:
 
 
 def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
-    """Each once, in one order on every rank."""
+    """Return each place once, in the same order on every rank."""
     return sorted(set(places), key=lambda place: (place.buffer.index, place.position))
 
 
@@ -267,7 +267,11 @@ def launch_buffer(
 
 
 def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
-    """As `launch_whole`, of a parameter as it is updated. Sends nothing where it rests whole so."""
+    """Launch the gather of one parameter as it is updated: of its masters, if it has some.
+
+    Collective, as `launch_whole`, and waited for as there. Nothing is sent where the parameter is
+    replicated without masters or a codec.
+    """
     buffer = place.buffer
     buffer.follow_writes()
     if buffer.has_masters:
@@ -278,7 +282,11 @@ def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
 
 
 def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
-    """As `launch_trained`, of all parameters of a flat buffer; views of what rests whole so."""
+    """Launch the gather of all parameters of a flat buffer as they are updated. Collective.
+
+    As `launch_buffer`; of masters, if there are some. Where parameters are replicated without
+    masters or a codec, nothing is sent and the result is views of the buffer itself.
+    """
     buffer.follow_writes()
     if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
         return launch_buffer(buffer, buffer.trained.to(buffer.group.device))
@@ -308,7 +316,7 @@ _PATIENCE_S: Final = 60.0  # outside forward, some ranks alone may have got here
 
 @define(eq=False, repr=False)
 class OutsideUses:
-    """Whole values that were gathered for such uses, until nobody can ask for them again."""
+    """Full values of parameters used outside their unit, while they may be used again."""
 
     sharded: ShardedModel
     num_gathers: int = field(default=0, init=False)
@@ -328,13 +336,13 @@ class OutsideUses:
             self._launch(place)
 
     def value(self, place: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
-        """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
+        """Return a sharded parameter's full values, for a function called with it. Collective.
 
         Args:
             place: Which parameter.
-            tensor: The object that was used.
+            tensor: The object that was used: the parameter, or its `data`.
             what: The function that is called with it.
-            needs_grad: The call is recorded by autograd.
+            needs_grad: Whether autograd records the call.
         """
         whole = self._whole(place, what, needs_grad=needs_grad)
         whole = like(tensor, whole)
@@ -349,7 +357,7 @@ class OutsideUses:
         self._values.clear()
 
     def refuse_write(self, place: ParamRef, what: str) -> NoReturn:
-        """A parameter at rest was to be written."""
+        """Raise AtRestError for a write to a parameter that is sharded."""
         rank = self.sharded.whole.rank
         raise AtRestError(
             f"{what}() would write to parameter {place.name!r} while it rests sharded, and the "
@@ -435,7 +443,7 @@ def _given_by_autograd(param: Tensor) -> Tensor | None:
 
 @define(eq=False, repr=False)
 class _EndOfBackward:
-    """What autograd calls when a backward has ended, and drops when an exception has ended it."""
+    """Callback for the end of a backward; autograd drops it uncalled after an exception."""
 
     sharded: ReferenceType[ShardedModel]
     was_called: bool = False
@@ -453,7 +461,10 @@ class _EndOfBackward:
 @final
 @define(eq=False, repr=False)
 class ShardedModel:
-    """What the hooks talk to. The module stays the user's own. Its methods are collective."""
+    """Run-time state of one sharded model; the hooks on the user's module call its methods.
+
+    These are collective unless they say Local.
+    """
 
     model: nn.Module
     routes: Routes
@@ -582,12 +593,12 @@ class ShardedModel:
 
     @property
     def shards_state(self) -> bool:
-        """Whether the optimizer has shards of parameters, and each rank the state of its own."""
+        """Return whether optimizer state is sharded: each rank steps its shards of parameters."""
         return self.placements.optim is Placement.SHARDED
 
     @property
     def is_exact(self) -> bool:
-        """Whether this rank has all parameters whole, as they rest: not what a codec leaves."""
+        """Return whether this rank has all parameters in full, not rounded by a codec."""
         is_whole = self.placements.params is Placement.REPLICATED
         return is_whole and all(unit.codec is None for unit in self.units)
 
@@ -667,7 +678,7 @@ class ShardedModel:
         self.reducer.expect_from_outside(place.buffer, place.position)
 
     def open_backward(self, arrived: Tensor | None = None) -> None:
-        """The first hook of a backward asks for a word at its end.
+        """Begin a backward, in its first hook, and register the callback for its end.
 
         Args:
             arrived: A parameter whose gradient has been computed already; that is wrong if this
@@ -702,7 +713,7 @@ class ShardedModel:
             self.reducer.refuse_to_sum_again()
 
     def backward_without_batch(self) -> None:
-        """What a backward does between ranks, with no gradient of this one."""
+        """Run the collectives of a backward, without gradients of this rank."""
         no = (ModelPhase.BACKWARD, ModelPhase.FAILED)
         self.require("backward_without_batch()", StateKind.GRADS, no=no)
         with plain_access():
@@ -713,7 +724,7 @@ class ShardedModel:
         self.close_backward()
 
     def before_step(self, *, has_closure: bool) -> None:
-        """What the optimizer reads must be there, and nothing may still read what it writes."""
+        """Reduce the gradients that are left, and wait for readers of what the optimizer writes."""
         if ranges.recorders:
             self._end_step_range()  # of a step that an exception ended
             self._step_range = ranges.enter("step")
@@ -801,7 +812,7 @@ class ShardedModel:
             stack.close()
 
     def finish_update(self) -> None:
-        """What the public `finish_update` documents."""
+        """Do what the public `finish_update` documents."""
         if not self.residence.homes.is_delayed:
             return
         no = (ModelPhase.GATHERED, ModelPhase.FORWARD)
@@ -887,9 +898,9 @@ class ShardedModel:
             param.__class__ = kind
 
     def _has_written(self) -> bool:
-        """Whether the optimizer of any rank has changed its shards since they were published.
+        """Return whether any rank's optimizer has changed its shards since they were published.
 
-        Collective. Some optimizers step aside, look at the gradient there, and step back.
+        Collective. Some optimizers move parameters, evaluate gradients there, and move them back.
         """
         if not self.shards_state:
             return False

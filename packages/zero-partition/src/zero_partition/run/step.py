@@ -107,7 +107,7 @@ def hand_over_state(
 
 
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
-    """The opposite: `optimizer.state` holds it again, on the host."""
+    """Undo `hand_over_state`: put the state, on the host, into `optimizer.state`."""
     for member in members_of(optimizer):
         if isinstance(member.state, UpdatedState):  # else somebody has put another in its place
             member.state = defaultdict(dict, dict(member.state.items()))
@@ -122,7 +122,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
 
     def take(self, states: Mapping[Any, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-        """By target; keep those of shards that are never stepped, as they are."""
+        """Return states by target; store those of shards without one, which are never stepped."""
         self._others = {p: dict(s) for p, s in states.items() if p not in self.target_of}
         return {self.target_of[p]: s for p, s in states.items() if p in self.target_of}
 
@@ -148,7 +148,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         raise TypeError("state that rests outside the device is not deleted by shard")
 
     def __contains__(self, shard: object) -> bool:
-        """Whether a shard has state."""
+        """Return whether a shard has state."""
         refuse_parameter(shard)
         return shard in set(self)
 
@@ -163,11 +163,11 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         return has_state(len(self))
 
     def __len__(self) -> int:
-        """How many have."""
+        """Return the number of shards that have state."""
         return len(list(iter(self)))
 
     def items(self) -> Any:
-        """All of it, read once."""
+        """Return every shard with its state, all read in one call."""
         targets = {p: self.target_of[p] for p in self if p not in self._others}
         found = self.offload.read(targets.values())
         mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
@@ -182,9 +182,9 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
 
 def has_state(num_entries: int) -> bool:
-    """Whether an optimizer has state that a caller need not make.
+    """Return whether an optimizer has state; always true for torch.distributed.checkpoint.
 
-    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
+    That would make missing state by a step, which one rank must not take alone.
 
     Raises:
         StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
@@ -215,10 +215,10 @@ def refuse_parameter(key: object) -> None:
 
 @define(eq=False)
 class OpenShards:
-    """Opens them as their targets come, and closes those whose targets come no more.
+    """Offloaded shards that are open while the optimizer steps them, a few at a time.
 
     Args:
-        home: Where shards of parameters rest; without one there is nothing to open.
+        home: Where shards of parameters are offloaded; without one there is nothing to open.
         buffer_of: By target.
         overwritten: Targets that are going to be written, and not read.
     """
@@ -229,7 +229,10 @@ class OpenShards:
     _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
 
     def open(self, targets: Sequence[nn.Parameter]) -> None:
-        """These are written next. Blocks where values are read; with none, until all are kept."""
+        """Open the shards of these targets, which are written next, and close all others.
+
+        Blocks where values are read. Without targets it blocks until all closed shards are written.
+        """
         if self.home is None:
             return
         wanted = {
@@ -275,7 +278,7 @@ class OpenShards:
 
 
 def _clear_padding(buffer: FlatBuffer, shard: Tensor) -> None:
-    """What no parameter is written to must not be what the memory held before."""
+    """Zero the padding of a shard whose memory was opened without its values."""
     stop = 0
     for piece in sorted(buffer.pieces, key=lambda piece: piece.in_shard.start):
         shard[stop : piece.in_shard.start].zero_()

@@ -50,7 +50,7 @@ class LossByUnit:
 
 @define(eq=False, repr=False)
 class CodecErrors:
-    """What `record_codec_errors()` finds: on this rank, by name of the unit."""
+    """Encoding errors that `record_codec_errors()` records on this rank, by name of the unit."""
 
     params: LossByUnit = field(factory=LossByUnit)  # of its shards, in gathers
     gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
@@ -122,7 +122,7 @@ class Unit:
 
     @property
     def is_resident(self) -> bool:
-        """Whether its current values are whole on this rank, so that no gather is needed."""
+        """Return whether this rank has its current values in full, so that no gather is needed."""
         if self.placement is Placement.REPLICATED or self.is_held:
             return True
         return (
@@ -191,7 +191,7 @@ class Unit:
         self._slot_version = -1
 
     def forget_values(self) -> None:
-        """What is in its slot, if it has one, is not what the next use needs. Local."""
+        """Reshard, and mark the values in the slot, if it has one, as out of date. Local."""
         self.reshard()
         self._slot_version = -1
 
@@ -347,7 +347,7 @@ class Unit:
 
     @ranged("gather", "name")
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
-        """From copies on this rank, from peers' memory, from the node, or from all ranks."""
+        """Fill the slot from copies on this rank, peers' memory, the node's ranks, or all ranks."""
         self.state = ShardState.GATHERING
         self._take_slot(pool)
         pairs = list(zip(self.buffers, self._full, strict=True))
@@ -412,13 +412,13 @@ class Unit:
 
 
 def publish(units: Sequence[Unit], *, frozen: Collection[FlatBuffer] = ()) -> None:
-    """All-gather what rests whole, in place. Collective; waits.
+    """Gather parameters that are replicated from the ranks' shards, in place. Collective; waits.
 
-    What travels as it is takes no memory on its way, and all of it is launched at once.
+    Gathers without a codec need no memory besides, and all of them are launched at once.
 
     Args:
-        units: Of which parameters that train are gathered.
-        frozen: Buffers that do not train, and were written all the same.
+        units: The units whose trainable parameters are gathered.
+        frozen: Buffers that do not train, but were written, and are gathered too.
     """
     units = [unit for unit in units if unit.placement is Placement.REPLICATED]
     is_encoded = any(buffer.codec is not None for unit in units for buffer in unit.buffers)

@@ -38,14 +38,20 @@ from .runs import entry_on_each, gather_state_info, launch_entry, owner_of, plan
 
 
 def _for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
-    """The value on the rank that wants it, on all when None; None elsewhere."""
+    """Return the value on `to_rank`, or on all ranks when that is None; None elsewhere.
+
+    A value of a DTensor's part is made whole over its mesh first.
+    """
     if isinstance(value, Tensor) and value.shape == place.plan.shape:
         value = whole_over_mesh(place.param, value)
     return value if to_rank in (None, place.whole.rank) else None
 
 
 def _said_by(place: ParamRef, from_rank: int | None, own: Any, what: str) -> Any:
-    """What JSON can say of that rank's, or of this one's own. Collective with `from_rank`."""
+    """Return `own` of rank `from_rank`, sent as JSON, or this rank's when that is None.
+
+    Collective with `from_rank`.
+    """
     group = place.whole
     if from_rank is None:
         return own
@@ -212,7 +218,9 @@ def update_full_grads(
 
 
 def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
-    """Those of its buffer, once what no_sync left is reduced; None of a frozen one. Collective.
+    """Return the gradients of the parameter's buffer; None if it is frozen. Collective.
+
+    Gradients that `no_sync` has left are reduced first, unless this is inside `no_sync`.
 
     Raises:
         StateError: There can be no gradients now.
@@ -234,7 +242,7 @@ def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
 
 
 def launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
-    """Launch the gather of a gradient, None where there is none; call it to wait. Collective."""
+    """Launch a gradient's gather; return a call that waits, None if there is none. Collective."""
     g, position = _gradients_of(place, what), place.position
     if g is None:
         return None
@@ -264,19 +272,19 @@ def _local_grad(place: ParamRef, what: str) -> Tensor | None:
 
 @frozen
 class ParameterStatus:
-    """What the partition knows about a parameter, without touching it."""
+    """Facts about a parameter, found without gathering or changing it."""
 
     names: tuple[str, ...]  # tied parameters have several
-    unit: str  # the module it is unsharded with; "" is the model itself
+    unit: str  # name of the unit it belongs to; "" is the model itself
     shape: torch.Size
     dtype: torch.dtype
     is_trainable: bool
     is_whole: bool  # its values can be read right now
-    part: Span  # the elements that this rank keeps; all of them where it rests whole
+    part: Span  # the elements that this rank keeps; all of them where it is replicated
 
 
 def parameter_status(param: nn.Parameter) -> ParameterStatus:
-    """Where a parameter lies and whether it is whole. Local.
+    """Return the unit and this rank's part of a parameter, and whether it is whole. Local.
 
     Raises:
         StateError: `param` belongs to no sharded model.
@@ -503,7 +511,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def _keep(place: ParamRef, key: str, value: Any) -> None:
-    """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
+    """Set the entry in the optimizer's state, and write it back where that is offloaded."""
     assert place.sharded.optimizer is not None, "it has state"
     states, owner = place.sharded.optimizer.state, owner_of(place)
     state = states[owner]
@@ -536,7 +544,7 @@ def _own_state(place: ParamRef, key: str, what: str) -> dict[str, Any]:
 
 
 def _agree(place: ParamRef, key: str, what: str) -> tuple[dict[str, Any], Entry]:
-    """This rank's state of the parameter, and how the entry lies over all ranks. Collective."""
+    """Return this rank's state, and how the entry is divided over all ranks. Collective."""
     state = _state_of(place, what)
     if not place.sharded.shards_state:
         _check_known(place, key, state, what)

@@ -39,11 +39,11 @@ _SWAP: Final = "ShardedAverage.swap()"
 class ShardedAverage:
     """An exponential moving average of the parameters that train, sharded as their optimizer is.
 
-    What `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` gives, in the bits
-    of each element: the first update takes the values, each further one makes the average
-    `decay * average + (1 - decay) * value`. Of fp32 masters where there are some. It takes 1/N of
-    their bytes at every stage, on the group's device; on the host where optimizer state rests
-    elsewhere. Frozen parameters and buffers are the model's own.
+    It equals, bit for bit, what `torch.optim.swa_utils.AveragedModel` computes with
+    `get_ema_multi_avg_fn(decay)`: the first update takes the values, each further one makes the
+    average `decay * average + (1 - decay) * value`. fp32 masters are averaged where there are some.
+    At every stage a rank needs 1/N of their bytes, on the group's device, or on the host where
+    optimizer state is offloaded. Frozen parameters and buffers are the model's own.
 
     Args:
         model: The very module that was sharded. Until the first update the average is as it is now.
@@ -74,7 +74,7 @@ class ShardedAverage:
         self._begin(sharded)
 
     def _begin(self, sharded: ShardedModel) -> None:
-        """Let the averages be the values of now, in this layout. Local."""
+        """Start the averages from the current values, in this layout. Local."""
         self._model, self._sharded = sharded.model, sharded
         self._places = [place for place in sharded.places if place.is_trainable]
         self._is_elsewhere = sharded.residence.offload is not None
@@ -89,12 +89,12 @@ class ShardedAverage:
 
     @property
     def device_bytes(self) -> int:
-        """Of the device's memory that it takes, padding included."""
+        """Bytes of device memory that it takes, padding included."""
         return 0 if self._is_elsewhere else sum(each.nbytes for each in self._averages.values())
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, where optimizer state rests elsewhere."""
+        """Bytes of host memory that it takes, where optimizer state is offloaded."""
         return sum(each.nbytes for each in self._averages.values()) - self.device_bytes
 
     @torch.no_grad()
@@ -168,7 +168,7 @@ class ShardedAverage:
         return batches
 
     def find_problems(self, readers: Mapping[str, AbstractRangeReader]) -> list[str]:
-        """What speaks against loading an average, by names of parameters. Local."""
+        """Return what prevents loading an average from `readers`, by parameters' names. Local."""
         self._usable("ShardedAverage.load()")
         problems = []
         for place in self._places:
@@ -188,7 +188,7 @@ class ShardedAverage:
         self.num_updates = num_updates
 
     def split(self) -> dict[str, SplitEntry]:
-        """Return the averages by name, split evenly: their layout ends. Collective."""
+        """Return the averages by name, split evenly, before their layout ends. Collective."""
         device, found = self._sharded.group.device, dict[str, SplitEntry]()
         for buffer, average in self._averages.items():
             values = launch_buffer(buffer, average.to(device))()
@@ -198,7 +198,10 @@ class ShardedAverage:
 
     @torch.no_grad()
     def follow(self, sharded: ShardedModel, averages: Mapping[str, SplitEntry]) -> None:
-        """Go on in another layout of the model; what trains since begins as it is. Collective."""
+        """Continue in another layout of the model. Collective.
+
+        The averages of newly trainable parameters start from their current values.
+        """
         self._begin(sharded)
         for place in self._places:
             if place.name in averages:

@@ -39,7 +39,7 @@ from zero_partition.torch_private import plainly, version_of
 
 
 class _Verdict(IntEnum):
-    """How a rank leaves a parameter, or the context; it can travel as a byte."""
+    """State in which a rank leaves a parameter, or the context; sent as one byte."""
 
     FINE = 0
     EDITED = 1  # though nobody was to
@@ -49,7 +49,7 @@ class _Verdict(IntEnum):
 
 @frozen(eq=False)
 class _Whole:
-    """A parameter that a context keeps whole, as it was when that was entered."""
+    """A gathered parameter, as it was when its context was entered."""
 
     name: str
     param: nn.Parameter
@@ -59,13 +59,13 @@ class _Whole:
 
     @property
     def is_at_home(self) -> bool:
-        """Whether its values are there still."""
+        """Return whether the parameter still views the memory that the context gave it."""
         data = self.param.data
         return data.data_ptr() == self.home.data_ptr() and data.is_contiguous()
 
 
 def _checksum(data: Tensor) -> int:
-    """Over the bits, so that NaN is a value like others."""
+    """Return a checksum of the bits, so that NaN is a value like others."""
     data = torch.view_as_real(data) if data.is_complex() else data
     return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
 
@@ -75,28 +75,28 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @define(eq=False)
 class EarlyParams:
-    """Parameters of one group that are on their way into a model."""
+    """Parameters of one group that `Init` has sharded and that no sharded model has yet."""
 
     shards: Sequence[EarlyShard]  # sorted
 
     def find_gathered(self) -> str | None:
-        """One that a context has already."""
+        """Return the label of one that a context has gathered already, if any."""
         return next((early.label for early in self.shards if early.is_gathered), None)
 
     def check(self, what: str, modifier_rank: int | None) -> None:
-        """Raise what else speaks against making them whole. Local."""
+        """Raise if something else prevents gathering them. Local."""
         for early in self.shards:
             early.check_untouched(early.parameter, early.label)
 
     def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Make them whole: names, parameters and the memory that is theirs. Collective."""
+        """Gather them; return names, parameters and the memory of their values. Collective."""
         found = [(early.label, early.parameter, early.whole()) for early in self.shards]
         for early, (_, param, home) in zip(self.shards, found, strict=True):
             early.is_gathered, param.data = True, home
         return found
 
     def keep(self, values: Iterable[Tensor]) -> None:
-        """Let these be their values, which are the same on every rank."""
+        """Set their values, which are the same on every rank."""
         for early, value in zip(self.shards, values, strict=True):
             early.keep_part_of(value)
 
@@ -115,12 +115,12 @@ class ShardedParams:
     places: Sequence[ParamRef]  # sorted
 
     def find_gathered(self) -> str | None:
-        """One that a context has already."""
+        """Return the name of one that a context has gathered already, if any."""
         gathered = self.sharded.gathered
         return next((place.name for place in self.places if place in gathered), None)
 
     def check(self, what: str, modifier_rank: int | None) -> None:
-        """Raise what else speaks against making them whole. Local."""
+        """Raise if something else prevents gathering them. Local."""
         is_for_reading = modifier_rank is None
         masters = () if is_for_reading else (StateKind.MASTERS,)
         self.sharded.require(what, StateKind.PARAMS, *masters)
@@ -136,7 +136,7 @@ class ShardedParams:
                 )
 
     def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Make them whole: names, parameters and the memory that is theirs. Collective."""
+        """Gather them; return names, parameters and the memory of their values. Collective."""
         self.sharded.gathers.append(what)
         self.sharded.gathered.update(self.places)
         if not self.sharded.is_exact:
@@ -144,7 +144,7 @@ class ShardedParams:
         return [(place.name, place.param, _home_of(place)) for place in self.places]
 
     def keep(self, values: Iterable[Tensor]) -> None:
-        """Let these be their values, which are the same on every rank."""
+        """Set their values, which are the same on every rank."""
         for place, value in zip(self.places, values, strict=True):
             if self.sharded.is_exact:
                 place.param.data = value
@@ -162,7 +162,7 @@ class ShardedParams:
             buffer.let_go([place.position for place in self.places if place.buffer is buffer])
 
     def _gather(self, what: str) -> None:
-        """Whole buffers in one message each, single parameters in one each."""
+        """Gather whole buffers in one message each, and single parameters in one each."""
         waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
         for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
             mine = list(chosen)
@@ -187,7 +187,7 @@ class ShardedParams:
 
 
 def _home_of(place: ParamRef) -> Tensor:
-    """The memory in which a parameter that is gathered, or rests whole, belongs."""
+    """Return the memory of a parameter that is gathered or replicated."""
     buffer = place.buffer
     if place.is_gathered:
         return buffer.held[place.position]
@@ -197,7 +197,7 @@ def _home_of(place: ParamRef) -> Tensor:
 
 @define(eq=False)
 class Gather:
-    """Parameters that one context keeps whole, and what ranks do to them meanwhile."""
+    """Parameters that one context has gathered, and what ranks do to them meanwhile."""
 
     what: str  # users call it
     modifier_rank: int | None
@@ -228,7 +228,7 @@ class Gather:
         self.params.check(self.what, modifier)
 
     def open(self) -> None:
-        """Make the parameters whole; from here on writes count. Collective."""
+        """Gather the parameters; from now on writes to them are noticed. Collective."""
         self._is_open = True
         found = self.params.open(self.what)
         with plainly():
@@ -283,7 +283,7 @@ class Gather:
             return [self._judge(whole) for whole in self._wholes]
 
     def _send_changes(self, modifier: int) -> None:
-        """Let the values be those of the modifier, in the memory that is theirs. Collective."""
+        """Broadcast the modifier's values into the gathered memory of all ranks. Collective."""
         handles = []
         with plainly():
             for whole in self._wholes:
@@ -337,10 +337,10 @@ class GatheredParameters:
     """A context in which parameters are whole, in their own Parameter objects. Collective.
 
     Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
-    in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
-    their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
-    are. So are other parameters of no sharded model, and those that rest whole, but for what a
-    codec has left of them (`Wire(params=...)`).
+    in memory of its own; modules run as usual. Parameters that `Init` sharded may be gathered
+    before their model is sharded; inside `Init`, which gathers what is touched, they are left as
+    they are. So are other parameters of no sharded model, and replicated ones, unless a codec has
+    rounded them (`Wire(params=...)`).
 
     - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
       function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
@@ -426,9 +426,9 @@ class GatheredParameters:
 
 
 def _group_early(params: Iterable[nn.Parameter]) -> list[list[EarlyShard]]:
-    """Of parameters that Init sharded, each once, in one order on every rank; by group.
+    """Return the shards of parameters that `Init` sharded, by group, in one order on every rank.
 
-    None inside Init, which gathers whatever is touched.
+    Each is there once. There are none inside `Init`, which gathers whatever is touched.
     """
     found = {} if CURRENT.get() is not None else {id(e): e for p in params if (e := find_early(p))}
     by_group: dict[int, list[EarlyShard]] = {}
@@ -453,11 +453,9 @@ def _as_list(params: Any) -> list[Any]:
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
     """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
 
-    It also works unsaid: a sharded parameter that is used outside its unit is gathered where it is
-    used. Said, the gather is launched before the module's forward and travels meanwhile. Where
-    parameters rest whole there is nothing to do, and nothing is done.
-
-    Once more is as good as once.
+    Without it, a sharded parameter that is used outside its unit is gathered where it is used.
+    With it, the gather is launched before the module's forward and overlaps with it. Nothing is
+    done for replicated parameters, or when it is called again.
 
     Args:
         module: A module that runs in the model's forward, or a loss that is called on its output.
@@ -502,7 +500,7 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 
 @define(eq=False)
 class _LaunchAhead(Bound):
-    """Before the module's forward: its parameters from one sharded model set out."""
+    """Forward pre-hook that launches gathers of a module's external parameters of one model."""
 
     places: list[ReferenceType[ParamRef]] = field(factory=list)  # a module may outlive the model
     handle: RemovableHandle | None = None
@@ -523,9 +521,9 @@ class _LaunchAhead(Bound):
 def streamed(
     sharded: ShardedModel, places: Sequence[ParamRef], home: TensorHome, what: str
 ) -> Iterator[None]:
-    """A context in which units that hold these parameters are read whole. Collective to enter.
+    """A context in which units with these parameters are read whole. Collective to enter.
 
-    Room for the copies is taken where shards rest, which may raise what that raises.
+    Whole copies are allocated where offloaded shards are, and errors of that are passed on.
     """
     units = list(dict.fromkeys(place.unit for place in places))
     units = [unit for unit in units if unit.placement is Placement.SHARDED]

@@ -1,4 +1,4 @@
-"""Values and optimizer state from elsewhere into a model: all of it, or none."""
+"""Load values and optimizer state into a model: all of it, or none."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Target:
 
     @property
     def reader(self) -> AbstractRangeReader:
-        """What it is read from."""
+        """Return the reader of its values: the first that was found."""
         return next(iter(self.found.values()))
 
     def match(self, readers: NamedReaders, ties: Mapping[str, str]) -> list[str]:
-        """Find what there is under its names; returns what speaks against reading it."""
+        """Find the readers under its names; returns the problems with reading them."""
         names = dict.fromkeys(ties.get(name, name) for name in self.names)
         whole = {name: readers[name] for name in names if name in readers}
         self.found = {name: reader_of_part(self.tensor, reader) for name, reader in whole.items()}
@@ -81,7 +81,10 @@ class Target:
         return [p for name, r in whole.items() for p in find_misfits(name, shape, dtype, r)]
 
     def find_memory(self, sharded: ShardedModel | None) -> None:
-        """Find what this rank keeps, in a model that is `sharded`, or not. Nothing if on meta."""
+        """Find this rank's part and its memory. There is none of a tensor on the meta device.
+
+        `sharded` is the model that is loaded into, None if that is not sharded.
+        """
         tensor, early = self.tensor, find_early(self.tensor)
         place = self.place or find_place(tensor)
         if place is not None and sharded is not None and place.sharded is sharded:
@@ -100,7 +103,7 @@ class Target:
                 self.memory = memory.detach()
 
     def fill(self) -> None:
-        """Read this rank's part, where it is in no place."""
+        """Read this rank's part into `memory`, for a tensor of no sharded model."""
         memory, kept = self.memory, self.kept
         assert memory is not None, "it was found"
         if memory.is_contiguous():
@@ -113,7 +116,7 @@ class Target:
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
-    """Every parameter and persistent buffer once, with all its names in `state_dict`."""
+    """Yield every parameter and persistent buffer once, with all its names in `state_dict`."""
     found: dict[int, Target] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -127,7 +130,7 @@ def targets_of(model: nn.Module) -> Iterator[Target]:
 
 
 def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) -> None:
-    """Give what is on the meta device memory, as `Init` would have left it."""
+    """Allocate tensors that are on the meta device, as `Init` would have left them."""
     for target in targets:
         if not target.tensor.is_meta:
             continue
@@ -139,9 +142,10 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
 
 
 def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) -> None:
-    """Read parameters, by position, to where they rest on this rank; masters are unrounded. Local.
+    """Read parameters, by position, to this rank's values and masters. Local.
 
-    Beside what rests, there is one shard in memory where values rest elsewhere.
+    Masters are not rounded to the parameters' dtype. Where values are offloaded, it needs memory
+    for one shard of them.
     """
     whole, training = buffer.whole, buffer.training
     if whole is not None:
@@ -169,7 +173,7 @@ def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) 
 def _fill_own_masters(
     buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader], offload: OptimizerOffload
 ) -> None:
-    """Those that an optimizer offload keeps of its own accord, of parameters of 16 bits."""
+    """Write the masters that an optimizer offload keeps by itself for 16-bit parameters."""
     if buffer.training.dtype != buffer.plan.dtype:
         return  # it keeps ours
     for piece in buffer.pieces if buffer.targets else ():
@@ -180,7 +184,7 @@ def _fill_own_masters(
 
 
 def _fill(targets: Iterable[Target]) -> None:
-    """Read all for which there is something. Local."""
+    """Read all targets for which there is a reader. Local."""
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
     offload: OptimizerOffload | None = None
     for target in targets:
@@ -203,7 +207,7 @@ def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[s
 def find_misfits(
     name: str, shape: torch.Size, dtype: torch.dtype, reader: AbstractRangeReader
 ) -> list[str]:
-    """What speaks against reading a tensor of this shape and dtype there; floats are converted."""
+    """Return why a reader does not fit a tensor of this shape and dtype; floats are converted."""
     problems = []
     if reader.shape != shape:
         problems.append(f"{name!r}: expected shape {tuple(shape)}, got {tuple(reader.shape)}")
@@ -214,7 +218,7 @@ def find_misfits(
 
 
 def _find_lost(model: nn.Module, targets: Sequence[Target]) -> list[str]:
-    """What no source can have, and the model needs to work."""
+    """Return the problems of tensors on the meta device that no source can fill."""
     known = {id(target.tensor) for target in targets}
     lost = [n for n, b in model.named_buffers() if b.is_meta and id(b) not in known]
     lost += plain_on_meta(model)
@@ -256,13 +260,13 @@ def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
 
 @frozen(kw_only=True, eq=False)
 class StateSource:
-    """What is loaded, by names of `model.state_dict()`."""
+    """Source of a load: readers and values by names of `model.state_dict()`."""
 
     params: NamedReaders
     buffers: NamedReaders
-    where: str  # that it comes from, for errors
+    where: str  # name of the source, for errors
     ties: Mapping[str, str] = field(factory=dict)  # from further names to those in `params`
-    may_lack: frozenset[str] | None = frozenset()  # that were left out; None: all, and buffers
+    may_lack: frozenset[str] | None = frozenset()  # names that may be missing; None: all
     states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
@@ -290,11 +294,11 @@ class StateLoad:
 
     @property
     def num_tensors(self) -> int:
-        """That are going to be restored, whole ones."""
+        """Return how many whole tensors are going to be restored."""
         return sum(1 for target in self.values if target.found) + self.num_entries
 
     def spans(self) -> Iterator[tuple[AbstractRangeReader, Span]]:
-        """What this rank is going to read, of what the source has."""
+        """Yield the spans that this rank is going to read, each with its reader of the source."""
         for part in chain.from_iterable(entries.values() for entries in self.states.values()):
             if isinstance(part, EntryPart):
                 yield in_source(part.reader, part.span)
@@ -308,7 +312,7 @@ class StateLoad:
         with torch.no_grad():
             if sharded is not None and source.states is not None:
                 LocalState(sharded).write(self.states)  # first: it mends state that is torn
-            _fill(self.values)
+            _fill(reversed(self.values))  # what was read last, to check it, is cached still
         if sharded is not None:
             if source.states is not None:
                 _restore_options(sharded, source.param_groups)
@@ -325,7 +329,7 @@ class StateLoad:
             self.custom.finish()
 
     def give_up(self) -> None:
-        """Undo what finding out has changed. Local."""
+        """Undo changes of the model that planning has made: its buffers. Local."""
         if self.custom is not None:
             self.custom.undo()
 
@@ -334,7 +338,7 @@ class StateLoad:
         return of_names if self.custom is None else self.custom.rename(of_names)
 
     def match_values(self) -> None:
-        """Find what is read to parameters and buffers, and where these are on this rank."""
+        """Find readers for parameters and buffers, and where these are on this rank."""
         source = self.source
         for target in self.values:
             is_param = target.place is not None
@@ -435,7 +439,7 @@ class StateLoad:
 
 @frozen
 class LoadReport:
-    """What did not match, where that was allowed."""
+    """Names that did not match in a load that allowed it."""
 
     missing: tuple[str, ...]  # in the model only
     unexpected: tuple[str, ...]  # in the source only
@@ -517,7 +521,7 @@ def load_ranges(
 
 
 def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) -> StateLoad:
-    """Find what is read to where, and all that speaks against it. Local.
+    """Plan what is read to where, and collect all problems. Local.
 
     Args:
         sharded: The model to load into.
@@ -569,7 +573,7 @@ def _through_modules(
 def _part_of_state(
     place: ParamRef, state: Mapping[str, Any], for_whole: Collection[str]
 ) -> dict[str, Any]:
-    """What this rank keeps of whole entries; see `keys_for_whole`.
+    """Return this rank's part of whole entries of state; see `keys_for_whole`.
 
     Raises:
         PartitionError: A shape that the parameter's cut does not explain.
@@ -590,7 +594,7 @@ def _part_of_state(
 
 
 def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
-    """The optimizer's param groups, with names for parameters. Local."""
+    """Return the optimizer's param groups, with names in place of parameters. Local."""
     names = names_by_owner(sharded)
     groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
     return [
@@ -600,7 +604,7 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
 
 
 def names_by_owner(sharded: ShardedModel) -> dict[int, str]:
-    """Of parameters, by the id of what the optimizer has of them. Local."""
+    """Return the names of parameters, by the id of the optimizer's parameter for each. Local."""
     return {id(owner_of(place)): place.name for place in sharded.places}
 
 
@@ -628,10 +632,10 @@ def _given_to(rank: int, mine: Sequence[Any], theirs: Sequence[Any], own: Sequen
 
 
 def _own_entries(source: StateSource) -> dict[str, list[dict[str, Any]]]:
-    """What each rank had of entries without a whole, by the names that were saved.
+    """Return each rank's values of entries without a whole, by the names that were saved.
 
     Raises:
-        LoadError: It cannot be made of what the source says.
+        LoadError: A value cannot be rebuilt from what the source says.
     """
     in_order = {
         rank: iter([readers.get(str(number)) for number in range(len(readers))])

@@ -129,7 +129,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
 
 
 def _rounded(sharded: ShardedModel) -> list[Rounded]:
-    """What parameters are rounded from that rest nowhere else."""
+    """Return the stores of sharded parameters that exist only as masters, which are rounded."""
     stores = [buffer.resting for buffer in sharded.buffers if buffer.whole is None]
     return [store for store in stores if isinstance(store, Rounded)]
 
@@ -152,7 +152,7 @@ def _check_idle(sharded: ShardedModel) -> None:
 def _move_out(
     sharded: ShardedModel, storages: list[ParkedStorage], backup: Backup, *, non_blocking: bool
 ) -> None:
-    """All of it on all ranks or, after an error on any, nothing. Collective."""
+    """Park all storages on all ranks or, after an error on any rank, none. Collective."""
     error: Exception | None = None
     free: list[ParkedStorage] = []
     try:
@@ -182,7 +182,7 @@ def _move_out(
 
 
 def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
-    """Last, as a filter of warnings may make it an error."""
+    """Warn about memory that stays. Called last, as a filter of warnings may make it an error."""
     stay = [storage for storage in storages if storage.storage is not None]
     if stay:
         warnings.warn(
@@ -194,7 +194,10 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
 
 
 def _have_moved(sharded: ShardedModel) -> None:
-    """All is in memory again, wherever that is. Collective where peers were kept from reading."""
+    """Forget old addresses of buffers, and let peers read the shards at their new ones.
+
+    Collective where peers were kept from reading.
+    """
     for buffer in sharded.buffers:
         buffer.forget_addresses()
     if sharded.exposure is not None and sharded.exposure.is_writing:
@@ -203,7 +206,7 @@ def _have_moved(sharded: ShardedModel) -> None:
 
 
 def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
-    """What these kinds consist of on this rank, each storage once."""
+    """Return this rank's storages of these kinds that may be freed, each once."""
     tensors = list(_tensors_of(sharded))
     views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
     for _, _, tensor in tensors:
@@ -227,7 +230,10 @@ def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[
 
 
 def _may_go(tensor: Tensor, sharded: ShardedModel) -> bool:
-    """Not what stands in for something, rests on the host already, or belongs to an arena."""
+    """Return whether the memory of a tensor may be freed.
+
+    Left where they are: stand-ins, tensors on the host already, and memory of an arena.
+    """
     storage = tensor.untyped_storage()
     is_stand_in = storage.nbytes() < tensor.nbytes
     is_here = tensor.device == sharded.group.device
@@ -235,7 +241,7 @@ def _may_go(tensor: Tensor, sharded: ShardedModel) -> bool:
 
 
 def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, Tensor]]:
-    """Every tensor of ours that may view what is parked: what it is, if not a view, and whose."""
+    """Yield tensors that may view parked memory: kind (None for views), owner and tensor."""
     for unit in sharded.units:
         for buffer in unit.buffers:
             for params in (buffer.whole, buffer.resting.memory):
@@ -260,7 +266,10 @@ def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, 
 
 
 def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
-    """An optimizer's state dict holds the tensors themselves: nobody should take it now."""
+    """Make the optimizer's state dict calls raise while its state is parked.
+
+    A state dict would contain the parked tensors themselves.
+    """
 
     def refuse(what: str, *_: Any) -> None:
         sharded.require(what, StateKind.OPTIM)

@@ -1,4 +1,4 @@
-"""Which ranks' memory holds which elements of a value, by name: parameters and their state."""
+"""Elements of parameters and their state in the memory of each rank, by name."""
 
 from __future__ import annotations
 
@@ -82,14 +82,15 @@ def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
 
 
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
-    """Those of its parameters, in order."""
+    """Return the `ParamRef` of each of its parameters, in order."""
     return [place for param in buffer.params if (place := find_place(param)) is not None]
 
 
 def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
-    """This rank's values as they are updated, to look at, 1-D: masters where there are some. Local.
+    """Return this rank's values as they are updated, 1-D: masters where there are some. Local.
 
-    Also those that the optimizer keeps of its own accord.
+    Masters that the optimizer keeps by itself count too. The result may be the memory itself, and
+    is only for reading.
     """
     buffer.follow_writes()
     if not keeps_own_masters(sharded, buffer):
@@ -103,7 +104,7 @@ def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
 
 
 def keeps_own_masters(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
-    """Whether the optimizer keeps masters of these parameters of its own accord, and says so."""
+    """Return whether the optimizer keeps masters of these parameters by itself, and says so."""
     dtype = buffer.training.dtype
     is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
     keeps = getattr(sharded.optimizer, "keeps_masters", False)
@@ -120,16 +121,16 @@ class EntryPart:
 
     @classmethod
     def all_of(cls, reader: AbstractRangeReader) -> EntryPart:
-        """Every element of it."""
+        """Return the part that is every element of an entry."""
         return cls(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements, where they are."""
+        """Bytes of its elements, in the dtype of the reader."""
         return self.span.numel * self.reader.dtype.itemsize
 
     def read(self, there: Any = None, device: torch.device | None = None) -> Tensor:
-        """Read it into what is there, if it fits, else into a new tensor: on the host when None."""
+        """Read it into `there` if that fits, else into a new tensor, on the host by default."""
         if not (isinstance(there, Tensor) and there.shape == self.shape and there.is_contiguous()):
             there = torch.empty(self.shape, dtype=self.reader.dtype, device=device or "cpu")
         read_into(there.detach().view(-1), self.reader, self.span)
@@ -137,13 +138,16 @@ class EntryPart:
 
 
 def owner_of(place: ParamRef) -> nn.Parameter:
-    """What the optimizer has of a parameter: its shard, or itself where it rests whole."""
+    """Return the optimizer's parameter: the shard, or at stage 0 the parameter itself."""
     buffer = place.buffer
     return (buffer.shard_params if place.sharded.shards_state else buffer.params)[place.position]
 
 
 def _elements(value: Tensor, place: ParamRef, span: Span) -> Tensor:
-    """These of a whole entry, 1-D, of which the optimizer has this rank's, or all."""
+    """Return these elements of a whole entry, 1-D.
+
+    `value` is what the optimizer has: only these elements where state is sharded, else all.
+    """
     flat = value.detach().reshape(-1)
     return flat if place.sharded.shards_state else flat[span.as_slice()]
 
@@ -155,7 +159,7 @@ class LocalState:
     sharded: ShardedModel
 
     def describe(self, places: Sequence[ParamRef]) -> list[Mapping[str, Any]]:
-        """Entries of each, empty where there are none; what rests elsewhere has shapes only."""
+        """Return each parameter's entries, if any; offloaded tensors have shape and dtype only."""
         offload = self.sharded.residence.offload
         if offload is None:
             return self.read(places)
@@ -174,9 +178,9 @@ class LocalState:
     def read(
         self, places: Sequence[ParamRef], names: Collection[str] | None = None
     ) -> list[Mapping[str, Any]]:
-        """As they are in memory; of what rests elsewhere copies on the host, and masters too.
+        """Return each parameter's entries: as they are in memory, or host copies of offloaded ones.
 
-        Of these, only entries of these names; all when None.
+        Offloaded entries include masters, and only those of these names are read; all when None.
         """
         offload, optimizer = self.sharded.residence.offload, self.sharded.optimizer
         if offload is None:
@@ -200,7 +204,7 @@ class LocalState:
             for group in member.param_groups
             for param in group["params"]
         }
-        for place, entries in states.items():
+        for place, entries in reversed([*states.items()]):  # as `StateLoad.apply` does
             owner = owner_of(place)
             if owner not in group_of:
                 continue
@@ -221,7 +225,10 @@ class LocalState:
     def _write_elsewhere(
         self, offload: OptimizerOffload, states: Mapping[ParamRef, Mapping[str, Any]]
     ) -> None:
-        """See NOTE(batches); the first entries of a parameter replace all that it had."""
+        """Write states to the optimizer offload; see NOTE(batches).
+
+        The first entries of a parameter that are written replace all that it had.
+        """
         entries = [
             (target, key, of_param.get(key))
             for place, of_param in states.items()
@@ -252,7 +259,7 @@ class LocalState:
 
 
 def _target_of(place: ParamRef) -> nn.Parameter | None:
-    """What an optimizer offload steps of it; None where none does."""
+    """Return the target that an optimizer offload steps for it; None without an offload."""
     return place.buffer.targets[place.position] if place.buffer.targets else None
 
 
@@ -263,7 +270,10 @@ def gather_state_info(
     tag: int = 0,
     timeout_s: float | None = None,
 ) -> list[tuple[StateInfo, ...]]:
-    """Which entries the ranks have, by parameter and by rank, if this one has these. Collective."""
+    """Return which entries each rank has, by parameter and by rank. Collective.
+
+    `states` are this rank's, by parameter.
+    """
     mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
     by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
     for rank, of_rank in enumerate(by_rank):  # on every rank, also where there is no state
@@ -285,7 +295,7 @@ def _check_keys(states: Iterable[Mapping[str, Any]], where: str) -> None:
 
 
 def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
-    """By rank, the elements of a parameter that it keeps; None if there are none. Local."""
+    """Return the elements of a parameter that each rank keeps; None if there are none. Local."""
     layout = place.buffer.plan.layout
     span = layout.spans[place.position]
     overlaps = (span.overlap(shard) for shard in layout.shards)
@@ -293,7 +303,7 @@ def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
 
 
 def kept_as_json(place: ParamRef) -> list[list[int] | None]:
-    """The elements of a parameter whose state each rank has, as JSON can say it."""
+    """Return the elements of a parameter whose state each rank has, in a form for JSON."""
     if not place.sharded.shards_state:
         return [[0, place.plan.shape.numel()]] * place.group.world_size
     return [None if span is None else [span.start, span.stop] for span in kept_spans(place)]
@@ -307,9 +317,10 @@ def gives_own(keeps: Sequence[list[int] | None], rank: int) -> bool:
 def plan_state(
     place: ParamRef, infos: Sequence[StateInfo], *, has_own: bool = False
 ) -> dict[str, Entry]:
-    """How each entry of a parameter's state lies over the ranks, by what these say. Local.
+    """Return how each entry of a parameter's state is divided over the ranks. Local.
 
-    An entry without a whole is each rank's own if it `has_own`, else an error as of `plan_entry`.
+    `infos` are what the ranks say of their entries. An entry without a whole is each rank's own
+    with `has_own`, and an error as of `plan_entry` otherwise.
     """
     keeps, entries = kept_spans(place), dict[str, Entry]()
     for key in dict.fromkeys(key for of_rank in infos for key in of_rank):
@@ -331,7 +342,10 @@ def plan_states(
     has_own: bool = False,
     timeout_s: float | None = None,
 ) -> list[dict[str, Entry]]:
-    """How these states lie over the ranks, if this one has these. Collective where sharded."""
+    """Return how the states of parameters are divided over the ranks. Collective where sharded.
+
+    `states` are this rank's, one per place.
+    """
     if not sharded.shards_state:
         _check_keys(states, f"rank {sharded.group.rank}")
         return [
@@ -348,7 +362,7 @@ def plan_states(
 
 
 def entry_on_each(value: Any, world_size: int) -> Entry:
-    """An entry that every rank has: each gives an equal run of its elements."""
+    """Return the plan of an entry that every rank has: each gives an equal run of its elements."""
     info = EntryInfo.of(value)
     if info.nest is not None and not is_plain(info.nest):
         return PerRankEntry((info,) * world_size, owner=0)
@@ -365,8 +379,8 @@ def launch_entry(
     """Launch the gather of a whole entry from this rank's state. Collective.
 
     Returns:
-        Call it once to wait; gives the whole, memory of its own, where the optimizer has it (host
-        or device).
+        A function to call once. It waits, and returns the whole in memory of its own, on the host
+        or the device, as the optimizer has the entry.
     """
     if isinstance(entry, PerRankEntry):
         return _launch_nest(entry, state.get(key), group)
@@ -455,14 +469,14 @@ class WholeTensor:
 
 @frozen
 class Part:
-    """A run of its flattened elements; of one that is split in the order of the parts."""
+    """A run of a tensor's flattened elements; of a split tensor's, in the order of the parts."""
 
     tensor: WholeTensor
     span: Span
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return self.span.numel * self.tensor.dtype.itemsize
 
 
@@ -478,7 +492,7 @@ class PartBatch:
 
 @define(eq=False)
 class StateParts:
-    """All tensors of a partitioned model and its optimizer, and this rank's parts of them."""
+    """Tensors of a partitioned model and its optimizer, and this rank's parts of them."""
 
     frozen: frozenset[str]  # names of parameters that do not train
     ties: Mapping[str, str]  # further names of tied parameters, to the first
@@ -517,7 +531,10 @@ class StateParts:
 def plan_parts(
     sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
 ) -> StateParts:
-    """Say who gives what, so that all give it once. Collective where state is sharded; no reads.
+    """Plan which part each rank gives, so that every element is given once.
+
+    Collective where state is sharded. Values are read later, by `PartBatch.read`; only entries
+    without a whole are read now.
 
     Args:
         sharded: The model.
@@ -602,7 +619,7 @@ def _read(local: LocalState, batch: Mapping[Part, tuple[ParamRef, Span]]) -> lis
 
 
 def _key_in_state(part: Part, place: ParamRef) -> str | None:
-    """The entry of this rank's state that has it, None where the flat buffer has."""
+    """Return the entry of this rank's state that has a part; None if the flat buffer has it."""
     training, targets = place.buffer.training, place.buffer.targets
     is_master = part.tensor.dtype != training.dtype or (training.memory is None and targets)
     return part.tensor.entry or (MASTER if is_master else None)

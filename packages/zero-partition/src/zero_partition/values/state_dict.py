@@ -1,4 +1,4 @@
-"""A model's weights and its optimizer's state whole, by torch's names and formats: out, and in."""
+"""Whole weights and optimizer state, by torch's names and in its formats: given and loaded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
-    """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
+    """Return what `full_state_dict` does, with the values `shards` for some buffers. Collective."""
     sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelPhase.FORWARD,))
     sharded.refuse_own_ranks("full_state_dict()")
     sharded.compare_launches("full_state_dict()", at_once=True)
@@ -127,7 +127,10 @@ def gather_state_dict(
 def _exact_values(
     unit: Unit, sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Whole, as they rest: not what a codec leaves of them, which is what slots get. Collective."""
+    """Yield a unit's parameters with whole, exact values. Collective.
+
+    Slots get what a codec has rounded, so values of a unit with a codec are gathered besides.
+    """
     if unit.codec is None:
         unit.unshard(sharded.schedule.pool)
     for buffer in unit.buffers:
@@ -157,10 +160,11 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
-    """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded.
+    """Install hooks by which `state_dict` and `load_state_dict` work with sharded parameters.
 
-    Also where they rest whole, but as a codec leaves them. Where they have masters, what is loaded
-    goes to both. Values that lie in a flat buffer are given out with storages of their own.
+    They do so for replicated parameters that a codec has rounded, too. Where parameters have
+    masters, loaded values are written to both. Values of replicated parameters, which are parts of
+    a flat buffer, are given out with storages of their own.
     """
     owned: dict[nn.Module, _ModuleHooks] = {}
     in_buffers: dict[nn.Module, list[str]] = {}
@@ -226,13 +230,13 @@ class _OwnStorages(Bound):
 
 
 def _has_exact(place: ParamRef) -> bool:
-    """Whether its unit's parameters rest whole, and as they are updated."""
+    """Return whether its unit's parameters are replicated, and not rounded by a codec."""
     return place.unit.placement is Placement.REPLICATED and place.unit.codec is None
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
 class _ModuleHooks(Bound):
-    """Of a module that owns some parameters."""
+    """State dict hooks of a module that owns some parameters."""
 
     sharded: ShardedModel
     places: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
@@ -296,7 +300,7 @@ class _ModuleHooks(Bound):
         )
 
     def _gather(self) -> None:
-        """Let the module own values. Collective."""
+        """Unshard what the module owns; gather exact values where a codec rounds. Collective."""
         sharded = self.sharded
         sharded.require("state_dict()", StateKind.PARAMS)
         if not sharded.gathers:
@@ -381,7 +385,7 @@ class _ModuleHooks(Bound):
         self.sharded.end_write()
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
-        """What was written to shards is not missing."""
+        """Remove keys that were written to shards from the missing ones."""
         missing = incompatible.missing_keys
         missing[:] = [key for key in missing if key not in self._loaded]
         self._loaded.clear()
@@ -523,7 +527,7 @@ def _gather(
 
 
 def _whole_on_host(param: Tensor, value: Tensor) -> Tensor:
-    """One that a rank has of a parameter's part, as it is whole. Collective over its mesh."""
+    """Return a host copy, whole if the value is of a DTensor's part. Collective over its mesh."""
     is_part = value.shape == local_of(outer_of(param)).shape
     return _on_host(whole_over_mesh(param, value) if is_part else value)
 
@@ -560,7 +564,7 @@ class _Received(AbstractRangeReader):
         return self._kept.view(self.shape) if is_whole else self._kept
 
     def read(self, start: int, stop: int) -> Tensor:
-        """See `AbstractRangeReader.read`; of what was received."""
+        """Return elements [start, stop) of the flattened tensor, of those that were received."""
         return self._kept[start - self._start : stop - self._start]
 
 
@@ -588,7 +592,7 @@ def _load(
 def _plan(
     sharded: ShardedModel, given: Mapping[torch.optim.Optimizer, Mapping[str, Any]], what: str
 ) -> StateLoad:
-    """Find where it goes, and all that speaks against it. Collective for what is no entry."""
+    """Plan the load, and collect all problems. Collective: tensors outside entries are received."""
     mine = iter(param_groups_of(sharded))
     groups: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
@@ -672,7 +676,7 @@ def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: Shard
 
 @define(eq=False)
 class _StateDictHooks(Bound):
-    """Of one optimizer. What this rank has must not pass for all there is."""
+    """State dict hooks of one optimizer. This rank's part must not pass for the whole state."""
 
     sharded: ShardedModel
     _state: Any = field(default=None, init=False)  # while torch loads param groups
@@ -688,7 +692,7 @@ class _StateDictHooks(Bound):
     def after_export(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """All ranks' in place of this one's."""
+        """Return the state of all ranks in place of this rank's. Collective."""
         whole, call = _gather(self.sharded, optimizer, is_kept=True), checkpoint_call()
         if call is None:
             return whole
@@ -721,7 +725,7 @@ class _StateDictHooks(Bound):
         return {"state": {}, "param_groups": groups}
 
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Torch has put an empty state in the place of ours."""
+        """Put our state back, which torch has replaced by an empty one."""
         optimizer.state, self._state = self._state, None
 
     def _check(self, what: str, remedy: str, *, may_gather: bool = False) -> None:
@@ -741,7 +745,7 @@ class _StateDictHooks(Bound):
 
 
 def _plain_name(name: str) -> str:
-    """What torch.distributed.checkpoint calls it, where a module in it is compiled."""
+    """Return the name that torch.distributed.checkpoint uses, also inside a compiled module."""
     return name.replace("_orig_mod.", "")
 
 
