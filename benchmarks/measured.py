@@ -24,7 +24,8 @@ state rests, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for 
 ZeroRedundancyOptimizer under DDP, `torch_zro` torch's.
 
 Figures of `device` are simulated, and compare systems on one device
-([how far they can be believed](decisions/0065-steps-of-a-cluster-are-simulated.md)). No figure here is of a GPU: [what a GPU has run](gpu.md).
+([how far they can be believed](decisions/0065-steps-of-a-cluster-are-simulated.md)). None is of a
+GPU: [what a GPU has run](gpu.md).
 """
 
 

@@ -21,8 +21,7 @@ OPENER: Final = re.compile(
     r"(Of|What|Which|Whose|Whom?|That|The same|As|By|Where|Whether|It|Its|These|Those|Such|So|Or"
     r"|And|Likewise|Theirs|There|Here|Nothing|None|Beside|All)\b(?! ranks)"
 )
-# Of a package, in a thousand: of docstrings that open so, and of lines with a comment at the end.
-MOST_OPENERS: Final = 10
+# Of a package: lines with a comment at the end, in a thousand. Lower these as they fall.
 MOST_TRAILING: Final = {
     "zero-ckpt": 26,
     "zero-comm": 34,
@@ -77,10 +76,10 @@ def main() -> int:
             f"{name}: {len(openers)} of {num_docstrings} docstrings open with a pronoun or a "
             f"relative word; {trailing:.1f} comments at the end of 1,000 lines"
         )
-        if 1000 * len(openers) > MOST_OPENERS * num_docstrings:
+        if openers:
             print("open with a verb or a noun:", *openers, sep="\n  ")
             status = 1
-        if trailing >= most_trailing + 1:
+        if trailing > most_trailing:
             print(f"more comments at ends of lines than {most_trailing}: write sentences instead")
             status = 1
     return status

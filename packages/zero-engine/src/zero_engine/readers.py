@@ -1,4 +1,4 @@
-"""Interface to packages that read files of another library, whose formats this one does not know."""
+"""Interface to packages that read another library's files, whose formats are not known here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AbstractReader(ABC):
 
     @abstractmethod
     def is_checkpoint(self, folder: Path, tag: str | None) -> bool:
-        """Return whether the folder of a tag, or `folder` itself, is one the library saved. Local."""
+        """Return whether the library saved the folder of a tag, or `folder` itself. Local."""
 
     @abstractmethod
     def holds_checkpoint(self, folder: Path, tag: str | None) -> bool:

@@ -63,7 +63,8 @@ def schedule_table(model: nn.Module) -> str:
     """Return a table of when units of a model sharded at stage 3 are gathered and released. Local.
 
     The table has one line for each gather of the last training step, or of the last evaluation
-    where nothing was trained yet. It is known from the second forward on. The values behind it are `zero_partition.schedule_report(model)`.
+    where nothing was trained yet. It is known from the second forward on. The values behind
+    it are `zero_partition.schedule_report(model)`.
 
     Raises:
         zero_partition.StateError: Not sharded.

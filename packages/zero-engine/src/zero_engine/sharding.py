@@ -115,7 +115,7 @@ def shard(
 def _as_one(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
 ) -> SeparateOptimizers:
-    """Return several optimizers as one, which a partition needs; each is still stepped by itself."""
+    """Return several optimizers as one, which a partition needs; each is stepped by itself."""
     owners: dict[int, int] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     for number, optimizer in enumerate(optimizers):

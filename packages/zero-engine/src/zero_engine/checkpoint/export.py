@@ -72,8 +72,8 @@ def export(
         out: The folder to make; it may exist if it is empty.
         tag: Which checkpoint of the folder; the newest complete one when None.
         dtype: Floating-point tensors are rounded to it, to nearest even; as they are when None.
-        max_shard_bytes: Most bytes of tensors in one file, unless it has a single larger one. Several
-            files have an index beside them.
+        max_shard_bytes: Most bytes of tensors in one file, unless it has a single larger one.
+            Several files have an index beside them.
         progress: Called with a number of bytes whenever so many more have been written.
 
     Raises:
@@ -115,9 +115,9 @@ def export(
 def open_weights_of(
     path: Path, tag: str | None, *, has_frozen: bool = True
 ) -> tuple[Any, dict[str, AbstractRangeReader]]:
-    """Return a checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
+    """Open a checkpoint, ours or DeepSpeed's; return it and readers by name. Local.
 
-    Files of ours that contain any of these are verified first.
+    Readers are those of weights and buffers. Files of ours with any of these are verified first.
     """
     found = _open(path, tag)
     if isinstance(found, Checkpoint) and found.manifest.excludes_frozen and has_frozen:

@@ -108,7 +108,7 @@ class TensorFile:
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
-        """Dtype, shape and position of the first byte by key. FileError unless the file is whole."""
+        """Dtype, shape and first byte of tensors, by key. FileError unless the file is whole."""
         try:
             with open_regular(self.path, self.folder) as file:
                 return _read_header(file)

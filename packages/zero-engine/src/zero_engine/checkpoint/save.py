@@ -69,44 +69,45 @@ def save(
     average: ShardedAverage | None = None,
     stages: AnyRanks | None = None,
 ) -> SaveReport:
-    """Save all that training needs to go on, at any world size, stage and residence. Collective.
+    """Save all that training needs to go on, at any world size, stage and offloading. Collective.
 
     Call it between steps, on every rank; it returns when everything is on disk. A checkpoint is
-    complete or not there: whatever ends the job meanwhile, the one before is as it was. Beside what
-    is trained, there is 16 MiB in memory, or one parameter's shard where that is larger and rests
-    elsewhere. Gradients are not saved. What modules add to `state_dict()` is: extra state, and
-    entries that are neither parameters nor buffers, as far as these are of the kinds of `extra`.
+    complete or absent: whatever ends the job meanwhile, the previous one is unchanged. Saving takes
+    16 MiB of memory, or as much as one parameter's shard if that is larger and offloaded. Gradients
+    are not saved. Additions of modules to `state_dict()` are: extra state, and entries that are
+    neither parameters nor buffers, if they are of the types that `extra` may have.
 
     Args:
-        folder: Of all checkpoints; one that every rank sees. Made if need be.
-        model: That was sharded.
-        optimizer: That was sharded with it; None saves weights, and no optimizer state.
-        step: Whatever number says how far training is, from 0.
-        extra: What else is to come back, such as the position of a sampler: None, bools, numbers,
-            strings, small tensors; lists, tuples and dicts of these. Rank 0's is kept.
-        scheduler: Whatever has `state_dict()`, and gives the like of `extra`. Rank 0's is kept.
-        tag: The name of the checkpoint's own folder; "step-" and the step when None. One that is
-            there is replaced.
+        folder: The folder of all checkpoints, which every rank sees. Made if need be.
+        model: The model that was sharded.
+        optimizer: The optimizer that was sharded with it; None saves weights, and no optimizer
+            state.
+        step: A number from 0 that says how far training is.
+        extra: Values that `load` returns, such as the position of a sampler: None, bools, numbers,
+            strings, small tensors; lists, tuples and dicts of these. Rank 0's are saved.
+        scheduler: An object whose `state_dict()` has values as in `extra`. Rank 0's is saved.
+        tag: The name of the checkpoint's own folder; "step-" and the step when None. An existing
+            checkpoint of this name is replaced.
         keep: How many checkpoints to keep, this one included: older ones are removed when this one
             is complete. All when None.
         exclude_frozen: Leave out parameters that do not train; `load` then leaves them as they are.
         is_latest: Whether `load` finds it without its tag.
-        average: Of the model's parameters, which `load` takes back at any world size, too.
+        average: An average of the model's parameters, which `load` restores at any world size, too.
         stages: Where `model` is a stage of a pipeline, the ranks that have the other stages, one of
             each: a group, or a dimension of a mesh. All ranks of all stages call it then, with the
-            same arguments, and write one checkpoint. Names in it are those of a stage, which are
-            to be as in the whole model. Without it, pass each stage a folder of its own.
+            same arguments, and write one checkpoint. It has the names of parameters in their stage,
+            which must be those of the whole model. Without it, pass each stage a folder of its own.
 
     Returns:
-        Where it is, and how large.
+        A report of where the checkpoint is, and how large.
 
     Raises:
-        ConfigError: An argument cannot be, or would have to be pickled; nothing was done.
-        FileError: Something could not be written, on this rank or another. The checkpoint before is
-            as it was.
+        ConfigError: An argument is wrong, or would have to be pickled; nothing was done.
+        FileError: Something could not be written, on this rank or another. The previous checkpoint
+            is unchanged.
         zero_partition.StateError: The model is not sharded, or not with this optimizer; parameters
-            are gathered; or an entry of the optimizer's state that has no whole would have to be
-            pickled.
+            are gathered; or an entry of the optimizer's state that cannot be put together from its
+            shards would have to be pickled.
         zero_comm.AgreementError: Ranks pass different arguments.
         zero_comm.CommError: A rank did not take part in time.
     """
@@ -129,7 +130,7 @@ def save(
 
 
 def save_as(asked: SaveRequest) -> SaveReport:
-    """As `save`. Collective."""
+    """Save as a request says; see `save`. Collective."""
     writer = begin(asked)
     try:
         written = together(writer.write, what="save()", group=writer.group)
@@ -140,7 +141,7 @@ def save_as(asked: SaveRequest) -> SaveReport:
 
 
 def begin(asked: SaveRequest) -> CheckpointWriter:
-    """See what there is to write, and make the folder for it. Collective."""
+    """Plan what to write, check that ranks agree, and make the folder. Collective."""
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
@@ -187,7 +188,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
 def _describe(
     asked: SaveRequest, sharded: ShardedModel, content: dict[str, Any]
 ) -> tuple[StateParts, dict[str, Tensor]]:
-    """Say in a manifest what a model has. Collective; returns its parts and persistent buffers."""
+    """Describe a model in a manifest; return its parts and persistent buffers. Collective."""
     parts = plan_parts(
         sharded,
         has_state=asked.optimizer is not None,
@@ -201,7 +202,7 @@ def _describe(
 
 
 def _content(asked: SaveRequest, sharded: ShardedModel, ranks: CheckpointRanks) -> dict[str, Any]:
-    """What a manifest says besides of what is in files. Local."""
+    """Return a manifest with all but its tensors and files, which are added later. Local."""
     scheduler, average = asked.scheduler, asked.average
     state = None if scheduler is None else scheduler.state_dict()
     has_state = asked.optimizer is not None
@@ -237,7 +238,7 @@ def _layout_of(sharded: ShardedModel) -> dict[str, Any] | None:
 
 
 def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
-    """Say what the model and its optimizer have; pieces follow when they are written."""
+    """Add the model and its optimizer to a manifest; pieces are added when they are written."""
     shared = [to_json(of_member, "optimizer.state") for of_member in parts.shared]
     said = "optimizer.state_dict()"
     extra = [to_json(_saveable(of_member, said), said) for of_member in parts.extra]
@@ -258,7 +259,7 @@ def _describe_parts(content: dict[str, Any], parts: StateParts) -> None:
 def _misplaced(
     content: Mapping[str, Any], buffers: Collection[str], sharded: ShardedModel
 ) -> list[str]:
-    """Return what a checkpoint has no place for where ranks have different parameters. Local."""
+    """Return what cannot be saved where ranks have different parameters, as messages. Local."""
     problems = [
         f"buffer {name!r} belongs to parameters that not all ranks have (ZeroConfig.groups), and "
         "would be saved for rank 0's alone; register it with persistent=False"
@@ -277,7 +278,7 @@ def _misplaced(
 def _add_other_ranks(
     content: dict[str, Any], sharded: ShardedModel, problems: Sequence[str]
 ) -> None:
-    """Add what other ranks say of parameters that this one lacks. Collective if there are some.
+    """Add other ranks' entries of parameters that this one lacks. Collective if there are some.
 
     Raises:
         StateError: There are problems on a rank.
@@ -319,7 +320,7 @@ def _num_tensors_in(content: Mapping[str, Any]) -> int:
 
 
 def _saveable(value: Any, where: str) -> Any:
-    """Return an optimizer's own entries without those that JSON cannot say, each with a warning."""
+    """Return an optimizer's own entries without those that JSON cannot represent; warn of each."""
     if not isinstance(value, Mapping):
         to_json(value, where)
         return value
@@ -342,14 +343,14 @@ def _batches(
     ranks: CheckpointRanks,
     of_this_stage: Collection[str],
 ) -> Iterable[GivenBatch]:
-    """Return what this rank writes. Collective.
+    """Yield the batches that this rank writes. Collective.
 
     Args:
-        asked: What is to be saved.
+        asked: The arguments of `save`.
         sharded: The model, or this rank's stage of one.
         parts: This rank's parts of parameters and optimizer state.
-        buffers: All persistent ones.
-        ranks: Those that save.
+        buffers: All persistent buffers.
+        ranks: The ranks that save.
         of_this_stage: Names of the buffers that its ranks save.
     """
     group, is_first = sharded.routes.all_ranks, sharded.routes.is_first_replica
@@ -406,7 +407,7 @@ def _groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
 
 
 def _group_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Options that are no plain values stay what the next run makes them."""
+    """Return the options of a param group that JSON can represent; a later run sets the others."""
     said: dict[str, Any] = {}
     for key, value in group.items():
         with suppress(ConfigError):
@@ -415,7 +416,7 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tag(tag: Any) -> str:
-    """A tag is the name of a folder."""
+    """Return a tag that can be the name of a folder; raise ConfigError for any other."""
     is_name = isinstance(tag, str) and tag and Path(tag).name == tag and tag != LATEST
     is_short = is_name and len(os.fsencode(tag)) <= LONGEST_TAG_BYTES
     if not is_short or tag.startswith(".") or any(c in tag for c in "\0\n"):
@@ -427,7 +428,7 @@ def _check_tag(tag: Any) -> str:
 
 
 def warn_of_gradients(*, stacklevel: int) -> None:
-    """Of a step that has begun."""
+    """Warn that gradients of a step that has begun are not saved."""
     warnings.warn(
         "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
         "begins the step anew; save after the step of a boundary",
@@ -438,7 +439,7 @@ def warn_of_gradients(*, stacklevel: int) -> None:
 def sharded_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> ShardedModel:
-    """What `shard` made of the two; an error if it made nothing, or of others."""
+    """Return the sharded model; StateError if it is plain, or sharded with another optimizer."""
     sharded = find_sharded(model)
     if sharded is None:
         raise StateError(
@@ -460,7 +461,7 @@ def _check_number(name: str, value: Any, minimum: int) -> None:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """By the first of its names, in `state_dict()`'s order. Local."""
+    """Return buffers by the first of their names, in `state_dict()`'s order. Local."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in own_buffers(module).items():
@@ -476,7 +477,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _differing_buffers(buffers: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Those whose values on this rank are not those of rank 0. Collective."""
+    """Return the buffers whose values on this rank are not those of rank 0. Collective."""
     mine = {}
     for name, tensor in buffers.items():
         flat = tensor.detach().cpu().contiguous().view(-1)
@@ -493,7 +494,10 @@ _TRACKER: Final = "zero_ckpt"
 
 
 def capture_rngs(device: torch.device) -> dict[str, Tensor]:
-    """Where they are: torch's of the CPU and of `device`, Python's, numpy's, zero_ckpt's. Local."""
+    """Return the states of random number generators. Local.
+
+    They are torch's of the CPU and of `device`, Python's, and, if in use, numpy's and zero_ckpt's.
+    """
     streams = {_CPU: torch.get_rng_state(), _PYTHON: _said(random.getstate())}
     if device.type != "cpu":
         streams[_DEVICE] = torch.get_device_module(device).get_rng_state(device)
@@ -507,7 +511,7 @@ def capture_rngs(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rngs(streams: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on where `capture_rngs` was called; what was not there then, or is not now, is left."""
+    """Restore generators from `capture_rngs`; any that was, or is, missing is left as it is."""
     for name, state in streams.items():
         try:
             if name == _CPU:

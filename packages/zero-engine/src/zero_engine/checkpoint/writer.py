@@ -1,4 +1,4 @@
-"""A checkpoint on its way to disk: every rank writes its pieces, and rank 0 publishes them all."""
+"""Writer of one checkpoint: every rank writes its pieces, and rank 0 publishes them all."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class Given:
 
     @property
     def key(self) -> str:
-        """In its file."""
+        """Key of the run in its file."""
         return f"{'/'.join(self.path)}:{self.start}"
 
     @property
     def said(self) -> dict[str, Any]:
-        """Return what the manifest says of the tensor."""
+        """Return the manifest's entry of the whole tensor, without pieces."""
         return no_pieces(self.dtype, self.shape, self.split)
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return (self.stop - self.start) * self.dtype.itemsize
 
 
@@ -81,13 +81,13 @@ class GivenBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all its runs."""
         return sum(run.num_bytes for run in self.runs)
 
 
 @frozen(kw_only=True, eq=False)
 class SaveRequest:
-    """What is to be saved, and where: arguments of `save`, and what besides users have no name."""
+    """Arguments of `save`, plus fields that users do not see: `engine` and `system`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -108,7 +108,7 @@ class SaveRequest:
 @final
 @frozen(kw_only=True)
 class SaveReport:
-    """What was saved."""
+    """Path and size of a checkpoint that was saved."""
 
     path: Path  # of the checkpoint's own folder
     num_tensors: int  # whole ones
@@ -118,7 +118,7 @@ class SaveReport:
 
 @define(eq=False, kw_only=True)
 class CheckpointWriter:
-    """A checkpoint that is being written, in the order of its methods; `abandon` ends it. Local."""
+    """Checkpoint that is written by its methods, in their order; `abandon` ends it. Local."""
 
     asked: SaveRequest
     group: Group  # all ranks that write it
@@ -130,16 +130,19 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Path:
-        """Of all checkpoints."""
+        """Folder of all checkpoints."""
         return Path(self.asked.folder)
 
     @property
     def final(self) -> Path:
-        """What the folder is called when it is complete."""
+        """Path of the checkpoint's own folder when it is complete."""
         return self.folder / self.content["tag"]
 
     def make_folder(self) -> str | None:
-        """On rank 0, after what dead jobs have left is removed; returns its name for the others."""
+        """Make the partial folder on rank 0 and return its name; return None on other ranks.
+
+        Leftovers of dead jobs are removed first.
+        """
         if self.group.rank:
             return None
         final, system = self.final, self.asked.system
@@ -167,9 +170,10 @@ class CheckpointWriter:
         return self.path.name
 
     def write(self) -> dict[str, Any]:
-        """Write what this rank gives, on disk when it returns: what `publish` has to be told.
+        """Write this rank's files to disk; return their pieces and checksums, for `publish`.
 
-        Batches are read one at a time, or again where they are compared.
+        Batches are read one at a time. Frozen ones are read twice if they are compared with the
+        previous checkpoint and differ.
         """
         pieces: list[dict[str, Any]] = []
         files: dict[str, FileFacts] = {}
@@ -192,8 +196,9 @@ class CheckpointWriter:
     def publish(self, written: Sequence[dict[str, Any]]) -> None:
         """On rank 0, make a complete checkpoint of what all ranks have written.
 
-        What it replaces, and what is not kept, is removed. After an error the checkpoint is
-        complete all the same if there is a folder of its tag, or else not there.
+        The checkpoint that it replaces, and those that `keep` excludes, are removed. After an
+        error, a folder of the tag, if there is one, is a complete checkpoint all the same: this
+        one, or the one that was to be replaced.
         """
         if self.group.rank:
             return
@@ -220,14 +225,14 @@ class CheckpointWriter:
                 _prune(final, self.asked.keep, system)
 
     def abandon(self) -> None:
-        """Remove what there is, as far as that can be. Again, or after `publish`: nothing."""
+        """Remove the partial folder, if that is possible. After `publish` nothing is removed."""
         path = getattr(self, "path", None)  # an interrupt may come before it has one
         if self.group.rank == 0 and path is not None and path.exists():
             _remove(path, self.asked.system)
         self._release()
 
     def report(self, written: Sequence[dict[str, Any]]) -> SaveReport:
-        """Of a checkpoint that is complete."""
+        """Return the report of a checkpoint that is complete."""
         mine = written[self.group.rank]["files"]
         try:
             linked = [f["bytes"] for n, f in mine.items() if (self.final / n).stat().st_nlink > 1]
@@ -241,7 +246,7 @@ class CheckpointWriter:
         )
 
     def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
-        """The newest checkpoint that is not damaged, and its files."""
+        """Return the folder and files of the newest checkpoint with an intact manifest, or None."""
         with suppress(OSError, FileError):  # it has just gone
             found = find_complete(self.folder)
             tag = next((tag for tag, serial in serials_in(found)[0].items() if serial), None)
@@ -256,7 +261,7 @@ class CheckpointWriter:
         return FileFacts(file.num_bytes, file.crc32)
 
     def _link(self, path: Path, batches: Sequence[GivenBatch], before: Path) -> bool:
-        """Give a file of the checkpoint before a second name, if it is what would be written."""
+        """Hard-link the previous checkpoint's file if its bytes are the same; return whether."""
         with suppress(OSError, FileError):  # it is gone, or cannot have two names
             with open_regular(before / path.name) as file:
                 is_same = all(file.read(len(view)) == view for view in _bytes_of(batches))
@@ -279,7 +284,7 @@ class CheckpointWriter:
             raise
 
     def __del__(self) -> None:
-        """An interrupt may come before `abandon`: let the next save remove what is left."""
+        """Release the lock if an interrupt came before `abandon`: the next save then cleans up."""
         with suppress(BaseException):  # which Python would print only
             self._release()
 
@@ -293,7 +298,7 @@ class CheckpointWriter:
 def tensor_at(
     content: dict[str, Any], path: Sequence[str], said: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a manifest says of a tensor; this where it said nothing."""
+    """Return a manifest's entry of a tensor; if there is none, make it of `said`."""
     at = content
     for name in path[:-1]:
         at = at.setdefault(name, {})
@@ -301,7 +306,7 @@ def tensor_at(
 
 
 def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:
-    """All bytes of a file. The format has no holes: paddings are tensors as well."""
+    """Return all bytes of a file. The format has no gaps, so paddings are tensors as well."""
     tensors: list[tuple[str, str, list[int], int]] = []
     cursor = 0
     for index, run in enumerate(run for batch in batches for run in batch.runs):
@@ -315,7 +320,7 @@ def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:
 
 
 def _values(batches: Sequence[GivenBatch]) -> Iterator[Tensor]:
-    """With paddings, each as it is read."""
+    """Yield a padding and then the values of each run, batch by batch as these are read."""
     cursor = 0
     for batch in batches:
         for run, value in zip(batch.runs, batch.read(), strict=True):
@@ -331,12 +336,12 @@ def _values(batches: Sequence[GivenBatch]) -> Iterator[Tensor]:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether it is a checkpoint, or what is left of one whose manifest is gone."""
+    """Return whether a folder is a checkpoint, or one whose manifest is gone."""
     return (path / MANIFEST).exists() or holds_parts(path)
 
 
 def _remove_leftovers(folder: Path, system: FileSystem) -> None:
-    """What dead jobs have left. One that replaced a checkpoint is finished, or undone."""
+    """Remove what dead jobs have left; finish or undo a replacement that one has begun."""
     complete = find_complete(folder)
     for path in [folder / name for name in system.listdir(folder) if name.startswith(".")]:
         tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
@@ -351,7 +356,7 @@ def _remove_leftovers(folder: Path, system: FileSystem) -> None:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether the job that has made a partial folder is dead; where that cannot be told, no."""
+    """Return whether the job that made a partial folder is dead; False if that is unknown."""
     try:
         lock = os.open(path / _LOCK, os.O_RDWR)
     except FileNotFoundError:
@@ -371,13 +376,13 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _remove(path: Path, system: FileSystem) -> None:
-    """Remove what is no complete checkpoint by its name; another time, if somebody reads it."""
+    """Remove a folder that is no complete checkpoint; leave it for later if somebody reads it."""
     with suppress(OSError), removing(path):
         system.remove(path, last=_LOCK)
 
 
 def _prune(newest: Path, keep: int, system: FileSystem) -> None:
-    """Keep the newest; the one that was saved just now is one of them."""
+    """Remove all but `keep` checkpoints: `newest`, and the newest ones before it."""
     found = find_complete(newest.parent)
     serials = serials_in(found)[0]
     others = [tag for tag, serial in serials.items() if serial and tag != newest.name]
@@ -386,7 +391,7 @@ def _prune(newest: Path, keep: int, system: FileSystem) -> None:
 
 
 def _retire(path: Path, tag: str, system: FileSystem) -> None:
-    """Make a checkpoint one that is complete no more, and remove it."""
+    """Rename a checkpoint, so that it does not count as complete any more, and remove it."""
     aside = path.with_name(f".{tag}{_PRUNED}{secrets.token_hex(4)}")
     system.rename(path, aside)
     system.sync_folder(aside.parent)

@@ -1,4 +1,4 @@
-"""The engine's configuration, its loss scale, and what may watch its steps."""
+"""Configuration of the engine, its loss scale, and the interface of monitors of its steps."""
 
 from .engine_config import AbstractMonitor, EngineConfig, SourceRow
 from .loss_scale import DynamicLossScale, LossScaler, StaticLossScale

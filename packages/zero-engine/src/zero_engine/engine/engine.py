@@ -1,4 +1,4 @@
-"""Engine: the training loop of DeepSpeed's shape, over what shard() has made."""
+"""Engine: DeepSpeed's training loop for a model that shard() has sharded."""
 
 from __future__ import annotations
 
@@ -55,23 +55,24 @@ class Engine(nn.Module):
         engine.backward(loss)
         engine.step()
 
-    Call all three once per micro-batch; `step` does something at a boundary only, once in
-    `gradient_accumulation_steps()`. Attributes that it lacks are looked for in the model. Names of
-    parameters begin with "module.", as in DeepSpeed; those of `engine.module` are the model's own.
+    Call all three once per micro-batch; `step` changes weights only at a boundary, which is once in
+    `gradient_accumulation_steps()` calls. Attributes that the engine lacks are looked for in the
+    model. Names of parameters begin with "module.", as in DeepSpeed; those of `engine.module` are
+    the model's own.
 
     `loss.backward()` works as well: for losses of several engines added up, or gradients given by
-    hand. Gradients are divided by the number of micro-batches then where they enter what the engine
-    returned, as in DeepSpeed; not those of `engine.module(batch)`. Where the loss is scaled (fp16),
-    call backward of `engine.scale(loss)` instead: with a scale that changes by itself a
-    `loss.backward()` raises; with a static one nobody can tell, and `step` warns.
+    hand. Gradients are then divided by the number of micro-batches where they enter the engine's
+    outputs, as in DeepSpeed, but not where they enter those of `engine.module(batch)`. If the loss
+    is scaled (fp16), call `engine.scale(loss).backward()` instead. A plain `loss.backward()` raises
+    where `EngineConfig.needs_scaled_loss` is set; elsewhere it is not noticed, and `step` warns.
 
     Attributes:
         module: The model, as `shard` left it.
         optimizer: The torch optimizer, over shards; None for inference.
         global_steps: Boundaries so far, those of skipped steps included.
         micro_steps: Calls of `step` so far.
-        global_samples: Samples of all ranks in those global steps; where every step is a boundary,
-            of as many micro-batches as there were calls of `backward`.
+        global_samples: Samples of all ranks in those global steps. Where every step is a boundary,
+            each call of `backward` counts as a micro-batch.
     """
 
     _running: ClassVar[list[Engine]] = []  # in backward(); a loss may be of several
@@ -122,7 +123,7 @@ class Engine(nn.Module):
 
     @ranged("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; under the configuration's autocast. Collective."""
+        """Run the model under the configured autocast; return its outputs. Collective."""
         self._check_alive("forward")
         with self._autocast():
             outputs = self.module(*args, **kwargs)
@@ -143,10 +144,10 @@ class Engine(nn.Module):
             loss: A scalar; or of any shape, with `gradient`.
             retain_graph: Whether another backward of the same graph follows.
             scale_wrt_gas: Divide by `gradient_accumulation_steps()`.
-            gradient: Of the loss's shape: what `loss.backward(gradient)` is given.
+            gradient: Gradient of the loss's shape, which `loss.backward(gradient)` is given.
 
         Returns:
-            The loss divided as it was, not scaled.
+            The loss, divided but not scaled.
 
         Raises:
             ConfigError: `loss` is no tensor, or no scalar and there is no `gradient`.
@@ -179,7 +180,7 @@ class Engine(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply by the loss scale: for a backward that the engine does not run. Local."""
+        """Multiply a loss by the loss scale, for a backward that the engine does not run. Local."""
         self._was_scaled = True
         if self._verdict is not None and self._verdict.loss_scale is not None:
             scaled = loss.float() * self._verdict.loss_scale
@@ -199,17 +200,17 @@ class Engine(nn.Module):
         weights, optimizer and scheduler stay as they are, and `was_step_applied()` is False. An
         engine that neither scales losses nor `checks_overflow` steps all the same, unclipped.
 
-        On CUDA a fused optimizer skips on the device, and the host learns of it in the next `step`,
-        or when it asks: `was_step_applied()`, `cur_scale`, `get_lr()`, `lr_scheduler` wait. Until
-        then a scheduler held outside the engine is a step ahead after a skipped one.
+        On CUDA a fused optimizer skips its step on the device. The host learns of it in the next
+        `step`, or when it asks: `was_step_applied()`, `cur_scale`, `get_lr()`, `lr_scheduler` wait.
+        Until then, a scheduler that is used outside the engine is a step ahead after a skipped one.
 
         Args:
-            lr_kwargs: What `lr_scheduler.step` is given.
+            lr_kwargs: Arguments of `lr_scheduler.step`.
 
         Raises:
             ConfigError: The engine has no optimizer, or `lr_scheduler.step` takes something else;
                 nothing was done.
-            LossScaleError: As the loss scale is configured: it would have to get too small.
+            LossScaleError: The loss scale would have to get too small, and is configured to raise.
             zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, or after
                 `destroy`; nothing was done.
         """
@@ -281,7 +282,7 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """As `zero_engine.offload_states`, with DeepSpeed's names. Collective.
+        """Offload states as `zero_engine.offload_states`, by DeepSpeed's names. Collective.
 
         Args:
             include: Of "lp_params", "hp_params" (masters), "lp_grads", "optim_states" and
@@ -302,13 +303,13 @@ class Engine(nn.Module):
 
     @collective
     def reload_states(self, non_blocking: bool = False) -> None:
-        """As `zero_engine.reload_states`. Every rank calls it."""
+        """Restore offloaded states; see `zero_engine.reload_states`. Every rank calls it."""
         self._check_alive("reload_states()")
         non_blocking = check_flag("Engine.reload_states()", non_blocking)
         reload_states(self.module, non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """As `zero_engine.release_buffers`, and the device gets back what torch caches. Local."""
+        """Release buffers as `zero_engine.release_buffers`, and empty torch's cache. Local."""
         self._check_alive("empty_partition_cache()")
         zero_partition.release_buffers(self.module)
         if self.device.type != "cpu":
@@ -329,8 +330,8 @@ class Engine(nn.Module):
         Args:
             backend: As of `torch.compile`.
             compile_kwargs: Other arguments of it.
-            schedule: Of DeepCompile: None.
-            compiled_autograd_enabled: Not built: False.
+            schedule: DeepCompile's, which is not built; must be None.
+            compiled_autograd_enabled: Not built; must be False.
 
         Raises:
             ConfigError: The engine is at stage 3, or `schedule` or `compiled_autograd_enabled` is
@@ -352,18 +353,18 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """Return whether `compile` was called."""
         return self._is_compiled
 
     # ---- The end ----
 
     def destroy(self) -> None:
-        """Drop gradients and give buffers back. Local; twice is as good as once.
+        """Drop gradients and release buffers. Local; a second call does nothing.
 
         The engine cannot be used any more. The model stays sharded, as no rank may have the memory
         for all of it: `zero_engine.unshard(engine.module, engine.optimizer)` makes it plain again.
-        Counters and scheduler are as of the last step; that its loss scale would have to get too
-        small is no error any more.
+        Counters and scheduler stay as after the last step. If its loss scale would have to get too
+        small, that is no error any more.
         """
         if self._is_destroyed:
             return
@@ -384,7 +385,9 @@ class Engine(nn.Module):
     # ---- Micro-batches ----
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide it by hand, before backward, on every rank alike, until None is passed. Local.
+        """Set whether the next `step` is at a boundary; None lets the engine count again. Local.
+
+        Call it before backward, on every rank alike. The value stays until another is passed.
 
         Raises:
             ConfigError: `is_boundary` is neither a bool nor None; or the configuration says that
@@ -402,11 +405,11 @@ class Engine(nn.Module):
         self._wait_or_not()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As `zero_engine.no_sync`, at any stage: backwards inside reduce nothing. Local."""
+        """Skip gradient reduction inside, at any stage; see `zero_engine.no_sync`. Local."""
         return self._without_steps("no_sync()", zero_partition.no_sync)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """As `zero_engine.coalesce_reduction`: one reduction, on leaving. Collective.
+        """Reduce gradients once, on leaving; see `zero_engine.coalesce_reduction`. Collective.
 
         Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
         """
@@ -426,7 +429,7 @@ class Engine(nn.Module):
             self._open_no_sync -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those on their way too. Local."""
+        """Drop all gradients, also those that are still being reduced. Local."""
         target = self.module if self.optimizer is None else self.optimizer
         target.zero_grad(set_to_none=set_to_none)
 
@@ -448,7 +451,9 @@ class Engine(nn.Module):
         self._set_num_micro_batches(where, train_batch_size // each)
 
     def set_gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        """The same by the number of micro-batches itself: `train_batch_size()` follows. Local.
+        """Set the number of micro-batches of a global step; `train_batch_size()` follows. Local.
+
+        Right after a boundary, on every rank alike.
 
         Raises:
             ConfigError: No whole number of at least 1.
@@ -459,11 +464,11 @@ class Engine(nn.Module):
         self._set_num_micro_batches(where, count)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Tell how many samples a rank has in a micro-batch, on every rank alike. Local.
+        """Set the number of samples of a rank in a micro-batch, on every rank alike. Local.
 
         The number of micro-batches stays, and `train_batch_size()` follows. Right after a boundary
-        only. What is trained does not change by it: the loader that `initialize` has made goes on
-        with batches of the size that it was made with, as DeepSpeed's does, and others are yours.
+        only. Batches do not change: the loader that `initialize` has made keeps the size that it
+        was made with, as DeepSpeed's does, and other loaders are yours.
 
         Raises:
             ConfigError: No whole number of at least 1.
@@ -475,7 +480,10 @@ class Engine(nn.Module):
         self._micro_batch_size = micro_batch_size
 
     def _num_samples(self) -> int:
-        """Of all ranks in the step at hand: of as many backwards as there were, or are to be."""
+        """Return the samples of all ranks in the current global step.
+
+        Where every step is a boundary, each backward so far counts as a micro-batch.
+        """
         if self.config.manages_accumulation:
             return self.train_batch_size()
         return self._num_backwards * self._micro_batch_size * self._data.world_size
@@ -490,7 +498,7 @@ class Engine(nn.Module):
         self._wait_or_not()
 
     def _watched(self, outputs: Any) -> Any:
-        """What `forward` returned, with hooks for a direct backward; see NOTE(direct)."""
+        """Return outputs of `forward` with hooks for a direct backward; see NOTE(direct)."""
         if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
             return outputs
         if is_in_functional_transform():  # its gradients are the caller's, and no micro-batch's
@@ -504,7 +512,11 @@ class Engine(nn.Module):
         return outputs
 
     def _enter(self, grad: Tensor) -> Tensor | None:
-        """A backward reaches an output."""
+        """Divide the gradient of an output, when a direct backward gets there; see NOTE(direct).
+
+        Raises:
+            StateError: The loss had to be scaled, and was not.
+        """
         if self in self._running:
             return None
         if self.config.needs_scaled_loss and self._scaled_backward != current_backward():
@@ -518,7 +530,7 @@ class Engine(nn.Module):
         return None if count == 1 else grad / count
 
     def _note_scaled(self, _: Tensor) -> None:
-        """A backward begins, or goes on, at a loss that was scaled."""
+        """Note that the current backward passes through a loss that was scaled."""
         self._scaled_backward = current_backward()
 
     def _set_num_micro_batches(self, where: str, count: int) -> None:
@@ -530,7 +542,7 @@ class Engine(nn.Module):
         return self.config.zero.stage < 2 and not self.is_gradient_accumulation_boundary()
 
     def _wait_or_not(self) -> None:
-        """See NOTE(boundary)."""
+        """Enter `no_sync` for the next micro-batch, or leave it; see NOTE(boundary)."""
         self._waiting.close()
         if self._is_waiting():
             self._waiting.enter_context(zero_partition.no_sync(self.module))
@@ -562,16 +574,16 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """`zero_engine.save`, with the scheduler, the loss scale and the counters. Collective.
+        """Save as `zero_engine.save`, with scheduler, loss scale and counters. Collective.
 
         Gradients of micro-batches since the last boundary are not saved: there is a warning then,
         and `load_checkpoint` begins the global step anew.
 
         Args:
-            save_dir: Of all checkpoints; every rank sees it.
+            save_dir: The folder of all checkpoints, which every rank sees.
             tag: The name of the checkpoint's folder; "global_step" and their number when None.
             client_state: What `load_checkpoint` returns; see `extra` of `zero_engine.save`.
-            save_latest: Whether it is found without its tag.
+            save_latest: Whether `load_checkpoint` finds it without its tag.
             exclude_frozen_parameters: Leave out parameters that do not train.
 
         Returns:
@@ -618,20 +630,20 @@ class Engine(nn.Module):
         *,
         missing_ok: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """`zero_engine.load`, with what `save_checkpoint` saved; gradients are dropped. Collective.
+        """Load what `save_checkpoint` saved, as `zero_engine.load`; drop gradients. Collective.
 
-        What DeepSpeed's ZeRO saved is read as `zero_engine.load_deepspeed` does, with the counters
-        and the scheduler; the loss scale and random numbers begin anew.
+        A checkpoint of DeepSpeed's ZeRO is read as by `zero_engine.load_deepspeed`, with the
+        counters and the scheduler; the loss scale and random numbers begin anew.
 
         Args:
-            load_dir: Of all checkpoints.
-            tag: Of one of them; the newest when None.
+            load_dir: The folder of all checkpoints.
+            tag: The tag of one of them; the newest when None.
             load_module_strict: Whether names that are missing or unexpected are an error.
             load_optimizer_states: Whether moments, options of param groups and the loss scale are
-                restored. Masters are in any case: they are the weights.
-            load_lr_scheduler_states: Whether the scheduler is.
+                restored. Masters always are: they are the weights.
+            load_lr_scheduler_states: Whether the scheduler is restored.
             load_module_only: Restore weights and buffers, and no counters or generators either.
-            custom_load_fn: Not supported: None.
+            custom_load_fn: Not supported; must be None.
             missing_ok: False makes it an error that there is no checkpoint yet, or no folder; else
                 that is a warning, as in DeepSpeed, and the script trains from scratch.
 
@@ -697,7 +709,7 @@ class Engine(nn.Module):
         return str(report.path), report.extra
 
     def _take_up(self, found: Any, scheduler: Any) -> None:
-        """Counters and the scheduler of DeepSpeed's engine. Local."""
+        """Restore counters and the scheduler of DeepSpeed's engine. Local."""
         said = found.engine
         self.global_steps = found.step
         self.micro_steps = found.step * self.gradient_accumulation_steps()
@@ -726,16 +738,16 @@ class Engine(nn.Module):
         Rank 0 needs host memory for all of them.
 
         Args:
-            save_dir: Made if need be.
-            save_filename: With ".safetensors" at its end it is such a file, in which tied
-                parameters are under the first of their names; else what `torch.save` writes.
+            save_dir: The folder to write to; made if need be.
+            save_filename: A name that ends in ".safetensors" gives such a file, in which tied
+                parameters are under the first of their names; else `torch.save` writes it.
             exclude_frozen_parameters: Leave out parameters that do not train.
 
         Returns:
             True.
 
         Raises:
-            FileError: It could not be written; a file that was there before is as it was.
+            FileError: It could not be written; a file that was there before is unchanged.
         """
         self._check_alive("save_16bit_model()")
         state = zero_partition.full_state_dict(self.module)
@@ -759,70 +771,70 @@ class Engine(nn.Module):
 
     @property
     def lr_scheduler(self) -> Any:
-        """Whatever has `step()`; advanced where the optimizer has stepped, only."""
+        """Scheduler, which advances only where the optimizer has stepped; None if there is none."""
         self._settle()
         return self._lr_scheduler
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """None where losses are not scaled."""
+        """Loss scaler; None where losses are not scaled."""
         self._settle()
         return self._loss_scaler
 
     @property
     def skipped_steps(self) -> int:
-        """Those at which a gradient on any rank was inf or nan."""
+        """Number of steps that were skipped, as a gradient on any rank was inf or nan."""
         self._settle()
         return self._skipped_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` lets the optimizer step."""
+        """Return whether the next `step` lets the optimizer step."""
         if self._is_boundary is not None:
             return self._is_boundary
         return self._num_pending + 1 >= self._num_micro_batches
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights: False off a boundary, and where skipped."""
+        """Return whether the last `step` changed weights: False off a boundary, and if skipped."""
         self._settle()
         return self._was_applied
 
     def was_step_skipped(self) -> bool:
-        """Whether the last `step` at a boundary changed nothing, as a gradient was inf or nan."""
+        """Return whether the last `step` at a boundary was skipped for a gradient of inf or nan."""
         self._settle()
         return self._was_skipped
 
     def get_global_grad_norm(self) -> float | None:
-        """Over all ranks at the last boundary, before clipping; inf or nan as it was. Waits for it.
+        """Return the gradients' norm over all ranks at the last boundary. Waits for it.
 
-        None before the first boundary.
+        It is the norm before clipping, also if inf or nan. None before the first boundary.
         """
         return None if self._norm is None else self._norm.item()
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by now."""
+        """Factor by which losses are multiplied now; 1 where they are not scaled."""
         scaler = self.loss_scaler
         return 1.0 if scaler is None else scaler.scale
 
     def loss_scale(self) -> float:
-        """As configured: 0 where it is dynamic, 1 where nothing is scaled."""
+        """Return the configured loss scale: 0 where it is dynamic, 1 where nothing is scaled."""
         chosen = self.config.loss_scale
         if chosen is None:
             return 1.0
         return chosen.scale if isinstance(chosen, StaticLossScale) else 0.0
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each param group."""
+        """Return the learning rate of each param group."""
         self._settle()
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """The betas, or else the momentum, of each param group; 0.0 where there is neither."""
+        """Return the betas, or else the momentum, of each param group; 0.0 if it has neither."""
         self._settle()
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """What each param group says as its "type"; 0.0 where it says nothing."""
+        """Return the option "type" of each param group; 0.0 where it has none."""
         return self._of_groups("type")
 
     def train_batch_size(self) -> int:
@@ -838,32 +850,32 @@ class Engine(nn.Module):
         return self._num_micro_batches
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; every `step` is a boundary otherwise."""
+        """Return whether the engine counts micro-batches; otherwise every `step` is a boundary."""
         return self.config.manages_accumulation
 
     def gradient_clipping(self) -> float:
-        """The largest norm; 0 where nothing is clipped."""
+        """Return the norm to which gradients are clipped; 0 where they are not."""
         return self.config.max_norm
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """Return the stage, 0 to 3."""
         return int(self.config.zero.stage)
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether anything is sharded: whether the stage is above 0."""
         return self.config.zero.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether parameters are in fp16."""
+        """Return whether the configured dtype of parameters is fp16."""
         return self._params_dtype() is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
+        """Return whether the configured dtype of parameters is bf16."""
         return self._params_dtype() is torch.bfloat16
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.group.device
 
     @property
@@ -873,7 +885,7 @@ class Engine(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """Position in the whole job."""
+        """Rank in the whole job."""
         group = self.group
         return 0 if group.process_group is None else group.global_rank(group.rank)
 
@@ -891,7 +903,7 @@ class Engine(nn.Module):
         return getattr(self.module, name)
 
     def _settle(self) -> None:
-        """Have the last step's outcome, which on CUDA may be waited for. Local."""
+        """Wait for the outcome of the last step, if pending, and apply it; NOTE(verdict). Local."""
         if self._verdict is not None:
             verdict, self._verdict = self._verdict, None
             self._learn(verdict.settle())
@@ -904,7 +916,7 @@ class Engine(nn.Module):
             self._loss_scaler.update(not was_applied)  # may raise: last
 
     def _tell(self) -> None:
-        """The line that `steps_per_print` asks for."""
+        """Print a line on rank 0, once in `steps_per_print` global steps."""
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.group.rank == 0:
             print(
@@ -925,7 +937,7 @@ class Engine(nn.Module):
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists and dictionaries, which is where DeepSpeed looks for them."""
+    """Yield the tensors in tuples, lists and dictionaries, where DeepSpeed looks for them, too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -934,7 +946,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
-    """The same with other tensors in it; lists and dictionaries are changed in place."""
+    """Return a value with tensors replaced; lists and dictionaries are changed in place."""
     if isinstance(value, Tensor):
         return by_id.get(id(value), value)
     if not isinstance(value, tuple | list | dict):
@@ -951,7 +963,7 @@ def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
 
 
 def _is_theirs(reader: AbstractReader, folder: Path, tag: str | None) -> bool:
-    """Whether it is another library's checkpoint that is asked for."""
+    """Return whether folder and tag are of another library's checkpoint, not of one of ours."""
     if complete := find_complete(folder):
         return tag not in complete and reader.is_checkpoint(folder, tag)
     return reader.holds_checkpoint(folder, tag)

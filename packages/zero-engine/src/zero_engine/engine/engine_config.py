@@ -1,4 +1,4 @@
-"""EngineConfig: all that an engine is told."""
+"""EngineConfig: the configuration of an engine."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .loss_scale import DynamicLossScale, StaticLossScale
 
 
 class AbstractMonitor(ABC):
-    """Shows what an engine does, on the rank that has it. All of it is local."""
+    """Display of an engine's steps, on the rank that has it. Its methods are local."""
 
     @abstractmethod
     def note_loss(self, num_samples: int, loss: Tensor) -> None:
-        """A micro-batch has this loss; so many samples had passed before its global step."""
+        """Take the loss of a micro-batch; `num_samples` are those before its global step."""
 
     @abstractmethod
     def step(self, num_steps: int, num_samples: int, values: Mapping[str, float]) -> None:
-        """A global step ends: its number, samples so far, learning rate and loss scale."""
+        """End a global step: its number, samples so far, learning rate and loss scale."""
 
     @abstractmethod
     def forget(self) -> None:
-        """The losses since the last global step are of no step."""
+        """Drop the losses since the last global step, which belong to no step."""
 
     @abstractmethod
     def close(self) -> None:
-        """The engine ends."""
+        """Close the display, as the engine ends."""
 
 
 def _is_function(owner: Any, attribute: Attribute, value: Any) -> None:
@@ -62,11 +62,11 @@ class SourceRow:
 @names_fields
 @frozen(kw_only=True)
 class EngineConfig:
-    """How an engine trains. The same on every rank.
+    """Settings of how an engine trains. The same on every rank.
 
     Args:
         zero: How the model is distributed, and in which dtypes.
-        loss_scale: What the loss is multiplied by before its backward; nothing when None.
+        loss_scale: Scale by which the loss is multiplied before its backward; none when None.
         max_norm: Gradients are clipped to this global L2 norm; 0 turns it off.
         train_batch_size: Samples of all ranks for one step of the optimizer.
         micro_batch_size: Samples of one rank in one forward.
@@ -81,21 +81,22 @@ class EngineConfig:
         steps_per_print: Steps between two lines of progress; none when None.
         needs_scaled_loss: Whether a backward that no engine runs is an error unless its loss went
             through `Engine.scale`. By default as in DeepSpeed: with a DynamicLossScale, and at
-            stage 0 with a static one too; elsewhere that is taken on trust.
-        checks_overflow: Whether a step whose gradients hold inf or nan on any rank is skipped.
+            stage 0 with a static one too; elsewhere this is not checked.
+        checks_overflow: Whether a step whose gradients have inf or nan on any rank is skipped.
         autocast_dtype: What torch.autocast computes in during forward; off when None.
         drop_last: Whether the data loader drops a last, incomplete batch.
-        activation_checkpointing: How `zero_ckpt.checkpoint` keeps inputs: that section of a file.
-            Where `zero_ckpt.configure` was called before `initialize`, that stays.
-        prepare: Called with the model before `initialize` shards it, for what must be said by then:
-            which modules are leaves (`zero_partition.set_leaf_modules`).
-        state_dtype: Of the optimizer's moments beside `Precision(params=torch.bfloat16,
-            masters=None)`: torch.bfloat16, or torch.float32, which Adam can. `initialize` makes
-            such an optimizer, or refuses one that is passed and has others. Its own when None.
+        activation_checkpointing: How `zero_ckpt.checkpoint` keeps inputs, as in the section of this
+            name in a file. Ignored if `zero_ckpt.configure` was called before `initialize`.
+        prepare: Called with the model before `initialize` shards it, for settings that must be made
+            by then: which modules are leaves (`zero_partition.set_leaf_modules`).
+        state_dtype: Dtype of the optimizer's moments beside `Precision(params=torch.bfloat16,
+            masters=None)`: torch.bfloat16, or torch.float32, which Adam supports. `initialize`
+            makes such an optimizer, or refuses one that is passed and has others. The optimizer's
+            own when None.
         monitor: Called with the model by rank 0's engine; returns what shows its steps.
-        reader: Of checkpoints of another library, in `Engine.load_checkpoint`; the installed one
-            when None.
-        sources: Where every value came from, if it came from a file; no part of what is compared.
+        reader: Reader of another library's checkpoints, for `Engine.load_checkpoint`; the installed
+            one when None.
+        sources: Where every value came from, if it came from a file; not compared by `==`.
 
     Raises:
         ConfigError: Names the field, what was expected and what came.
@@ -147,12 +148,11 @@ class EngineConfig:
     ) -> EngineConfig:
         """Read a configuration written for DeepSpeed (deepspeed.ai/docs/config-json). Local.
 
-        Every key is honoured or answered: one of the wrong type, one whose feature is not built, a
-        slip of a known one, and an unknown one where numbers or memory would be others, is an
-        error; all that change nothing are named in one warning, of rank 0 where there is a job.
-        Needs the package zero-deepspeed.
-        Of keys that are absent, those of the schedule of stage 3 keep the defaults of ZeroConfig,
-        and `gradient_clipping` is 1.0, as it is in DeepSpeed.
+        Every key is used or reported. A key is an error if its type is wrong, its feature is not
+        built, it is a known one misspelt, or it is unknown and could change results or memory. Keys
+        that change nothing are named in one warning, by rank 0 where there is a job. Of keys that
+        are absent, those of the schedule of stage 3 keep the defaults of ZeroConfig, and
+        `gradient_clipping` is 1.0, as it is in DeepSpeed. Needs the package zero-deepspeed.
 
         Args:
             source: A dict, the path of a JSON file, or its base64, as launchers hand it on.
@@ -161,7 +161,7 @@ class EngineConfig:
                 section is on, on the dtype of its parameters.
             auto: Values for further keys that are "auto" in the file, by path, as in
                 `{"optimizer.params.lr": 1e-4}`; of the three batch sizes, two are enough.
-            implied: Likewise, and not held against what the file says: `initialize` passes what
+            implied: Like `auto`, but not compared with what the file says: `initialize` passes what
                 follows from its arguments.
 
         Raises:
@@ -180,7 +180,7 @@ class EngineConfig:
         )
 
     def table(self) -> str:
-        """All keys of the file and all that were inferred or left to their defaults, to print."""
+        """Return a table to print of all keys in the file, and of all inferred or default ones."""
         rows = [(each.key, each.value, each.origin, each.meaning) for each in self.sources]
         return as_table(
             rows, headers=["key", "value", "from", "meaning"], missingval="-", disable_numparse=True

@@ -1,4 +1,4 @@
-"""initialize(): the front door of DeepSpeed's shape."""
+"""initialize(): make an Engine from the arguments of DeepSpeed's function of this name."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             are those of its `get_model_parallel_group()` as well, where that has several ranks.
             Parameters marked by `allreduce` = False, or by `moe` = True in their param group, have
             the ranks of its `get_expert_data_parallel_group()`, unless `ZeroConfig.groups` says
-            otherwise. Or a
-            DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
-            The other splits the model or, named "sp", "cp", "sequence" or the like, sequences:
-            then the model is sharded over all of its ranks, which share samples, and gradients
-            are added up over those that share one, and averaged over samples, as DeepSpeed's
-            are. So is it with an mpu that has `get_sequence_data_parallel_group()`.
+            otherwise. Or a DeviceMesh: of one axis, or of two with one named "dp", "data" or
+            "data_parallel". The other axis splits the model or, named "sp", "cp", "sequence" or the
+            like, sequences. If sequences are split, by a mesh or by an mpu that has
+            `get_sequence_data_parallel_group()`, the model is sharded over all ranks of the mesh or
+            of that group. Gradients are then added up over ranks that share a sample, and averaged
+            over samples, as DeepSpeed's are.
         dist_init_required: False: raise where torch.distributed is needed and not initialised.
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
         config: DeepSpeed's dict, the path of such a JSON file, or its base64; an EngineConfig; or a
             ZeroConfig, for one micro-batch per step. With fp16 or bf16 in such a file and stage 0,
-            it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
-            less memory. Nor are inputs of the model converted then, as `Precision.cast_inputs`
-            would: DeepSpeed leaves that to the script.
+            stage 1 is used: fp32 masters are sharded, which gives the same numbers in less memory.
+            With these, inputs of the model are not cast, as `Precision.cast_inputs` would do:
+            DeepSpeed leaves that to the script.
         group: The ranks to shard over, as for `shard`, instead of `mpu`.
         auto: Values by path for what the file leaves "auto", as in `{"gradient_clipping": 1.0}`.
             What follows from arguments needs none: options of an `optimizer` that is an instance,
@@ -98,9 +98,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     Raises:
         ConfigError: Names the argument or the key, what was expected and what came.
         zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
-        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.AgreementError: Ranks have different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
-        zero_ckpt.CheckpointError: The file's section `activation_checkpointing` cannot be.
+        zero_ckpt.CheckpointError: The file's section `activation_checkpointing` is wrong.
     """
     _check_kinds(model, collate_fn, group)
     check_mpu(mpu, what="initialize()")
@@ -192,7 +192,7 @@ def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
 
 
 def _join(mpu: Any, dist_init_required: bool | None) -> Group:
-    """The ranks to shard over. Collective where the job has to be joined."""
+    """Return the ranks to shard over. Collective where the job has to be joined."""
     if dist_init_required is False:
         default_group()  # which raises where there should be a job
     group = zero_comm.init()
@@ -250,7 +250,7 @@ def _choose_optimizer(
 
 
 def _state_dtype_of(optimizer: torch.optim.Optimizer) -> torch.dtype | None:
-    """Of its moments of bf16 parameters without masters; None if it keeps masters itself."""
+    """Return the dtype of moments of bf16 parameters without masters; None if it keeps masters."""
     if isinstance(optimizer, FusedAdam):
         has_masters = any(group["masters"] for group in optimizer.param_groups)
         return None if has_masters else torch.float32
@@ -290,10 +290,10 @@ def _choose_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, confi
 
 @final
 class Loader:
-    """Iterate over it once per epoch; `len` is the number of batches of one.
+    """Loader of this rank's batches; each iteration is one epoch, `len` its number of batches.
 
     Attributes:
-        epoch: Of the next iteration. To go on with another one, set it.
+        epoch: Number of the next iteration's epoch. To go on with another one, set it.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
@@ -316,9 +316,9 @@ def _make_loader(
     settings: EngineConfig,
     group: Group,
 ) -> Loader:
-    """Batches that are shuffled, and divided among the ranks. Local.
+    """Return a loader of batches that are shuffled, and divided among the ranks. Local.
 
-    As `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
+    `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
     the world size, the first few of the epoch are taken twice, so that ranks have equally many.
     """
     has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -360,7 +360,7 @@ def _axis_of(mesh: DeviceMesh, kind: Literal["data", "sequence", "model"]) -> in
 
 
 def check_mpu(mpu: Any, *, what: str) -> None:
-    """Raise ConfigError unless it is None or has the getters that are called."""
+    """Raise ConfigError unless an mpu is None, a mesh of known axes, or has the getters needed."""
     if mpu is None:
         return
     if isinstance(mpu, DeviceMesh):
@@ -389,7 +389,7 @@ def check_mpu(mpu: Any, *, what: str) -> None:
 
 
 def _expert_groups(model: nn.Module, optimizer: Any, mpu: Any) -> dict[str, Group]:
-    """Return the ranks of parameters that are marked as experts. Collective among them.
+    """Return groups of ranks by name pattern of parameters marked as experts. Collective in these.
 
     They are marked as Megatron's and DeepSpeed's are, by `allreduce` = False, or by `moe` = True in
     their param group, and the mpu knows their ranks. Names that differ in numbers alone make one
@@ -431,9 +431,10 @@ def data_group_of(mpu: Any, *, what: str) -> Group:
 
 
 def shard_group_of(mpu: Any, *, what: str) -> Group:
-    """Return the ranks that hold the same part of the model. Collective among them.
+    """Return the ranks that have the same part of the model. Collective among them.
 
-    Those among which samples are divided and, where sequences are, those that share one.
+    These are the ranks among which samples are divided and, if sequences are split, those that
+    share one.
     """
     if isinstance(mpu, DeviceMesh):
         axis = _axis_of(mpu, "sequence")
@@ -445,7 +446,7 @@ def shard_group_of(mpu: Any, *, what: str) -> Group:
 
 
 def model_group_of(mpu: Any, *, what: str) -> Group | None:
-    """Return the ranks that hold the parts of one model; None where it has one.
+    """Return the ranks that have the parts of one model; None where it has one part.
 
     Collective among them.
     """
@@ -458,7 +459,7 @@ def model_group_of(mpu: Any, *, what: str) -> Group | None:
 
 
 def model_part_of(mpu: Any) -> Any:
-    """Return what says so to `zero_ckpt.configure`; None where the model is not split. Local."""
+    """Return the mpu or mesh for `zero_ckpt.configure`; None if the model is not split. Local."""
     if isinstance(mpu, DeviceMesh):
         axis = _axis_of(mpu, "model")
         return None if axis is None else mpu[(mpu.mesh_dim_names or ())[axis]]

@@ -1,4 +1,4 @@
-"""What a loss is multiplied by so that fp16 gradients stay in range, and when that changes."""
+"""Loss scales, static and dynamic, by which fp16 gradients stay in range."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LARGEST_SCALE: Final = 2.0**127
 
 @frozen
 class StaticLossScale:
-    """The same scale in every step; steps whose gradients overflow are skipped all the same.
+    """Scale that is the same in every step. Steps whose gradients overflow are still skipped.
 
     Args:
-        scale: What the loss is multiplied by, in the range of fp32.
+        scale: Factor by which the loss is multiplied, in the range of fp32.
 
     Raises:
         ConfigError: Names the field, what was expected and what came.
@@ -35,15 +35,15 @@ class StaticLossScale:
 
 @frozen(kw_only=True)
 class DynamicLossScale:
-    """A scale that halves where gradients overflow and doubles after many steps without.
+    """Scale that halves when gradients overflow, and doubles after many steps without overflow.
 
     Args:
         initial_power: The first scale is two to this power.
-        window: So many steps in a row without overflow, and the scale doubles in the next one, if
-            that has none either; from there on, in every window-th step until the next overflow.
-        hysteresis: Halves at the so many-th overflow; those before it only skip their step. At
-            every further overflow it halves at once, until this count starts again: when the scale
-            doubles, or after any step without overflow where `consecutive_hysteresis`.
+        window: After this many steps in a row without overflow, the scale doubles in the next one
+            if that has none either; then again in every window-th step until the next overflow.
+        hysteresis: Number of the overflow at which the scale halves; those before it only skip
+            their step. Every further overflow halves it at once, until the count starts again: when
+            the scale doubles or, with `consecutive_hysteresis`, after any step without overflow.
         consecutive_hysteresis: Whether only overflows in a row count.
         minimum: The scale never gets smaller. It stays a power of two, so that unscaling rounds
             nothing: a minimum between two of them stops at the larger one.
@@ -72,12 +72,12 @@ class DynamicLossScale:
 
 @final
 class LossScaler:
-    """The scale of the step at hand. Local: equal on ranks that report equal overflows.
+    """Loss scale of the current step. Local: equal on ranks that report equal overflows.
 
     The rule is DeepSpeed's (deepspeed.ai/docs/config-json, "FP16 training options").
 
     Args:
-        value: Which scale, and how it changes.
+        value: The kind of scale, and how it changes.
 
     Raises:
         ConfigError: `value` is neither of the two kinds.
@@ -99,11 +99,11 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What to multiply the next loss by, and to divide its gradients by."""
+        """Factor by which to multiply the next loss, and to divide its gradients."""
         return self._scale
 
     def update(self, overflowed: bool) -> None:
-        """Once per step, when its gradients are known to be finite or not.
+        """Adjust the scale; to call once per step, when gradients are known to be finite or not.
 
         Args:
             overflowed: Whether any gradient on any rank was inf or nan.
@@ -127,7 +127,7 @@ class LossScaler:
             self._scale = min(2 * self._scale, LARGEST_SCALE)
 
     def scale_after(self, overflowed: bool) -> float:
-        """What the scale would be after `update(overflowed)`; as it is where that raises."""
+        """Return the scale after `update(overflowed)`; the current one if that would raise."""
         other = copy(self)
         with suppress(LossScaleError):
             other.update(overflowed)
@@ -147,16 +147,16 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, float | int]:
-        """The scale and, where it changes, its counters: plain numbers."""
+        """Return the scale and, if it is dynamic, its counters, as plain numbers."""
         state: dict[str, float | int] = {"scale": self._scale}
         if isinstance(self._value, DynamicLossScale):
             state |= {"clean_steps": self._clean_steps, "hysteresis": self._hysteresis}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A static scale is configuration and stays.
+        """Restore scale and counters from `state_dict`. A static scale is left as configured.
 
-        A count of overflows left that a smaller hysteresis rules out is cut down to it.
+        If the saved count of overflows left is above the configured hysteresis, that is taken.
 
         Raises:
             ConfigError: A key is missing, unknown or not of its type; nothing was changed.
@@ -190,7 +190,7 @@ class LossScaler:
 
 @frozen
 class PendingOverflow:
-    """Of the last step, on its way to the host."""
+    """Outcome of the last step, which is being copied to the host."""
 
     finite: Tensor  # bool scalar: whether the step was applied; in pinned memory of the host
     arrived: torch.Event | None  # None if it is there
@@ -201,7 +201,7 @@ class PendingOverflow:
     def of(
         cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]
     ) -> PendingOverflow:
-        """Send it off; `undo` takes back what an applied step has changed on the host. Local."""
+        """Start the copy to the host; `undo` reverts an applied step's host changes. Local."""
         scale = None
         if scaler is not None:
             clean, overflowed = (
@@ -218,7 +218,7 @@ class PendingOverflow:
         return cls(landing, arrived, scale, undo)
 
     def settle(self) -> bool:
-        """Whether the step was applied; what it was not is undone. Waits until it is known."""
+        """Wait for the outcome, undo the host's changes if skipped; return whether applied."""
         if self.arrived is not None:
             self.arrived.synchronize()
         is_applied = bool(self.finite)
@@ -228,12 +228,12 @@ class PendingOverflow:
 
 
 def has_state(scheduler: Any) -> bool:
-    """Whether it saves and loads its state: a step can be taken back then."""
+    """Return whether a scheduler saves and loads its state, so that a step can be undone."""
     return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def remember(scheduler: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What brings a scheduler, and the rates in the optimizer's groups, back to where they are."""
+    """Return a function that restores a scheduler and param groups' options as they are now."""
     if scheduler is None:
         return lambda: None
     state = deepcopy(scheduler.state_dict())
