@@ -1,9 +1,9 @@
 """One thread for each process that tests run in, the order of a simulated device, and cases.
 
-Where all tests run, one case of N of a test marked `drawn(N)` does, and half of the cases of an
-unmarked test with ranks that has many. ZERO_SEED, which the header shows, draws them. All run where
-a file or a test is named on the command line, or with `-k`. ZERO_CASES decides it otherwise: "all",
-as before a release, or "drawn".
+Where all tests run, half or a third of the cases of a test with ranks run if it has many. A test
+that is marked `drawn(N)` runs one of N instead, and one with a single case in every Nth run.
+ZERO_SEED, which the header shows, draws them. All run where a file or a test is named on the
+command line, or with `-k`. ZERO_CASES decides it otherwise: "all", as before a release, or "drawn".
 """
 
 import os
@@ -24,7 +24,7 @@ os.environ["ZERO_REPORT"] = "off"
 # Workers and ranks are children of this process: they draw the same.
 os.environ.setdefault("ZERO_SEED", str(secrets.randbelow(10**6)))
 
-MANY_CASES = 6  # a table of all stages is whole
+MANY_CASES = (4, 12)  # half of the cases run, and a third
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,8 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, cases in by_test.items():
         mark = cases[0].get_closest_marker("drawn")
         has_ranks = {"ranks", "group"} & {*getattr(cases[0], "fixturenames", ())}
-        of = mark.args[0] if mark else 2 if has_ranks and len(cases) >= MANY_CASES else 1
+        many = sum(len(cases) >= many for many in MANY_CASES) if has_ranks else 0
+        of = mark.args[0] if mark else 1 + many
         draw = Random(f"{os.environ['ZERO_SEED']} {name}")
-        dropped.update(draw.sample(cases, len(cases) - -(-len(cases) // of)))
+        kept = int(len(cases) / of + draw.random())  # on average as many as were asked for
+        dropped.update(draw.sample(cases, len(cases) - kept))
     config.hook.pytest_deselected(items=[*dropped])
     items[:] = [each for each in items if each not in dropped]

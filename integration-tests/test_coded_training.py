@@ -134,6 +134,7 @@ def next_byte() -> nn.Module:
     return nn.Sequential(embed, nn.Flatten(), hidden, nn.GELU(), out)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 def test_a_hundred_steps_end_near_the_exact_ones(ranks) -> None:
     """What coarse gradients lose must not be lost for training; LoCo feeds it back."""

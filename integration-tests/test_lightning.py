@@ -157,6 +157,7 @@ def test_two_optimizers_step_by_turns(group: Group, tmp_path: Path) -> None:
         assert len(again[0]) == len(got[0]) // 2
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 @pytest.mark.ranks(timeout_s=120)
 def test_a_backbone_is_thawed_epoch_by_epoch(group: Group, tmp_path: Path) -> None:

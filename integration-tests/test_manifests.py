@@ -25,7 +25,7 @@ from zero_engine.checkpoint.folder import Checkpoint
 from zero_engine.testing import MANIFEST, unsealed, write_manifest
 from zero_partition import LoadError
 
-NUM_DRAWN: Final = int(os.environ.get("ZERO_MANIFESTS", "300"))
+NUM_DRAWN: Final = int(os.environ.get("ZERO_MANIFESTS", "150"))
 MOST_BYTES: Final = 64 * 2**20
 LIMIT_S: Final = 5
 TAG: Final = "step-2"

@@ -105,6 +105,7 @@ STATE_BYTES: Final = 16 * capped_training.NUM_PARAMS  # values, gradients, two m
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 
 
+@pytest.mark.drawn(3)
 @needs_proc
 def test_a_model_of_three_times_the_memory_trains(tmp_path: Path) -> None:
     """The reason for all of this; and without offload the same memory does not do."""

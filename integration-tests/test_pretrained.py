@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,10 +116,16 @@ def test_a_rank_reads_its_ranges_only(group: Group, tmp_path: Path) -> None:
 
 def _count_reads(group: Group, source: Path) -> int:
     kind = type(next(iter(zero_engine.checkpoint.open_weights(source).values())))
-    with mock.patch.object(kind, "read", autospec=True, side_effect=kind.read) as read:
+    watched = partial(mock.patch.object, kind, autospec=True)
+    with (
+        watched("read", side_effect=kind.read) as read,
+        watched("read_into", side_effect=kind.read_into) as read_into,
+    ):
         zero_engine.load_pretrained(_on_meta(), source, group=group)
-    calls = (call.args for call in read.mock_calls)
-    return sum((stop - start) * reader.dtype.itemsize for reader, start, stop in calls)
+    calls = [(reader, stop - start) for reader, start, stop in (c.args for c in read.mock_calls)]
+    filled = (call.args for call in read_into.mock_calls)
+    calls += [(reader, memory.numel()) for reader, memory, _ in filled]
+    return sum(numel * reader.dtype.itemsize for reader, numel in calls)
 
 
 @pytest.mark.ranks(3)

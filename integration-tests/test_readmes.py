@@ -283,6 +283,7 @@ def test_the_picture_of_placements_is_the_table_of_zero(tmp_path: Path) -> None:
             assert sum(filled) == pytest.approx(0.9 * (1 if kind in divided else 4))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 def test_the_picture_of_slots_has_the_order_of_plain_torch(ranks, tmp_path: Path) -> None:
     """And no two units in one slot at a time."""

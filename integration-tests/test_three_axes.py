@@ -222,6 +222,7 @@ def _split(block: nn.Module, name: str) -> list[nn.Parameter]:
     return [layer.weight] if is_row_wise else [*layer.parameters()]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.ranks(8)
 def test_each_stage_takes_its_part_of_a_checkpoint(group: Group, tmp_path: Path) -> None:
     """One of its own job, with random numbers, and one of a process that has the whole model."""

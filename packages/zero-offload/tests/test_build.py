@@ -129,6 +129,7 @@ def test_plain_torch_says_so_once() -> None:
     assert ran.stdout.rstrip().endswith("<string>"), "it points at the caller's line"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 def test_an_installation_works_with_a_compiler_and_without(tmp_path: Path) -> None:
     """Without one it says why it is slow, and one that comes later finds the sources."""
