@@ -42,7 +42,7 @@ class MemoryReport:
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
     num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
-    trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
+    trained_bytes_per_rank: tuple[int, ...]  # bytes of trainable parameters in ranks' shards
     host_bytes: int  # host memory of offloaded state, and of its transfers
     disk_bytes: int  # files of offloaded state
 
