@@ -63,16 +63,7 @@ def _apart(model: GPT, setting: Setting) -> Step:
     """Update this rank's part of the parameters, and communicate nothing."""
     largest_first = sorted(model.parameters(), key=lambda param: -param.numel())
     mine = largest_first[setting.rank :: setting.world_size]
-    optimizer = AdamW(mine, lr=setting.lr, fused=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        return loss.detach()
-
-    return step
+    return _plain_step(model, AdamW(mine, lr=setting.lr, fused=True), clear=model.zero_grad)
 
 
 def _ddp(model: GPT, setting: Setting) -> Step:
@@ -329,12 +320,12 @@ def _numel_of_released(model: nn.Module) -> int:
     return sum(param.numel() for param in model.to("meta").parameters())
 
 
-def _plain_step(model: nn.Module, optimizer: Any) -> Step:
+def _plain_step(model: nn.Module, optimizer: Any, clear: Callable[[], None] | None = None) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        (clear or optimizer.zero_grad)()
         return loss.detach()
 
     return step

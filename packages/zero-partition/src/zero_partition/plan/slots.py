@@ -500,15 +500,15 @@ def reduction_slots(keeps_free_memory: bool) -> int:
     return 2 if keeps_free_memory else 1
 
 
+_HARDLY_MORE: Final = 256  # a part of the largest
+
+
 def is_hardly_more(num_bytes: Sequence[int]) -> bool:
     """Return whether reductions of these sizes are hardly more than the largest of them alone.
 
     A launch then gives the others no time to travel, and they stay in flight.
     """
     return sum(num_bytes) - max(num_bytes) <= max(num_bytes) // _HARDLY_MORE
-
-
-_HARDLY_MORE: Final = 256
 
 
 @define(eq=False)
