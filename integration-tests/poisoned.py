@@ -106,7 +106,7 @@ class PoisonedHome:
         poison(memory)
         self._closed.append(memory)
 
-    def settle(self) -> None:  # noqa: D102
+    def flush(self) -> None:  # noqa: D102
         assert not self.opened, f"shards {list(self.opened)} are open still"
         assert all(map(is_poison, self._closed)), "a shard was written to after it was closed"
         self._closed.clear()
@@ -123,7 +123,7 @@ class PoisonedHome:
         return PoisonedHome()
 
     def end(self) -> None:  # noqa: D102
-        self.settle()
+        self.flush()
         assert not any(self.reads.values()), "a read was never waited for"
         self.kept, self._shards, self.is_ended = {}, {}, True
 
@@ -222,7 +222,7 @@ class PoisonedGradients:
             poison(into)
         self._deliveries.append((received, into, adds))
 
-    def settle(self) -> None:  # noqa: D102
+    def flush(self) -> None:  # noqa: D102
         for received, into, adds in self._deliveries:
             assert adds or is_poison(into), "a gradient was written to while it was on its way"
             into.add_(received) if adds else into.copy_(received)

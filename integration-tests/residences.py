@@ -125,10 +125,10 @@ def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if cell is None or cell.residence == "engine":
         return testing.host_apart()
-    return testing.resting(
-        home=poisoned.PoisonedHome,
+    return testing.using_backends(
+        param_offload=poisoned.PoisonedHome,
         store=poisoned.PoisonedStore,
-        gradient_home=poisoned.PoisonedGradients,
+        grad_offload=poisoned.PoisonedGradients,
     )
 
 

@@ -77,7 +77,7 @@ def test_a_norm_is_kept_until_somebody_writes(tmp_path: Path) -> None:
             g.norm_of(at)
             for g in reducer.gradients
             for at, part in enumerate(g.parts)
-            if part.numel() and g.targets[at].grad is not None
+            if part.numel() and g.stepped_params[at].grad is not None
         ]
 
         assert norms and None not in norms

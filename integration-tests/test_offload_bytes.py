@@ -85,8 +85,8 @@ def _check_at_rest(group: Group, cell: Cell, folder: Path, *, is_bf16: bool) -> 
 
 
 def _files_bytes(residence: Any) -> int:
-    home, state = residence.home, residence.offload
-    store = getattr(home, "_store", None) or (None if state is None else state.store)
+    param_offload, state = residence.param_offload, residence.offload
+    store = getattr(param_offload, "_store", None) or (None if state is None else state.store)
     return 0 if store is None else sum(path.stat().st_size for path in store.folder.iterdir())
 
 

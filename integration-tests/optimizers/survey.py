@@ -121,7 +121,7 @@ def train_sharded(
         try:
             zero_engine.shard(model, optimizer, config, group=group)
             sharded: Any = find_sharded(model)
-            cuts = ", ".join(sorted({str(place.plan.cut) for place in sharded.places}))
+            cuts = ", ".join(sorted({str(place.plan.cut) for place in sharded.param_refs}))
             if not is_first:
                 doing = "not loaded"
                 report: Any = zero_engine.load(folder, model, optimizer)

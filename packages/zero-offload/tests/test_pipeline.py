@@ -46,7 +46,7 @@ class _Swapped:
         self.state.add(dict.fromkeys(self.params, 0), self.groups)
         if num:
             self.step()  # the first makes the state, and reads none
-            self.state.settle()
+            self.state.flush()
 
     def step(self) -> None:
         grads: dict[Tensor, Tensor] = {param: torch.ones(NUMEL) for param in self.params}
@@ -67,7 +67,7 @@ def _steady(num: int, **options: Any) -> dict[str, int]:
     swapped = _Swapped(num, **options)
     swapped.events()
     swapped.step()
-    swapped.state.settle()
+    swapped.state.flush()
     return {event: index for index, event in enumerate(swapped.events())}
 
 
@@ -133,7 +133,7 @@ def test_an_error_is_raised_after_all_transfers_have_ended(fails: str) -> None:
 
     with pytest.raises((StoreError, TornStepError), match=r"injected|step 2"):
         swapped.step()
-        swapped.state.settle()
+        swapped.state.flush()
 
     events = swapped.events()
     for event in [each for each in events if each[0] in "rw" and not each.endswith("done")]:

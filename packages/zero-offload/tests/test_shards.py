@@ -46,7 +46,7 @@ def test_a_write_that_failed_does_not_hide_the_one_after_it() -> None:
         shards.open(0, reads=False).fill_(value)
         shards.close(0)
     with pytest.raises(StoreError, match="injected"):
-        shards.settle()
+        shards.flush()
 
     into = torch.zeros(100)
     shards.read(0, into).wait()
@@ -85,7 +85,7 @@ def test_a_host_that_is_ahead_of_its_device_takes_no_more_memory(
     for index in range(9):
         shards.open(index, reads=False).fill_(index)
         shards.close(index)
-    shards.settle()
+    shards.flush()
     for index in range(9):
         shards.read(index, into).wait()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from zero_partition import PartitionError
-from zero_partition.plan import Extent, Gather, Limits, Use, choose_slots, plan_gathers
+from zero_partition.plan import Extent, Limits, PlannedGather, Use, choose_slots, plan_gathers
 
 Extents = dict[int, Extent]
 
@@ -24,7 +24,7 @@ def _chain(numels: Sequence[int]) -> tuple[list[Use], Extents]:
 
 def _plan(
     uses: Sequence[Use], extents: Extents, limits: Limits
-) -> tuple[dict[int, int], tuple[Gather, ...]]:
+) -> tuple[dict[int, int], tuple[PlannedGather, ...]]:
     groups = choose_slots(uses, extents, limits)
     assert all(groups)  # no slot without a unit
     slot_of = {unit: slot for slot, group in enumerate(groups) for unit in group}

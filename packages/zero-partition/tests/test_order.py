@@ -69,13 +69,13 @@ def test_slots_go_round_and_who_finds_none_free_gets_one_more() -> None:
     assert [slot.num_bytes for slot in pool.ring] == [100, 90, 10]
 
     for turn in range(7):
-        slot = pool.take(8)
+        slot = pool.acquire(8)
         slot.owner = "in turn"
         assert slot.index == turn % 3
     assert (pool.conflicts, pool.num_bytes) == (0, 0)
     for slot in pool.ring:
         slot.owner = "busy"
-    pool.take(8).allocate(CPU)  # memory is made at first use, and given back
+    pool.acquire(8).allocate(CPU)  # memory is made at first use, and given back
     assert (pool.conflicts, pool.num_bytes, len(pool.extra)) == (1, 8, 1)
     pool.release()
     assert pool.num_bytes == 0

@@ -20,9 +20,8 @@ class OperationTraffic:
     payload_bytes: int = 0
     padding_bytes: int = 0
     scale_bytes: int = 0  # what codecs add to their integers
-    across: Sent = field(
-        factory=Sent
-    )  # of all this, what was sent to other nodes, as far as these are known
+    # Of all this, what was sent to other nodes, as far as these are known.
+    across: Sent = field(factory=Sent)
 
     @property
     def sent(self) -> Sent:

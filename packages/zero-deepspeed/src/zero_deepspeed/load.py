@@ -119,10 +119,10 @@ def _find_lacking_states(source: StateSource, sharded: ShardedModel) -> list[str
     """Return an error text, if any, that names parameters without state in the checkpoint."""
     stepped = {name for options in source.param_groups for name in options["params"]}
     lacking = [
-        place.name
-        for place in sharded.places
-        if place.is_trainable
-        and place.name in stepped
-        and not any(name in (source.states or {}) for name in place.plan.names)
+        param_ref.name
+        for param_ref in sharded.param_refs
+        if param_ref.is_trainable
+        and param_ref.name in stepped
+        and not any(name in (source.states or {}) for name in param_ref.plan.names)
     ]
     return [f"no optimizer state of {', '.join(map(repr, lacking))}"] if lacking else []

@@ -22,7 +22,7 @@ from zero_offload import (
     OffloadedState,
 )
 from zero_offload.residence import DelayedState, HostGradients, OffloadedShards, with_delay
-from zero_partition.seams import Homes, members_of
+from zero_partition.seams import OffloadBackends, members_of
 
 from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError
@@ -160,19 +160,19 @@ def _open_disk(offload: Offload) -> AbstractStore:
     return DiskStore(offload.path, offload.disk or DiskSettings())
 
 
-def homes_of(
+def backends_of(
     offload: Offload | None,
     device: torch.device,
     *,
     open_disk: Callable[[Offload], AbstractStore] = _open_disk,
-) -> Homes:
+) -> OffloadBackends:
     """Return the offload backends of a configuration; none allocates or opens anything yet. Local.
 
     On the CPU, host and device are the same memory: there parameters for the host stay where they
     are. Elsewhere, reduced gradients are kept on the host if all optimizer state is stepped there.
     """
     if offload is None:
-        return Homes()
+        return OffloadBackends()
     is_cpu = device.type == "cpu"
     resources = ExitStack()
     disk = resources.enter_context(ExitStack())  # entered first: closed last
@@ -225,7 +225,7 @@ def homes_of(
         state.add(positions, optimizer.param_groups)
         return state
 
-    return Homes(
+    return OffloadBackends(
         params=params,
         open_state=open_state if has_state else None,
         is_delayed=has_state and offload.delayed_update,

@@ -21,7 +21,7 @@ from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded
 from .checks import default_group
 from .config import ZeroConfig
 from .errors import ConfigError
-from .offload import homes_of
+from .offload import backends_of
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar(
@@ -107,8 +107,8 @@ def shard(
     if config.sanitize and offload is not None and offload.path is not None:
         disk = evolve(offload.disk or DiskSettings(), has_checksums=True)
         offload = evolve(offload, disk=disk)
-    homes = partial(homes_of, offload, group.device)
-    partition(model, chosen, config.for_partition, group=group, homes=homes)
+    backends = partial(backends_of, offload, group.device)
+    partition(model, chosen, config.for_partition, group=group, backends=backends)
     return model, optimizer
 
 

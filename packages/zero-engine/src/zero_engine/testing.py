@@ -20,7 +20,7 @@ import attrs
 import torch
 from torch import nn
 from zero_offload import AbstractStore
-from zero_partition.seams import GradientHome, Homes, TensorHome
+from zero_partition.seams import GradOffload, OffloadBackends, ParamOffload
 
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
@@ -28,7 +28,7 @@ from zero_engine.checkpoint.file_system import FileSystem
 from zero_engine.checkpoint.manifest import MANIFEST, seal, unsealed
 from zero_engine.checkpoint.save import save_as
 from zero_engine.checkpoint.writer import SaveReport, SaveRequest
-from zero_engine.offload import Offload, homes_of
+from zero_engine.offload import Offload, backends_of
 from zero_engine.planning import plan as _plan
 
 __all__ = [
@@ -38,9 +38,9 @@ __all__ = [
     "edit_manifest",
     "held_copies",
     "host_apart",
-    "resting",
     "save",
     "unsealed",
+    "using_backends",
     "write_manifest",
 ]
 
@@ -116,49 +116,49 @@ def host_apart() -> Iterator[None]:
     device.
     """
 
-    def apart(offload: Offload | None, _: torch.device) -> Homes:
-        return attrs.evolve(homes_of(offload, torch.device("meta")), gradients=None)
+    def apart(offload: Offload | None, _: torch.device) -> OffloadBackends:
+        return attrs.evolve(backends_of(offload, torch.device("meta")), gradients=None)
 
     with (
-        mock.patch.object(_shard, "homes_of", apart),
-        mock.patch.object(_plan, "homes_of", apart),
+        mock.patch.object(_shard, "backends_of", apart),
+        mock.patch.object(_plan, "backends_of", apart),
     ):
         yield
 
 
 @contextmanager
-def resting(
+def using_backends(
     *,
-    home: Callable[[], TensorHome],
+    param_offload: Callable[[], ParamOffload],
     store: Callable[[], AbstractStore],
-    gradient_home: Callable[[], GradientHome],
+    grad_offload: Callable[[], GradOffload],
 ) -> Iterator[None]:
     """Let `shard` use these backends for the states that an `Offload` names. Local.
 
     Args:
-        home: Makes the backend of shards of parameters that are offloaded to "disk".
+        param_offload: Makes the backend of shards of parameters that are offloaded to "disk".
         store: Makes the store of optimizer state that is offloaded to "disk".
-        gradient_home: Makes the backend of reduced gradients, where all optimizer state is
+        grad_offload: Makes the backend of reduced gradients, where all optimizer state is
             offloaded.
     """
 
-    def instead(offload: Offload | None, device: torch.device) -> Homes:
-        homes = homes_of(offload, device, open_disk=lambda _: store())
+    def instead(offload: Offload | None, device: torch.device) -> OffloadBackends:
+        backends = backends_of(offload, device, open_disk=lambda _: store())
         if offload is None:
-            return homes
+            return backends
         resources = ExitStack()
-        resources.callback(homes.close)
-        shards = home() if offload.params == "disk" else None
+        resources.callback(backends.close)
+        shards = param_offload() if offload.params == "disk" else None
         if shards is not None:
             resources.callback(shards.end)
         is_all_there = offload.fraction == 1 or shards is not None
-        has_gradients = homes.open_state is not None and is_all_there
+        has_gradients = backends.open_state is not None and is_all_there
         return attrs.evolve(
-            homes,
+            backends,
             params=shards,
-            gradients=gradient_home() if has_gradients else None,
+            gradients=grad_offload() if has_gradients else None,
             close=resources.close,
         )
 
-    with mock.patch.object(_shard, "homes_of", instead):
+    with mock.patch.object(_shard, "backends_of", instead):
         yield

@@ -14,8 +14,6 @@ from zero_partition.__about__ import __version__
 
 if TYPE_CHECKING:
     from zero_partition.chained import ChainedOptimizer
-    from zero_partition.enter.life_cycle import unpartition
-    from zero_partition.enter.partition import partition
     from zero_partition.errors import (
         AtRestError,
         LayoutError,
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
         traffic_report,
     )
     from zero_partition.run.norm import clip_grad_norm_, clip_grad_value_, unscale_and_clip_
+    from zero_partition.setup.life_cycle import unpartition
+    from zero_partition.setup.partition import partition
     from zero_partition.stand_in import StateKind
     from zero_partition.values.access import (
         full_grad,
@@ -147,8 +147,8 @@ __all__ = [
 # Where a name is; loaded on first use.
 _NAMES: Final = {
     "zero_partition.chained": "ChainedOptimizer",
-    "zero_partition.enter.life_cycle": "unpartition",
-    "zero_partition.enter.partition": "partition",
+    "zero_partition.setup.life_cycle": "unpartition",
+    "zero_partition.setup.partition": "partition",
     "zero_partition.errors": (
         "AtRestError LayoutError LoadError LostEditError OverlapError PartitionError StateError"
     ),

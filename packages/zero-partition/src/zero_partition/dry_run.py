@@ -14,13 +14,12 @@ from attrs import define, evolve, frozen
 from zero_comm import AbstractCodec, Sent, even_splits
 from zero_comm.planning import sent_by_levels, sent_of
 
-from zero_partition.enter.model_plan import ModelPlan
 from zero_partition.memory.seams import MASTER, Footprint
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import BufferPlan, ParameterPlan
 from zero_partition.plan.slots import (
     ENCODED_IN_FLIGHT,
-    Gather,
+    PlannedGather,
     PlannedGradients,
     ReductionPlan,
     choose_slots,
@@ -29,6 +28,7 @@ from zero_partition.plan.slots import (
     slot_conflicts,
 )
 from zero_partition.plan.stages import Placement
+from zero_partition.setup.model_plan import ModelPlan
 from zero_partition.values.runs import BATCH_BYTES
 
 from .report import MemoryReport, encoded_bytes
@@ -103,7 +103,7 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     )
 
 
-def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
+def gathers_of(plan: ModelPlan) -> tuple[PlannedGather, ...]:
     """Return the gathers of one step, in the order of uses."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
@@ -123,7 +123,7 @@ def _operations_of(
         routes.shard_rank(rank),
         routes.nodes,
     )
-    if plan.resting[index] is Placement.SHARDED:
+    if plan.param_placements[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
         codec = routes.codec_of(buffer)
         inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
@@ -139,7 +139,7 @@ def _operations_of(
     if not buffer.trainable:
         return
     if not is_sharded:
-        dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
+        dtype = plan.policy.main_dtype_of(plan.precision, buffer, plan.param_placements[index])
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
     dtype = plan.precision.wire_of(buffer)
@@ -305,7 +305,7 @@ def _encoded_bytes(plan: ModelPlan) -> int:
 
     They are of gathers that are launched before the first use of a step.
     """
-    if plan.routes.reads_peers and not plan.rests.params:
+    if plan.routes.reads_peers and not plan.policy.params:
         return 0  # nobody asks ahead
     ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
     return sum(
@@ -328,7 +328,7 @@ def _publishing_bytes(plan: ModelPlan) -> int:
             if (codec := plan.codec_of_updates(index, buffer)) is not None
         )
         for index, unit in enumerate(plan.units)
-        if plan.resting[index] is Placement.REPLICATED
+        if plan.param_placements[index] is Placement.REPLICATED
         and any(buffer.trainable for buffer in unit.buffers)
     ]
     starts = range(max(1, len(of_units) - ENCODED_IN_FLIGHT + 1))
@@ -376,14 +376,14 @@ class _Counts:
 
     def add(self, index: int, buffer: BufferPlan) -> None:
         """Add one buffer of the unit at this position."""
-        plan, layout, placement = self.plan, buffer.layout, self.plan.resting[index]
+        plan, layout, placement = self.plan, buffer.layout, self.plan.param_placements[index]
         itemsize, rank = buffer.dtype.itemsize, plan.routes.of(buffer).shard_rank(self.rank)
         payload, numel = layout.payload_splits[rank], layout.splits[rank]
         self.scalars += len(buffer.params) * itemsize
-        master = plan.rests.master_of(plan.precision, buffer, placement)
+        master = plan.policy.master_of(plan.precision, buffer, placement)
         is_sharded = placement is Placement.SHARDED
         is_rounded = master is not None and not (self.has_offload or plan.keeps_free_memory)
-        if not (is_sharded and (plan.rests.params or (buffer.trainable and is_rounded))):
+        if not (is_sharded and (plan.policy.params or (buffer.trainable and is_rounded))):
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
             used, unused = mine * itemsize, (all_mine - mine) * itemsize
@@ -429,7 +429,7 @@ class _Counts:
             self.accumulators += layout.numel * dtype.itemsize
         if plan.placements.optim is Placement.REPLICATED:
             self.grads += layout.payload_numel * dtype.itemsize
-        elif plan.rests.grads:
+        elif plan.policy.grads:
             self.host_grads += numel * dtype.itemsize
             way = max(way, numel * wire.itemsize)
         else:
@@ -496,12 +496,12 @@ def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
 
 def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:
     """Return bytes while one buffer of the unit at this position is built, and afterwards."""
-    layout, placement = buffer.layout, plan.resting[index]
-    master = plan.rests.master_of(plan.precision, buffer, placement)
+    layout, placement = buffer.layout, plan.param_placements[index]
+    master = plan.policy.master_of(plan.precision, buffer, placement)
     own_rank = plan.routes.of(buffer).shard_rank(rank)
     source, shard = (master or buffer.dtype).itemsize, layout.splits[own_rank]
     whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
-    masters = shard * source if master is not None and not plan.rests.state else 0
+    masters = shard * source if master is not None and not plan.policy.state else 0
     if not masters and plan.codec_of_updates(index, buffer) is not None:
         masters = shard * buffer.dtype.itemsize  # a shard beside the whole
     if placement is Placement.REPLICATED:
@@ -512,8 +512,8 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
     codec = plan.routes.resting_codec_of(buffer)
     kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
     is_rounded = masters and not plan.keeps_free_memory  # from masters: nothing else rests
-    resting = 0 if plan.rests.params or is_rounded else kept
-    return whole + shard * source, resting + masters + scalars
+    kept_bytes = 0 if plan.policy.params or is_rounded else kept
+    return whole + shard * source, kept_bytes + masters + scalars
 
 
 @frozen(kw_only=True)
@@ -533,7 +533,7 @@ def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
         return PlannedSave(num_bytes=0, batch_bytes=0)
     sizes = [
         size
-        for unit, placement in zip(plan.units, plan.resting, strict=True)
+        for unit, placement in zip(plan.units, plan.param_placements, strict=True)
         for buffer in unit.buffers
         for size in _sizes_of(plan, buffer, placement, rank)
     ]
@@ -556,7 +556,7 @@ def _sizes_of(
     plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
 ) -> Iterator[int]:
     """Yield the bytes of each run of elements that the rank contributes."""
-    dtype = plan.rests.training_of(plan.precision, buffer, placement)
+    dtype = plan.policy.main_dtype_of(plan.precision, buffer, placement)
     routes = plan.routes.of(buffer)
     rank, num_ranks = routes.shard_rank(rank), routes.shards
     pieces = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}

@@ -11,7 +11,6 @@ from zero_partition.dry_run import (
     plan_save,
     plan_traffic,
 )
-from zero_partition.enter.model_plan import ModelPlan, plan_model
 from zero_partition.init.units import choose_units, plan_units
 from zero_partition.optimizer.needs import choose_cuts
 from zero_partition.optimizer.shards import (
@@ -22,6 +21,7 @@ from zero_partition.optimizer.shards import (
     plan_entry,
 )
 from zero_partition.plan.slots import keeps_free_memory
+from zero_partition.setup.model_plan import ModelPlan, plan_model
 
 __all__ = [
     "EntryInfo",

@@ -431,7 +431,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.group.explain(PURPOSES)
         Joinable.__init__(self)
         super().__init__(params, dict(defaults))
-        self._deal(self._all_params())
+        self._assign_params(self._all_params())
 
         def make() -> None:
             groups: Any = [self._part_of(group, self.group.rank) for group in self.param_groups]
@@ -482,7 +482,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if not self._is_made:
             return  # called by torch's constructor
         group = self.param_groups[-1]
-        self._deal(group["params"])
+        self._assign_params(group["params"])
         try:
             own = self._part_of(group, self.group.rank)
             self._together(lambda: self.optim.add_param_group(own))
@@ -752,7 +752,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _deal(self, params: Sequence[Tensor]) -> None:
+    def _assign_params(self, params: Sequence[Tensor]) -> None:
         """Assign parameters to ranks, the largest first.
 
         Trainable ones are assigned before frozen ones, so that they are balanced by themselves.

@@ -11,12 +11,12 @@ from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, LocoErrors, Traffic
 
-from zero_partition.enter.model_plan import trained_bytes_per_rank
 from zero_partition.nested import plain_tensors_in
 from zero_partition.plan.layout import BufferPlan
-from zero_partition.plan.slots import Gather, Use
+from zero_partition.plan.slots import PlannedGather, Use
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.setup.model_plan import trained_bytes_per_rank
 
 
 @frozen
@@ -86,7 +86,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
         layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
         rank = buffer.group.rank
         scalars += len(buffer.params) * itemsize
-        rest, memory = buffer.resting, buffer.resting.memory
+        rest, memory = buffer.model_shard, buffer.model_shard.memory
         if rest.codec is not None:
             numels = (layout.splits[rank], layout.payload_splits[rank])
             used, unused = encoded_bytes(rest.codec, *numels)
@@ -103,28 +103,28 @@ def memory_report(model: nn.Module) -> MemoryReport:
     reduction = sharded.reducer.reduction_bytes
     state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:
-        layout, itemsize = g.buffer.plan.layout, g.buffer.training.dtype.itemsize
+        layout, itemsize = g.buffer.plan.layout, g.buffer.main_shard.dtype.itemsize
         rank = g.buffer.group.rank
-        payload, resting = layout.payload_splits[rank], layout.splits[rank]
-        masters = g.buffer.training.memory if g.buffer.has_masters else None
+        payload, shard = layout.payload_splits[rank], layout.splits[rank]
+        masters = g.buffer.main_shard.memory if g.buffer.has_masters else None
         if masters is not None and not is_gone(masters):
             state += payload * itemsize
-            padding += (resting - payload) * itemsize
+            padding += (shard - payload) * itemsize
         holds = g.holds_gradients
         if g.shard is not None and is_gone(g.shard):
             reduction -= 0 if holds else g.shard.nbytes
-        elif g.shard is not None and holds and g.home is None:
+        elif g.shard is not None and holds and g.grad_offload is None:
             gradients += payload * itemsize
-            padding += (resting - payload) * itemsize
+            padding += (shard - payload) * itemsize
         if g.accumulator is not None and is_gone(g.accumulator):
             reduction -= g.accumulator.nbytes
         elif not g.shards_state and g.accumulator is not None:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
-    home, offload = sharded.residence.home, sharded.residence.offload
-    copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
-    keepers = (home, offload.footprint if offload else None, *copies)
+    param_offload, offload = sharded.residence.param_offload, sharded.residence.offload
+    caches = {id(unit.unsharded_cache): unit.unsharded_cache for unit in sharded.units}.values()
+    keepers = (param_offload, offload.footprint if offload else None, *caches)
     elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
@@ -182,8 +182,10 @@ def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -
 
 
 def _gathered_bytes(sharded: ShardedModel) -> int:
-    held = [value.untyped_storage() for buffer in sharded.buffers for value in buffer.held.values()]
-    memory = {storage.data_ptr(): storage.nbytes() for storage in held}
+    pinned = [
+        value.untyped_storage() for buffer in sharded.buffers for value in buffer.pinned.values()
+    ]
+    memory = {storage.data_ptr(): storage.nbytes() for storage in pinned}
     return sum(memory.values()) + sharded.outside.num_bytes
 
 
@@ -273,7 +275,7 @@ def traffic_report(model: nn.Module) -> Traffic:
     return require_sharded(model).routes.log[0]
 
 
-def _is_live(gather: Gather, position: int) -> bool:
+def _is_live(gather: PlannedGather, position: int) -> bool:
     return gather.launched <= position and (gather.released is None or position < gather.released)
 
 

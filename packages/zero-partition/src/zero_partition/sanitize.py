@@ -64,11 +64,11 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
         check_calls(unit, verbs, checks)
         unit.stop_looking()
     for gradients in sharded.reducer.gradients:
-        check_calls(gradients, "take use_accumulator leave_accumulator", checks)
+        check_calls(gradients, "accumulate use_accumulator leave_accumulator", checks)
         gradients.check_moves()
-    for place in sharded.places:
-        checks.first.setdefault(place.buffer.index, len(checks.names))
-        checks.names.append(f"unit {place.unit.name!r}, parameter {place.saved_name!r}")
+    for param_ref in sharded.param_refs:
+        checks.first.setdefault(param_ref.buffer.index, len(checks.names))
+        checks.names.append(f"unit {param_ref.unit.name!r}, parameter {param_ref.saved_name!r}")
     checks.noted = checks.sums(sharded)
     checks.announce(sharded)
     for each in (group, *sharded.routes.groups):  # for good: ranks forget models in their own time
@@ -97,16 +97,16 @@ class _Checks:
             call(pool)
 
     def unshard(self, call: _Call, unit: Unit, pool: Any) -> None:
-        if unit.is_resident and not unit.is_held:
+        if unit.is_resident and not unit.has_gathered_values:
             self.restore(unit)
             self.poisoned.discard(unit.index)
         with self.reading(unit):
             call(pool)
-        if unit.slot is not None and not unit.is_held and unit.index not in self.held:
+        if unit.slot is not None and not unit.has_gathered_values and unit.index not in self.held:
             self.keep(unit)
 
     def reshard(self, call: _Call, unit: Unit) -> None:
-        is_whole = unit.state is ShardState.UNSHARDED and not unit.is_held
+        is_whole = unit.state is ShardState.UNSHARDED and not unit.has_gathered_values
         is_whole = is_whole and unit.index in self.held.keys() - self.poisoned
         if is_whole:
             self.check(unit, self.held[unit.index], "what was gathered", _PAST)
@@ -146,7 +146,10 @@ class _Checks:
         memory = _memory(unit)
         for buffer, full in _wholes(unit, memory):
             version, rows = self.sent.get(buffer.index, (-1, []))
-            layout, is_known = buffer.plan.layout, version == unit.version and unit.copies is None
+            layout, is_known = (
+                buffer.plan.layout,
+                version == unit.version and unit.unsharded_cache is None,
+            )
             for rank, row in enumerate(rows if is_known else ()):
                 for piece, expected in zip(layout.pieces(rank), row, strict=True):
                     span = piece.in_shard.shifted(layout.shard(rank).start)
@@ -198,7 +201,7 @@ class _Checks:
 
     # ---- Slots of gradients ----
 
-    def take(self, call: _Call, g: BufferGradients, grads: Mapping[int, Tensor]) -> None:
+    def accumulate(self, call: _Call, g: BufferGradients, grads: Mapping[int, Tensor]) -> None:
         for position, grad in grads.items():
             name = self.names[self.first[g.buffer.index] + position]
             self.look_for_poison([grad], f"the gradient of {name}")
@@ -257,7 +260,7 @@ class _Checks:
         return {
             f"{self.names[self.first[buffer.index] + position]}{kind}": _checksum(values)
             for buffer in model.buffers
-            for kind, position, values in _resting(buffer)
+            for kind, position, values in _sharded_values(buffer)
         }
 
     def announce(self, model: ShardedModel) -> None:
@@ -268,7 +271,7 @@ class _Checks:
         for unit, buffer in buffers:
             with self.reading(unit):
                 values, codec = buffer.shard, buffer.gather_codec
-            if codec is not None and buffer.resting.codec is None:
+            if codec is not None and buffer.model_shard.codec is None:
                 values = codec.decode(codec.encode(values), torch.empty_like(values))
             mine.append([_checksum(values[piece.in_shard.as_slice()]) for piece in buffer.pieces])
         said = all_gather_json(mine, group=model.group) if buffers else []
@@ -308,13 +311,13 @@ def _wholes(unit: Unit, memory: Tensor) -> Iterator[tuple[FlatBuffer, Tensor]]:
         yield buffer, memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
 
 
-def _resting(buffer: FlatBuffer) -> Iterator[tuple[str, int, Tensor]]:
+def _sharded_values(buffer: FlatBuffer) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the values in memory of this rank, with kind and position of their parameter."""
     if buffer.whole is not None:
         for position, span in enumerate(buffer.plan.layout.spans):
             yield "", position, buffer.whole[span.as_slice()]
-    shard = None if buffer.is_view else buffer.resting.memory
-    master = buffer.training.memory if buffer.has_masters else None
+    shard = None if buffer.is_view else buffer.model_shard.memory
+    master = buffer.main_shard.memory if buffer.has_masters else None
     for kind, memory in ((", its shard", shard), (", its master", master)):
         if memory is not None:
             for piece in buffer.pieces:

@@ -3,6 +3,9 @@
 They are for zero-engine and for packages like it. They may change between minor versions.
 """
 
+import warnings
+from typing import Any, Final
+
 from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.dtensors import is_dtensor, local_of
 from zero_partition.errors import SanitizerError
@@ -10,26 +13,31 @@ from zero_partition.memory.seams import (
     AbstractRangeReader,
     DelayedOffload,
     Footprint,
-    GradientHome,
+    GradOffload,
     Opening,
     OpenState,
     OptimizerOffload,
+    ParamOffload,
     Pending,
-    TensorHome,
 )
 from zero_partition.plan.wire import pattern_of
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.norm import GradientReport
-from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
+from zero_partition.run.residence import (
+    OffloadAllocation,
+    OffloadBackends,
+    OffloadPolicy,
+    plan_allocation,
+)
 from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
 from zero_partition.values.custom_loading import StateDictLayout, describe_state_dict
 from zero_partition.values.load import (
-    LoadReport,
     StateLoad,
+    StateLoadReport,
     StateSource,
     load_ranges,
     param_groups_of,
@@ -45,30 +53,30 @@ __all__ = [
     "CodecErrors",
     "DelayedOffload",
     "Footprint",
-    "GradientHome",
+    "GradOffload",
     "GradientReport",
-    "Homes",
-    "LoadReport",
     "ModelPhase",
+    "OffloadAllocation",
+    "OffloadBackends",
+    "OffloadPolicy",
     "OpenState",
     "Opening",
     "OptimizerOffload",
+    "ParamOffload",
     "ParamRef",
     "ParameterStatus",
     "Part",
     "PartBatch",
     "Pending",
-    "RestPlan",
-    "RoomPlan",
     "SanitizerError",
     "SeparateOptimizers",
     "ShardedModel",
     "SplitReader",
     "StateDictLayout",
     "StateLoad",
+    "StateLoadReport",
     "StateParts",
     "StateSource",
-    "TensorHome",
     "WholeTensor",
     "describe_state_dict",
     "find_sharded",
@@ -81,10 +89,32 @@ __all__ = [
     "offload_states",
     "param_groups_of",
     "pattern_of",
+    "plan_allocation",
     "plan_load",
     "plan_parts",
-    "plan_room",
     "reload_states",
     "require_sharded",
     "restore_loco",
 ]
+
+_RENAMED: Final = {  # since 0.2
+    "GradientHome": "GradOffload",
+    "Homes": "OffloadBackends",
+    "LoadReport": "StateLoadReport",
+    "RestPlan": "OffloadPolicy",
+    "RoomPlan": "OffloadAllocation",
+    "TensorHome": "ParamOffload",
+    "plan_room": "plan_allocation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an old name refers to, with a DeprecationWarning (PEP 562)."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"zero_partition.seams.{name} is {_RENAMED[name]} now; zero 0.3 forgets the old name",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[_RENAMED[name]]

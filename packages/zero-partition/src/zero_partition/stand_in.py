@@ -581,7 +581,7 @@ class AtRestData(AtRest, Tensor):  # type: ignore[misc]
     """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
 
 
-def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
+def sharded_type_of(param: nn.Parameter) -> type[nn.Parameter]:
     """Return the class that a parameter has while it is sharded.
 
     It is the parameter's own class where Python cannot change that, and uses go unnoticed.
@@ -645,7 +645,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     finally:
         for tensor, at_rest in zip(found, types, strict=True):
-            if at_rest is AtRestData or _owner_of(tensor).buffer.is_at_rest:
+            if at_rest is AtRestData or _owner_of(tensor).buffer.has_sharded_types:
                 tensor.__class__ = at_rest
 
 

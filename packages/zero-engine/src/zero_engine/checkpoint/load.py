@@ -283,21 +283,23 @@ def _under_own_names(
         LoadError: The checkpoint was saved by another number of groups of ranks.
     """
     source, routes = checkpoint.source, sharded.routes
-    for place in sharded.places:
-        own = routes.of(place.buffer.plan).own
-        is_left_out = checkpoint.manifest.excludes_frozen and not place.is_trainable
+    for param_ref in sharded.param_refs:
+        own = routes.of(param_ref.buffer.plan).own
+        is_left_out = checkpoint.manifest.excludes_frozen and not param_ref.is_trainable
         if own is None or not own.shares_names or is_left_out or not is_strict:
             continue
         num_groups = routes.whole.world_size // len(own.positions)
-        saved = sum(f"{place.name}@{index}" in source.params for index in range(num_groups + 1))
+        saved = sum(f"{param_ref.name}@{index}" in source.params for index in range(num_groups + 1))
         if saved != num_groups:
             raise LoadError(
-                f"{checkpoint.path}: parameter {place.name!r} is another one in each of the "
+                f"{checkpoint.path}: parameter {param_ref.name!r} is another one in each of the "
                 f"{num_groups} groups of ranks here, and was not saved by as many; load it on as "
                 "many groups, or give each expert a name of its own, such as its number among all"
             )
     if checkpoint.manifest.excludes_frozen:
-        frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
+        frozen = frozenset(
+            param_ref.name for param_ref in sharded.param_refs if not param_ref.is_trainable
+        )
         source = evolve(source, may_lack=frozen)
     source = evolve(
         source,
@@ -327,10 +329,10 @@ def _renamed(
 ) -> Mapping[str, T]:
     """Return entries by names on this rank, without those of other groups' parameters. Local."""
     here = {
-        alias + place.saved_name.removeprefix(place.name): alias
-        for place in sharded.places
-        if place.saved_name != place.name
-        for alias in place.plan.names
+        alias + param_ref.saved_name.removeprefix(param_ref.name): alias
+        for param_ref in sharded.param_refs
+        if param_ref.saved_name != param_ref.name
+        for alias in param_ref.plan.names
     }
     names = {*here.values()}
     return {

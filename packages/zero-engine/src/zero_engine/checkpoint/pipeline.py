@@ -196,9 +196,9 @@ def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[
     """Return names that only other stages have. Collective if there are stages."""
     if ranks.stages is None:
         return frozenset()
-    aliases = chain.from_iterable(place.plan.names for place in sharded.places)
+    aliases = chain.from_iterable(param_ref.plan.names for param_ref in sharded.param_refs)
     buffers = (name for name, _ in sharded.model.named_buffers(remove_duplicate=False))
-    mine = {*aliases, *buffers, *(place.saved_name for place in sharded.places)}
+    mine = {*aliases, *buffers, *(param_ref.saved_name for param_ref in sharded.param_refs)}
     # Of all ranks, as those of one stage may have different parameters.
     by_rank = all_gather_json([ranks.stage, sorted(mine)], group=ranks.group, timeout_s=_TIMEOUT_S)
     here, other = set[str](), set[str]()

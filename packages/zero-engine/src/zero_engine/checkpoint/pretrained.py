@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import nn
 from zero_comm import AnyRanks, collective
-from zero_partition.seams import AbstractRangeReader, LoadReport, load_ranges
+from zero_partition.seams import AbstractRangeReader, StateLoadReport, load_ranges
 
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
@@ -34,7 +34,7 @@ def load_pretrained(
     rename: Callable[[str], str | None] | None = None,
     group: AnyRanks | None = None,
     config: ZeroConfig | None = None,
-) -> LoadReport:
+) -> StateLoadReport:
     """Read weights from files, each rank only the bytes it keeps. Collective.
 
     Files are of safetensors, or state dicts that torch.save wrote (.pt, .pth, .bin), which are read

@@ -286,7 +286,7 @@ def _add_other_ranks(
     routes = sharded.routes
     if not routes.of_groups:
         return
-    firsts = {place.saved_name for place in sharded.places if _is_first_with(place)}
+    firsts = {param_ref.saved_name for param_ref in sharded.param_refs if _is_first_with(param_ref)}
     mine = {
         "problems": problems,
         "params": {name: said for name, said in content["params"].items() if name in firsts},
@@ -308,8 +308,8 @@ def _add_other_ranks(
             group["params"] = [*dict.fromkeys((*group["params"], *names))]
 
 
-def _is_first_with(place: ParamRef) -> bool:
-    return bool(place.buffer.plan.ranks) and place.whole.rank == 0
+def _is_first_with(param_ref: ParamRef) -> bool:
+    return bool(param_ref.buffer.plan.ranks) and param_ref.whole.rank == 0
 
 
 def _num_tensors_in(content: Mapping[str, Any]) -> int:
@@ -399,7 +399,7 @@ def _flatten(tensor: Tensor) -> list[Tensor]:
 
 
 def _groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
-    saved = {place.name: place.saved_name for place in sharded.places}
+    saved = {param_ref.name: param_ref.saved_name for param_ref in sharded.param_refs}
     return [
         {**_group_of(group), "params": [saved[name] for name in group["params"]]}
         for group in param_groups_of(sharded)

@@ -138,8 +138,8 @@ class _Trainer:
             )
         units = {name: "" for name, _ in first.model.named_parameters()}
         if second.is_sharded:
-            places = require_sharded(second.model).places
-            units = {place.name: place.unit.plan.name for place in places}
+            param_refs = require_sharded(second.model).param_refs
+            units = {param_ref.name: param_ref.unit.plan.name for param_ref in param_refs}
         found = [
             (step, kind, units.get(name, ""), name, self.group.rank, *error)
             for step, kind, name, *values in self._values((first, second), units)

@@ -32,11 +32,11 @@ from zero_partition.planning import (
     plan_save,
     plan_traffic,
 )
-from zero_partition.seams import RoomPlan, members_of, plan_room
+from zero_partition.seams import OffloadAllocation, members_of, plan_allocation
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
-from zero_engine.offload import Offload, homes_of, shares_of
+from zero_engine.offload import Offload, backends_of, shares_of
 
 from .sources import OptimizerMaker, model_of, optimizer_of
 
@@ -51,10 +51,10 @@ def _plan_elsewhere(
     """Return `plan_memory`'s arguments for this rank's offloaded shards, and bytes in transit."""
     if offload is None:
         return {"offload": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
-    room = plan_room(
+    allocation = plan_allocation(
         planned.units,
-        planned.resting,
-        rests=planned.rests,
+        planned.param_placements,
+        policy=planned.policy,
         precision=planned.precision,
         rank_of=lambda buffer: planned.routes.of(buffer).shard_rank(rank),
         # There need be no such device here: what is on meta is not on the CPU, and that counts.
@@ -62,31 +62,34 @@ def _plan_elsewhere(
         group_of=planned.group_of,
     )
     numel = offload.max_host_numel if offload.params == "disk" else None
-    on_host = room.shards if numel is None else first_that_fit(room.shards, numel)
-    on_disk = [shard.nbytes for index, shard in room.shards.items() if index not in on_host]
-    homes = {
-        "offload": _plan_state(planned, room, offload, optimizer),
+    on_host = allocation.shards if numel is None else first_that_fit(allocation.shards, numel)
+    on_disk = [shard.nbytes for index, shard in allocation.shards.items() if index not in on_host]
+    backends = {
+        "offload": _plan_state(planned, allocation, offload, optimizer),
         "home_host_bytes": sum(shard.nbytes for shard in on_host.values()),
         "home_disk_bytes": sum(on_disk),
     }
-    return homes, _passing_bytes(on_disk, planned, offload)
+    return backends, _passing_bytes(on_disk, planned, offload)
 
 
 def _plan_state(
-    planned: ModelPlan, room: RoomPlan, offload: Offload, optimizer: torch.optim.Optimizer | None
+    planned: ModelPlan,
+    allocation: OffloadAllocation,
+    offload: Offload,
+    optimizer: torch.optim.Optimizer | None,
 ) -> Footprint | None:
-    if optimizer is None or not planned.rests.state:
+    if optimizer is None or not planned.policy.state:
         return None
     footprint = OffloadedState.footprint_like(
         members_of(optimizer),
-        room.positions,
+        allocation.positions,
         optimizer.param_groups,
-        own_masters=room.masters,
-        **shares_of(offload, at_home=planned.rests.params),
+        own_masters=allocation.masters,
+        **shares_of(offload, at_home=planned.policy.params),
     )
-    if not planned.rests.is_delayed:
+    if not planned.policy.is_delayed:
         return footprint
-    return with_delay(footprint, room.positions, grads_on_host=planned.rests.grads)
+    return with_delay(footprint, allocation.positions, grads_on_host=planned.policy.grads)
 
 
 def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
@@ -99,7 +102,7 @@ def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> in
         (unit.num_bytes // planned.world_size for unit in planned.units), reverse=True
     )
     ahead = sum(of_units[: offload.read_ahead])
-    opened = offload.subgroup_bytes + 2 * largest if planned.rests.state else largest
+    opened = offload.subgroup_bytes + 2 * largest if planned.policy.state else largest
     behind = (WRITES_BEHIND + COPIES_BEHIND + FREE_SHARDS) * largest
     return min(sum(sizes), ahead) + min(sum(sizes), opened) + behind
 
@@ -242,7 +245,7 @@ def plan(
         made,
         config.for_partition,
         world_size=world_size,
-        rests=homes_of(config.offload, device).rests_on(device),
+        policy=backends_of(config.offload, device).policy_on(device),
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
         keeps_free_memory=keeps_free_memory(device),
@@ -260,7 +263,7 @@ def plan(
     elif rank is None:
         trained = planned.trained_bytes_per_rank
         rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
-    homes, passing_bytes = _plan_elsewhere(planned, rank, config.offload, made, device)
+    backends, passing_bytes = _plan_elsewhere(planned, rank, config.offload, made, device)
     traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
@@ -269,7 +272,7 @@ def plan(
         optimizer="none" if made is None else type(made).__name__,
         numel=sum(param.numel() for param in model.parameters()),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        memory=plan_memory(planned, rank, **homes),
+        memory=plan_memory(planned, rank, **backends),
         passing_bytes=passing_bytes,
         save=plan_save(planned, rank),
         traffic=traffic,

@@ -35,7 +35,7 @@ Groups = Sequence[dict[str, Any]]
 @final
 @define(eq=False)
 class DelayedState:
-    """Offloaded state whose steps run in a thread; `bring_in` copies their values to parameters.
+    """Offloaded state whose steps run in a thread; `apply_delayed_update` copies their values.
 
     A copy of each parameter is stepped in its place. An error of a step is raised by the next call
     that needs the outcome. If nothing was stepped, the step begins again then, so that no gradient
@@ -82,7 +82,7 @@ class DelayedState:
         self, groups: Groups, grads: Mapping[Param, Tensor], *, factor: float, opening: object
     ) -> None:
         """Begin a step with copies of the gradients and of the param groups' current numbers."""
-        assert not self.held_back(), "bring_in() comes first"
+        assert not self.held_back(), "apply_delayed_update() comes first"
         numbers = copy.deepcopy(self.inner.numbers(groups))
         for param, grad in grads.items():
             self._grads[param].copy_(grad)
@@ -100,7 +100,7 @@ class DelayedState:
         self._finish()
         return [param for param in self._stepped if param in self._behind]
 
-    def bring_in(self, opening: Callable[[Sequence[Param]], None]) -> None:
+    def apply_delayed_update(self, opening: Callable[[Sequence[Param]], None]) -> None:
         """Copy the values of the last step to the parameters that lack them, if any do.
 
         Args:
@@ -171,7 +171,7 @@ class DelayedState:
         return [param for param, stepped in self._stepped.items() if stepped in started]
 
     def written_only(self) -> list[Param]:
-        """Return all parameters: `bring_in` writes them, and their copies are stepped."""
+        """Return all parameters: an update writes to them, and their copies are stepped."""
         return list(self._stepped)
 
     def hides_master(self, param: Param) -> bool:
@@ -219,7 +219,7 @@ class DelayedState:
                 value = stepped[param].detach()
                 value.copy_(state[MASTER].detach().view(value.shape))
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """Do nothing: the stepped copies are no views of the parameters' memory."""
 
     def close(self, *, keeps_store: bool) -> None:

@@ -181,7 +181,7 @@ class OffloadedShards:
             self._keep_oldest()
 
     @ranged("swap_out wait", "arena.name")
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all closed shards are written.
 
         Raises:

@@ -157,7 +157,7 @@ class SubGroupState:
             entries = self._entries(piece)
             entries.update({name: view for name, view in piece.views.items() if name in entries})
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """Keep no view of parameters until the next step."""
         for piece in self._pieces:
             piece.stepped.data = piece.blank()

@@ -108,7 +108,7 @@ class HostGradients:
         """Begin to copy a gradient to the host, or to add it to the values there.
 
         Args:
-            received: The gradient; must not be changed before `settle` returns.
+            received: The gradient; must not be changed before `flush` returns.
             into: Memory from `allocate`, of the gradient's shape.
             adds: Add to the values of `into`, instead of replacing them.
         """
@@ -123,7 +123,7 @@ class HostGradients:
         event = copy_beside(received, copy, self._streams)
         self._under_way.append(_Delivery(event, received, copy, into, adds, staging))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all delivered gradients are on the host, and added."""
         while self._under_way:
             self._land()
@@ -194,7 +194,7 @@ class GradientStream:
         Raises:
             UnsupportedTensorError: A gradient is sparse.
         """
-        self._deliveries.settle()
+        self._deliveries.flush()
         grads = {}
         for group in groups:
             for param in group["params"]:
@@ -209,7 +209,7 @@ class GradientStream:
 
     def clear(self) -> None:
         """Drop the gradients on the host, once all copies are done."""
-        self._deliveries.settle()
+        self._deliveries.flush()
         for param in self._grads:
             if isinstance(param.grad, OffloadedGradient):
                 param.grad = None

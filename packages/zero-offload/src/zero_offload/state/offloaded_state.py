@@ -269,7 +269,7 @@ class OffloadedState:
         self.check("reading ahead")
         self._window.expect(self._swapped(range(len(self._states))))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all state is written to the store; steps return before that.
 
         Raises:
@@ -279,7 +279,7 @@ class OffloadedState:
         if self.store is None:  # all rests in memory
             return
         try:
-            self._window.settle()
+            self._window.flush()
         except Exception as error:
             raise self._tear("writing state", self._window.failed or 0, error) from error
 
@@ -384,10 +384,10 @@ class OffloadedState:
                 )
         return [numbers_of(group) for group in groups]
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """Keep no view of parameters' memory until the next step."""
         for state in self._states:
-            state.let_go()
+            state.drop_views()
 
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
@@ -494,7 +494,7 @@ class OffloadedState:
     def _come_to_rest(self) -> None:
         self._window.forget()
         with contextlib.suppress(Exception):
-            self._window.settle()
+            self._window.flush()
 
     def _tear(self, what: str, at: int, error: BaseException) -> TornStepError:
         self._torn = (

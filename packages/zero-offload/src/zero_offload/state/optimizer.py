@@ -190,7 +190,7 @@ class OffloadedOptimizer(Optimizer):
         self._plan(grads)
         parts.step(self.param_groups, grads, factor=factor)
         parts.write_numbers(self.param_groups)
-        parts.settle()
+        parts.flush()
         return loss
 
     @torch.no_grad()
@@ -267,14 +267,14 @@ class OffloadedOptimizer(Optimizer):
         parts = self._usable("writing state")
         self._plan(states)
         parts.write(states)
-        parts.settle()
+        parts.flush()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Set masters from parameters that something else has written, such as loading. Local."""
         parts = self._parts
         parts.refresh()
-        parts.settle()
+        parts.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict like the plain optimizer's.

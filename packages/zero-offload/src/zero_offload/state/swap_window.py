@@ -29,7 +29,7 @@ class SwapWindow:
 
     As many as there are slots are read ahead, in the order in which they are expected. A closed
     value is written in the background. The read of the next value in its slot begins by itself when
-    the write has ended; only `settle`, and `open` of that next value, wait for the write.
+    the write has ended; only `flush`, and `open` of that next value, wait for the write.
 
     Args:
         store: Keeps the values, under one key each.
@@ -105,7 +105,7 @@ class SwapWindow:
             self._read_next()
 
     @ranged("swap_out wait", "_name")
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all closed values are written.
 
         Raises:
@@ -127,7 +127,7 @@ class SwapWindow:
         while self._reads:
             _, (slot, begun) = self._reads.popitem()
             with contextlib.suppress(Exception):
-                if slot in self._writes:  # which the read comes after; `settle` says if it failed
+                if slot in self._writes:  # which the read comes after; `flush` says if it failed
                     self._writes[slot][1].result()
                 begun.result().result()
 

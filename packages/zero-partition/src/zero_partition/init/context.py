@@ -283,7 +283,7 @@ class Init:
         """Shard all that is whole. Collective."""
         with plainly():
             self._find_replaced()
-            self._settle(None)
+            self._reshard_unused(None)
 
     def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""
@@ -291,7 +291,7 @@ class Init:
             return
         with plainly():
             tensors = tensors_among(args)
-            self._settle(tensors)
+            self._reshard_unused(tensors)
             for tensor in tensors:
                 early = find_early(tensor)
                 if early is not None:
@@ -326,7 +326,7 @@ class Init:
     def _forget_whole(self) -> None:
         self._modules, self._touched, self._whole_bytes = {}, [], 0
 
-    def _settle(self, keep: Sequence[Tensor] | None) -> None:
+    def _reshard_unused(self, keep: Sequence[Tensor] | None) -> None:
         """Shard what is whole and no longer in use, if it is worth a round.
 
         Args:

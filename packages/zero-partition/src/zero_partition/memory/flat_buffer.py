@@ -15,7 +15,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 from zero_partition.dtensors import outer_of
 from zero_partition.errors import StateError
 from zero_partition.plan.layout import BufferPlan, Piece
-from zero_partition.stand_in import placeholder, rest_type_of
+from zero_partition.stand_in import placeholder, sharded_type_of
 from zero_partition.torch_private import plain_access, version_of
 
 from .store import Rounded, Store
@@ -28,21 +28,21 @@ NUM_LOOKS: Final = 3  # so often values are compared, for writes that no version
 class FlatBuffer:
     """One flat buffer on this rank: its plan, its parameters, and the stores of its shard.
 
-    `resting` is this rank's shard, padding included. Where parameters are sharded, it is in memory
-    of its own, rounded from masters, encoded, or offloaded. Where they are replicated, it is a view
-    of `whole`; but it is beside `whole` where `codec` rounds what is gathered into that. `training`
-    is what the optimizer updates: masters of the same layout where there are some, else the same
-    object as `resting`.
+    `model_shard` is this rank's shard, padding included. Where parameters are sharded, it is in
+    memory of its own, rounded from masters, encoded, or offloaded. Where they are replicated, it is
+    a view of `whole`; but it is beside `whole` where `codec` rounds what is gathered into that.
+    `main_shard` is what the optimizer updates: masters of the same layout where there are some,
+    else the same object as `model_shard`.
     """
 
     plan: BufferPlan
     index: int  # among all buffers of the model; the identity of its collectives
     group: Group
     params: tuple[nn.Parameter, ...]
-    resting: Store
+    model_shard: Store
     whole: Tensor | None  # replicated parameters only
-    training: Store
-    targets: tuple[nn.Parameter, ...]  # what optimizer offload steps; none without it
+    main_shard: Store
+    offloaded_params: tuple[nn.Parameter, ...]  # what optimizer offload steps; none without it
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
     gather_codec: AbstractCodec | None  # how shards are written in gathers; None: as they are
@@ -53,13 +53,15 @@ class FlatBuffer:
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
-    _rest_versions: tuple[int, ...] = field(init=False)  # the same, when last resharded
+    _sharded_versions: tuple[int, ...] = field(init=False)  # the same, when last resharded
     # The parameters, and then the DTensors of which they are the local parts.
     _shown: tuple[nn.Parameter, ...] = field(init=False)
-    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while unsharded
-    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while sharded
-    is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
-    held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    # Of `_shown` while unsharded.
+    unsharded_types: tuple[type[nn.Parameter], ...] = field(init=False)
+    sharded_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while sharded
+    # The parameters are of `sharded_types`.
+    has_sharded_types: bool = field(default=False, init=False)
+    pinned: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
     _looks_left: float = field(default=NUM_LOOKS, init=False)  # see `follow_writes`
     is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
     _views: Sequence[Tensor] = field(default=(), init=False)  # that were installed last
@@ -74,13 +76,13 @@ class FlatBuffer:
         )
         dtensors = (outer for p in self.params if (outer := outer_of(p)) is not p)
         self._shown = (*self.params, *dtensors)
-        self.whole_types = tuple(type(param) for param in self._shown)
-        self.rest_types = tuple(rest_type_of(param) for param in self._shown)
-        self.versions = self._rest_versions = tuple(map(version_of, self.params))
+        self.unsharded_types = tuple(type(param) for param in self._shown)
+        self.sharded_types = tuple(sharded_type_of(param) for param in self._shown)
+        self.versions = self._sharded_versions = tuple(map(version_of, self.params))
         self.pieces = self.plan.layout.pieces(self.group.rank)
-        stepped, size = self.training.memory, torch.Size([self.shard_numel])
+        stepped, size = self.main_shard.memory, torch.Size([self.shard_numel])
         if stepped is None:  # optimizer offload keeps masters elsewhere
-            stepped = placeholder(size, self.training.dtype, self.stepped_device)
+            stepped = placeholder(size, self.main_shard.dtype, self.stepped_device)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)
         )
@@ -91,17 +93,17 @@ class FlatBuffer:
     @property
     def has_masters(self) -> bool:
         """Return whether the optimizer updates masters and not what the model computes with."""
-        return self.training is not self.resting
+        return self.main_shard is not self.model_shard
 
     @property
     def shard(self) -> Tensor:
         """Return this rank's values, 1-D, to read: the memory itself, or else a copy."""
-        return self.resting.read()
+        return self.model_shard.read()
 
     @property
     def trained(self) -> Tensor:
         """Return this rank's values as the optimizer updates them: masters where there are some."""
-        return self.training.read()
+        return self.main_shard.read()
 
     @property
     def is_view(self) -> bool:
@@ -172,9 +174,9 @@ class FlatBuffer:
 
     def resting_tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor of ours that may view this rank's parameters, shard or masters."""
-        rests = (self.whole, self.resting.memory, self.training.memory)
-        memory = tuple(tensor for tensor in rests if tensor is not None)
-        return (*memory, *self._views, *self.params, *self.shard_params, *self.targets)
+        own = (self.whole, self.model_shard.memory, self.main_shard.memory)
+        memory = tuple(tensor for tensor in own if tensor is not None)
+        return (*memory, *self._views, *self.params, *self.shard_params, *self.offloaded_params)
 
     def forget_addresses(self) -> None:
         """Forget cached addresses: the buffers have moved.
@@ -194,7 +196,7 @@ class FlatBuffer:
                 self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
             if piece is None:
                 return
-            for rest in dict.fromkeys((self.resting, self.training)):
+            for rest in dict.fromkeys((self.model_shard, self.main_shard)):
                 with rest.edit() as shard:
                     shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
 
@@ -208,11 +210,11 @@ class FlatBuffer:
         Masters are rounded into the shard. Where `codec` is used, the values are also copied to
         this rank's span of replicated parameters, which other ranks have yet to receive.
         """
-        memory = self.training.memory
+        memory = self.main_shard.memory
         if self.has_masters and memory is not None:
-            self.resting.write(memory)
+            self.model_shard.write(memory)
         if self.codec is not None:
-            exact = self.resting.memory if memory is None else memory
+            exact = self.model_shard.memory if memory is None else memory
             assert self.own is not None and exact is not None, "it rests whole, and beside that"
             self.own.copy_(exact)
 
@@ -248,7 +250,7 @@ class FlatBuffer:
         written = [
             piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
         ]
-        for rest in dict.fromkeys((self.resting, self.training)) if written else ():
+        for rest in dict.fromkeys((self.model_shard, self.main_shard)) if written else ():
             with rest.edit() as shard:
                 for piece in written:
                     part = piece.in_shard.as_slice()
@@ -258,7 +260,7 @@ class FlatBuffer:
     @torch.no_grad()
     def _follow_values(self, own: Tensor) -> None:
         """Copy parameters to their masters where they are not what the masters round to."""
-        if (memory := self.training.memory) is None:
+        if (memory := self.main_shard.memory) is None:
             return
         for piece in self.pieces:
             master, part = memory[piece.in_shard.as_slice()], own[piece.in_shard.as_slice()]
@@ -273,7 +275,7 @@ class FlatBuffer:
 
         Its parameters view our memory again afterwards.
         """
-        memory = self.training.memory
+        memory = self.main_shard.memory
         if memory is None or list(map(Tensor.data_ptr, self.shard_params)) == self._part_addresses:
             return
         with plain_access():  # no write of the user's
@@ -287,27 +289,27 @@ class FlatBuffer:
 
         When None, they view the shard on the device, or a placeholder where there is none.
         """
-        memory = self.resting.memory if shard is None else shard
+        memory = self.model_shard.memory if shard is None else shard
         if memory is None:
             memory = placeholder(torch.Size([self.shard_numel]), self.plan.dtype, _CPU)
-        for target, part in zip(self.targets, self.parts_of(memory), strict=False):
+        for target, part in zip(self.offloaded_params, self.parts_of(memory), strict=False):
             target.data = part
 
     def install(self, views: Sequence[Tensor]) -> None:
-        """Make the parameters view this memory, but for those in `held`. Moves no data."""
+        """Make the parameters view this memory, but for those in `pinned`. Moves no data."""
         if views is not self._views:
             self._views, self._addresses = views, None
-        if self.is_at_rest:  # else setting `data` would be noticed as a use
-            for param, whole_type in zip(self._shown, self.whole_types, strict=True):
+        if self.has_sharded_types:  # else setting `data` would be noticed as a use
+            for param, whole_type in zip(self._shown, self.unsharded_types, strict=True):
                 param.__class__ = whole_type
-        if self.held:
-            views = [self.held.get(position, view) for position, view in enumerate(views)]
+        if self.pinned:
+            views = [self.pinned.get(position, view) for position, view in enumerate(views)]
         for param, view in zip(self.params, views, strict=True):
             param.data = view
-        self.is_at_rest = self._views is self.stand_ins
-        if self.is_at_rest:  # see NOTE(class) in stand_in
-            self._rest_versions = tuple(map(version_of, self.params))
-            for param, rest_type in zip(self._shown, self.rest_types, strict=True):
+        self.has_sharded_types = self._views is self.stand_ins
+        if self.has_sharded_types:  # see NOTE(class) in stand_in
+            self._sharded_versions = tuple(map(version_of, self.params))
+            for param, rest_type in zip(self._shown, self.sharded_types, strict=True):
                 param.__class__ = rest_type
 
     def return_params(self, values: Sequence[Tensor]) -> None:
@@ -325,16 +327,16 @@ class FlatBuffer:
         if self._addresses is None:
             self._addresses = [view.data_ptr() for view in self._views]
         for position, param in enumerate(self.params):
-            held = self.held.get(position) if self.held else None
-            address = self._addresses[position] if held is None else held.data_ptr()
+            pinned = self.pinned.get(position) if self.pinned else None
+            address = self._addresses[position] if pinned is None else pinned.data_ptr()
             is_other = param.dtype is not dtype or (
                 param.data_ptr() != address and (is_sharded or not self._is_like(position))
             )
             # At rest the class refuses writes; what it is not told of (`set_`) changes addresses.
-            is_own = self.rest_types[position] is self.whole_types[position]
-            is_noticed = self.is_at_rest and not is_own
-            version = self._rest_versions[position] if is_noticed else version_of(param)
-            is_written = is_sharded and held is None and version != self.versions[position]
+            is_own = self.sharded_types[position] is self.unsharded_types[position]
+            is_noticed = self.has_sharded_types and not is_own
+            version = self._sharded_versions[position] if is_noticed else version_of(param)
+            is_written = is_sharded and pinned is None and version != self.versions[position]
             # Adapters are switched on and off around an evaluation: that needs no gradient memory.
             is_thawed = param.requires_grad and not trainable and torch.is_grad_enabled()
             if is_other or is_written or is_thawed:
@@ -367,7 +369,7 @@ class FlatBuffer:
                 "memory back, or write the value into it: param.data.copy_(value)"
             )
 
-    def take_back(self) -> dict[nn.Parameter, Tensor]:
+    def restore_memory(self) -> dict[nn.Parameter, Tensor]:
         """Let parameters view our memory again; return what the user had put in its place."""
         replaced = {self.params[at]: self.params[at].data for at in self.find_replaced()}
         if replaced:
@@ -375,14 +377,14 @@ class FlatBuffer:
         return replaced
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def adopt_values(self) -> None:
         """Copy values from memory that the user has put in place of ours: a step writes to ours."""
-        for param, value in self.take_back().items():
+        for param, value in self.restore_memory().items():
             param.copy_(value)  # a write, which masters follow by its version
 
     def has_touched_whole(self) -> bool:
         """Return whether a parameter was written to while it is whole, or views other memory."""
-        if self.held:
+        if self.pinned:
             return False
         if tuple(map(version_of, self.params)) != self.versions:
             return True
@@ -395,42 +397,44 @@ class FlatBuffer:
         not encoded. A write that changed nothing is forgotten, and so is other memory of a frozen
         parameter with the same values, which bitsandbytes puts there.
         """
-        versions, resting = tuple(map(version_of, self.params)), self.resting.memory
-        if isinstance(self.resting, Rounded):
-            resting = self.resting.read()
+        versions, model_shard = tuple(map(version_of, self.params)), self.model_shard.memory
+        if isinstance(self.model_shard, Rounded):
+            model_shard = self.model_shard.read()
         is_comparable = (
-            resting is not None and self.gather_codec is None and not self.plan.trainable
+            model_shard is not None and self.gather_codec is None and not self.plan.trainable
         )
         others: set[int] = set()
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            is_other = param.data_ptr() != view.data_ptr() and position not in self.held
+            is_other = param.data_ptr() != view.data_ptr() and position not in self.pinned
             is_like = param.dtype == view.dtype and self._is_like(position)
             is_lost = is_other and not (is_comparable and is_like)
-            if is_lost or (resting is None and versions[position] != self.versions[position]):
+            if is_lost or (model_shard is None and versions[position] != self.versions[position]):
                 return position
             if is_other:
                 others.add(position)
-        if self.held or resting is None or self.gather_codec is not None:
+        if self.pinned or model_shard is None or self.gather_codec is not None:
             return None
         own = self.own_of(full)
         for piece in self.pieces:
             part = own[piece.in_shard.as_slice()]
             if piece.index in others:
                 part = self.params[piece.index].detach().reshape(-1)[piece.in_tensor.as_slice()]
-            rests = resting[piece.in_shard.as_slice()]
-            if not torch.equal(part.view(torch.uint8), rests.view(torch.uint8)):
+            own_stored = model_shard[piece.in_shard.as_slice()]
+            if not torch.equal(part.view(torch.uint8), own_stored.view(torch.uint8)):
                 return piece.index
         self.versions = versions
         return None
 
-    def hold(self, values: Mapping[int, Tensor]) -> None:
-        """Let the parameters at these positions view memory of their own until `let_go`."""
-        self.held.update(values)
+    def pin(self, values: Mapping[int, Tensor]) -> None:
+        """Let the parameters at these positions view memory of their own until `unpin`."""
+        self.pinned.update(values)
         self.install(self._views)
 
-    def let_go(self, positions: Iterable[int]) -> None:
-        """End `hold`: view again what the others view."""
-        released = [position for position in positions if self.held.pop(position, None) is not None]
+    def unpin(self, positions: Iterable[int]) -> None:
+        """End `pin`: view again what the others view."""
+        released = [
+            position for position in positions if self.pinned.pop(position, None) is not None
+        ]
         self.install(self._views)
         versions = list(self.versions)
         for position in released:
@@ -457,7 +461,7 @@ class SecondaryShards:
         """Return bytes of the parts, padding included."""
         return sum(part.nbytes for part in self._parts)
 
-    def keep(self, full: Sequence[Tensor], version: int) -> None:
+    def update(self, full: Sequence[Tensor], version: int) -> None:
         """Copy this rank's parts of whole buffers, unless it has them. Local; see NOTE(keeping)."""
         if self.version == version:
             return

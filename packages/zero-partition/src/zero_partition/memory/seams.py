@@ -104,12 +104,12 @@ class OptimizerOffload(Protocol):
             replaces: Whether entries go for which there is no new one, but for hidden masters.
         """
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """Drop all views of targets' memory, which is going to be freed for a while."""
 
 
 class DelayedOffload(OptimizerOffload, Protocol):
-    """Offload whose `step` returns while it goes on; `bring_in` gives targets the new values.
+    """Offload whose `step` goes on after its return, until `apply_delayed_update`.
 
     Every target has a master from the start on: the step does not update what the model computes
     with. `started`, `read` and `write` see the state after the step.
@@ -118,7 +118,7 @@ class DelayedOffload(OptimizerOffload, Protocol):
     def held_back(self) -> Collection[Param]:
         """Return the targets that lack their new values, in order. Blocks until these are known."""
 
-    def bring_in(self, opening: Opening) -> None:
+    def apply_delayed_update(self, opening: Opening) -> None:
         """Give targets the new values that they lack, if any; `opening` is as for `step`."""
 
 
@@ -143,7 +143,7 @@ class Pending(Protocol):
         """
 
 
-class TensorHome(Protocol):
+class ParamOffload(Protocol):
     """Offloaded shards of one rank's parameters, by the number of their flat buffer. Local.
 
     These shards are not updated; their masters are, wherever they are.
@@ -184,7 +184,7 @@ class TensorHome(Protocol):
     def close(self, index: int) -> None:
         """Begin to store what was opened. Reads that begin later see it."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all that was closed is stored.
 
         Raises:
@@ -199,7 +199,7 @@ class TensorHome(Protocol):
     def disk_bytes(self) -> int:
         """Return bytes of files in use now."""
 
-    def another(self) -> TensorHome:
+    def another(self) -> ParamOffload:
         """Return an empty one of the same kind, in the same place.
 
         It is ended before this one is.
@@ -209,7 +209,7 @@ class TensorHome(Protocol):
         """Release everything. A second call does nothing."""
 
 
-class GradientHome(Protocol):
+class GradOffload(Protocol):
     """Host memory for this rank's shards of gradients, copied there as they are reduced. Local.
 
     The gradient of the first backward is copied there, that of each further one is added there.
@@ -223,12 +223,12 @@ class GradientHome(Protocol):
 
         Args:
             received: 1-D, this rank's part of the gradients of a buffer, or of one of its
-                parameters; not to be changed until `settle`.
+                parameters; not to be changed until `flush`.
             into: As many elements of memory from `allocate`.
             adds: Whether to add to what is there; else it is replaced.
         """
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Block until all that was delivered has arrived."""
 
 

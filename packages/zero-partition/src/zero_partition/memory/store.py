@@ -15,7 +15,7 @@ from zero_comm import AbstractCodec
 
 from zero_partition.plan.layout import Piece
 
-from .seams import MASTER, OptimizerOffload, Pending, TensorHome
+from .seams import MASTER, OptimizerOffload, ParamOffload, Pending
 
 
 class Store(Protocol):
@@ -36,7 +36,7 @@ class Store(Protocol):
         return None
 
     @property
-    def home(self) -> TensorHome | None:
+    def param_offload(self) -> ParamOffload | None:
         """Return the offload of parameters that has the values; None if they are not in one."""
         return None
 
@@ -109,11 +109,11 @@ class Rounded(Store):
     def read(self) -> Tensor:
         return self.masters.to(self.dtype, copy=True) if self.memory is None else self.memory
 
-    def keep(self) -> None:
-        """Make a copy in memory, until `let_go`: the masters are going to be parked."""
+    def materialize(self) -> None:
+        """Make a copy in memory, until `drop`: the masters are going to be parked."""
         self.memory = self.read()
 
-    def let_go(self) -> None:
+    def drop(self) -> None:
         """Drop the copy: the masters are on the device again."""
         self.memory = None
 
@@ -123,10 +123,10 @@ class Rounded(Store):
 
 @final
 @frozen(eq=False)
-class AtHome(Store):
+class OffloadedShard(Store):
     """Offloaded shard, under the number of the flat buffer."""
 
-    home: TensorHome
+    param_offload: ParamOffload
     index: int
     blank: Tensor  # of its size and dtype, on meta
     device: torch.device
@@ -137,7 +137,7 @@ class AtHome(Store):
         return self.blank.dtype
 
     def fetch(self, place: Tensor) -> Pending:
-        return self.home.read(self.index, place)
+        return self.param_offload.read(self.index, place)
 
     def read(self) -> Tensor:
         values = torch.empty_like(self.blank, device=self.device)
@@ -146,14 +146,14 @@ class AtHome(Store):
 
     @contextmanager
     def edit(self) -> Iterator[Tensor]:
-        memory = self.home.open(self.index, reads=True)
+        memory = self.param_offload.open(self.index, reads=True)
         try:
             yield memory
         finally:
-            self.home.close(self.index)
+            self.param_offload.close(self.index)
 
     def write(self, values: Tensor) -> None:
-        self.home.write(self.index, values)
+        self.param_offload.write(self.index, values)
 
 
 @final
@@ -193,14 +193,14 @@ class WithState(Store):
     """
 
     offload: OptimizerOffload
-    targets: Sequence[nn.Parameter]
+    offloaded_params: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
     shard: Store
     dtype: torch.dtype
 
     def read(self) -> Tensor:
         values = self.shard.read().to(self.dtype, copy=True)
-        mine = [self.targets[piece.index] for piece in self.pieces]
+        mine = [self.offloaded_params[piece.index] for piece in self.pieces]
         found = self.offload.read(mine, names=(MASTER,))
         for piece, target in zip(self.pieces, mine, strict=True):
             if MASTER in found[target]:
@@ -209,7 +209,9 @@ class WithState(Store):
 
     def write(self, values: Tensor) -> None:
         parts = {
-            self.targets[piece.index]: {MASTER: values[piece.in_shard.as_slice()].to(self.dtype)}
+            self.offloaded_params[piece.index]: {
+                MASTER: values[piece.in_shard.as_slice()].to(self.dtype)
+            }
             for piece in self.pieces
         }
         self.offload.write(parts, replaces=False)

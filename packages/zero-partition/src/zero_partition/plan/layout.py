@@ -519,7 +519,7 @@ class UnitPlan:
     is_outer: bool  # other units run inside this one's forward, or it runs inside several
     rests_whole: bool = False  # on every rank, at every stage; used by any module
 
-    def resting(self, placement: Placement) -> Placement:
+    def param_placement(self, placement: Placement) -> Placement:
         """Return the placement of its parameters, given that of the model's parameters.
 
         Units of small parameters are replicated at every stage.

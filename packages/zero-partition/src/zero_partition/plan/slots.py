@@ -64,7 +64,7 @@ class ExecutionOrder:
             self.misses += 1
             self.position = self._find(use.unit, following)
 
-    def plan(self, gathers: Sequence[Gather]) -> dict[int, list[int]]:
+    def plan(self, gathers: Sequence[PlannedGather]) -> dict[int, list[int]]:
         """Set the gathers of one pass through the recording, and return `launches`."""
         self.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
         self.launches = {}
@@ -159,7 +159,7 @@ class Extent:
 
 
 @frozen
-class Gather:
+class PlannedGather:
     """One gather of a unit. Times are positions in the order of uses; -1 is before the first."""
 
     unit: int
@@ -233,7 +233,7 @@ def plan_gathers(
     slot_of: Mapping[int, int],
     *,
     prefetch_numel: int | None,
-) -> tuple[Gather, ...]:
+) -> tuple[PlannedGather, ...]:
     """Return every gather of one pass through the order, launched as soon as its slot is free.
 
     They are launched in the order of uses, so that ranks with one order launch in one order.
@@ -244,7 +244,7 @@ def plan_gathers(
         slot_of: Unit to slot, for the units that have one already; others cannot be prefetched.
         prefetch_numel: Elements launched and not yet used; None for no bound.
     """
-    gathers: list[Gather] = []
+    gathers: list[PlannedGather] = []
     latest: dict[int, int] = {}  # of each slot: where in `gathers`
     last_in_use: dict[int, int] = {}
     in_flight = [0] * (len(uses) + 1)  # at each position, from -1
@@ -263,7 +263,7 @@ def plan_gathers(
             if before is not None:
                 gathers[before] = evolve(gathers[before], released=start)
             latest[slot] = len(gathers)
-            gathers.append(Gather(use.unit, start, position))
+            gathers.append(PlannedGather(use.unit, start, position))
         last_in_use.update(dict.fromkeys(use.in_use, position))
     return tuple(gathers)
 
@@ -399,7 +399,7 @@ class Slot(Generic[Owner]):
         """Return whether somebody beside its owners has a view of the memory."""
         return self.memory is not None and num_viewers(self.memory) > self.num_views + 1
 
-    def leave(self) -> None:
+    def vacate(self) -> None:
         """Remove the owner, and free memory of a device until `allocate`; see NOTE(free memory)."""
         self.owner = None  # first: who has it believes that it has memory
         if self.memory is not None and not keeps_free_memory(self.memory.device):
@@ -436,10 +436,10 @@ class SlotPool(Generic[Owner]):
         owners fit side by side without every slot being as large as the largest.
         """
         pool = cls(device, is_busy)
-        pool.deal(sorted(sizes, reverse=True)[:num_slots])
+        pool.make_ring(sorted(sizes, reverse=True)[:num_slots])
         return pool
 
-    def deal(self, sizes: Sequence[int]) -> None:
+    def make_ring(self, sizes: Sequence[int]) -> None:
         """Free all slots, and make a ring of slots of these sizes in bytes, without owners."""
         self.release()
         self.ring = [Slot(index, size) for index, size in enumerate(sizes)]
@@ -465,7 +465,7 @@ class SlotPool(Generic[Owner]):
                 found = slot
         return found
 
-    def take(self, num_bytes: int, *, alone: bool = False, again: bool = False) -> Slot[Owner]:
+    def acquire(self, num_bytes: int, *, alone: bool = False, again: bool = False) -> Slot[Owner]:
         """Return a slot of at least so many bytes: of the ring, else an extra one.
 
         An extra one is made where `alone`, or where the ring has none free. With `again`, an extra
@@ -546,7 +546,7 @@ class ReductionPlan:
         alone, num_bytes = gradients.is_outer or gradients.is_adopted, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
-        slot = self.pool.take(num_bytes, alone=alone, again=True)
+        slot = self.pool.acquire(num_bytes, alone=alone, again=True)
         slot.owner, gradients.slot = gradients, slot
         slot.allocate(self.pool.device)
         self.peak_bytes = max(self.peak_bytes, self.pool.num_bytes)
@@ -566,6 +566,6 @@ class ReductionPlan:
         gradients = self._in_flight.pop(0)
         slot, gradients.slot = gradients.slot, None
         if slot is not None and (gradients.is_adopted or not self.keeps_free_memory):
-            slot.leave()
+            slot.vacate()
         elif slot is not None:
             slot.owner = None

@@ -166,14 +166,14 @@ class Wire:
             )
         return levels
 
-    def check(self, placements: Placements, *, has_home: bool = False) -> None:
+    def check(self, placements: Placements, *, offloads_params: bool = False) -> None:
         """Raise PartitionError if a field has no use with these placements. Local.
 
         Args:
             placements: Of parameters, gradients and optimizer state.
-            has_home: Whether shards of parameters are offloaded.
+            offloads_params: Whether shards of parameters are offloaded.
         """
-        if self.frozen is not None and has_home:
+        if self.frozen is not None and offloads_params:
             raise PartitionError(
                 f"Wire(frozen='{self.frozen}') is for shards that rest on the device, and these "
                 "rest outside it, as they are; keep parameters on the device, or leave out frozen"

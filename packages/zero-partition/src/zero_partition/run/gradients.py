@@ -30,7 +30,7 @@ from zero_comm.ranges import ranged
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import GradientHome
+from zero_partition.memory.seams import GradOffload
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.precision import Scaling
@@ -149,11 +149,12 @@ class BufferGradients:
     unit: Unit
     routes: Routes
     config: PartitionConfig
-    home: GradientHome | None  # where the reduced shard rests; here when None
+    grad_offload: GradOffload | None  # where the reduced shard rests; here when None
     shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     codec: AbstractCodec | None = field(init=False)  # in which they travel; see `Wire.gradients`
     loco_errors: LocoErrors | None = field(init=False)  # what that lost, to be made up for
-    targets: tuple[nn.Parameter, ...] = field(init=False)  # whose gradient the optimizer reads
+    # The parameters whose `grad` the optimizer reads: shards, or at stage 0 the model's own.
+    stepped_params: tuple[nn.Parameter, ...] = field(init=False)
     wire_bytes: int = field(init=False)  # of all of them as they travel, padding included
     states: list[GradState] = field(init=False)  # of each parameter's gradient; changed here only
     guards: tuple[GradientGuard, ...] = field(init=False)  # see NOTE(guards)
@@ -176,15 +177,15 @@ class BufferGradients:
     _viewed: Tensor | None = field(default=None, init=False)  # all of what they view
     _scaling: Scaling = field(init=False)
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
-    _lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
-    _lends: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
+    _plain_grads: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
+    _has_closure: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
 
     def __attrs_post_init__(self) -> None:
         buffer, loco = self.buffer, self.config.wire.loco
         self.codec = self.config.wire.codec_of_gradients(buffer.wire_dtype)
         self.loco_errors = None if self.codec is None or loco is None else LocoErrors(loco)
         self.shards_state = self.config.placements.optim is Placement.SHARDED
-        self.targets = buffer.shard_params if self.shards_state else buffer.params
+        self.stepped_params = buffer.shard_params if self.shards_state else buffer.params
         self.wire_bytes = buffer.plan.layout.numel * buffer.wire_dtype.itemsize
         self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
         is_as_it_travels = self._scaling.divisor_before == 1.0 and (
@@ -195,8 +196,8 @@ class BufferGradients:
         self.adopts = are_sharded and is_as_it_travels and buffer.plan.is_one_param
         plans = enumerate(buffer.plan.params)
         self.structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
-        self.flush_threshold = self._most_waiting = min(len(self.targets), MAX_WAITING)
-        self.states = [NONE] * len(self.targets)
+        self.flush_threshold = self._most_waiting = min(len(self.stepped_params), MAX_WAITING)
+        self.states = [NONE] * len(self.stepped_params)
         own: Any = ref(self)
         self.guards = tuple(
             GradientGuard.like(stand_in, partial(_scale_gradient, own, position))
@@ -215,12 +216,12 @@ class BufferGradients:
     @property
     def is_full(self) -> bool:
         """Return whether all parameters' gradients arrived in this backward, since the launch."""
-        return self.num_local == len(self.targets)
+        return self.num_local == len(self.stepped_params)
 
     @property
     def holds_gradients(self) -> bool:
         """Return whether the optimizer has a gradient of a parameter of this buffer."""
-        for param in self.targets:  # noqa: SIM110 - any() would be a call for each
+        for param in self.stepped_params:  # noqa: SIM110 - any() would be a call for each
             if param.grad is not None:
                 return True
         return False
@@ -251,7 +252,7 @@ class BufferGradients:
     def leave_accumulator(self) -> None:
         """Collect nowhere until `use_accumulator`."""
         if self.slot is not None:
-            self.slot.leave()
+            self.slot.vacate()
         elif self.accumulator is not None:
             self._forget_views()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
@@ -284,7 +285,7 @@ class BufferGradients:
         self.waiting.clear()
         return found
 
-    def take(self, grads: Mapping[int, Tensor]) -> None:
+    def accumulate(self, grads: Mapping[int, Tensor]) -> None:
         """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
         views, params, states = self.views, self.buffer.params, self.states
         first: tuple[list[Tensor], list[Tensor]] = [], []  # into, from
@@ -304,7 +305,7 @@ class BufferGradients:
                 foreach_copy_(*first)
             if again[0]:
                 foreach_add_(*again)
-        missing = len(self.targets) - self.num_local
+        missing = len(self.stepped_params) - self.num_local
         self.flush_threshold = min(missing, MAX_WAITING) or 1  # 1: all here, and one comes again
 
     # ---- They are reduced: what is launched must be in the same order on every rank ----
@@ -376,7 +377,7 @@ class BufferGradients:
     def _reduce_to_shards(self, values: Tensor, how: dict[str, Any]) -> Handle[Tensor]:
         codec, routes, buffer = self.codec, self.routes, self.buffer
         out, wire_dtype = self._ensure_shard(), buffer.wire_dtype
-        if self.home is not None or out.dtype != wire_dtype or self.holds_gradients:
+        if self.grad_offload is not None or out.dtype != wire_dtype or self.holds_gradients:
             out = torch.empty(out.numel(), dtype=wire_dtype, device=buffer.group.device)  # added
         values = values.to(wire_dtype)
         if codec is not None and self.unit.errors is not None:
@@ -431,9 +432,9 @@ class BufferGradients:
         """Memory for this rank's part, made at first use."""
         if self.shard is None:
             buffer = self.buffer
-            numel, dtype = buffer.shard_numel, buffer.training.dtype
-            if self.home is not None:
-                self.shard = self.home.allocate(numel, dtype)
+            numel, dtype = buffer.shard_numel, buffer.main_shard.dtype
+            if self.grad_offload is not None:
+                self.shard = self.grad_offload.allocate(numel, dtype)
             else:
                 self.shard = torch.empty(numel, dtype=dtype, device=buffer.group.device)
             parts = buffer.parts_of(self.shard)
@@ -450,15 +451,15 @@ class BufferGradients:
             if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
                 part.copy_(param.grad)  # the user put another there
         more = self.buffer.parts_of(received)
-        if self.home is not None and len(set(adds)) == 1:
+        if self.grad_offload is not None and len(set(adds)) == 1:
             if not adds[0] and received.dtype == shard.dtype:
-                self._take_norms(more)
-            self.home.deliver(received, shard, adds=adds[0])
+                self._cache_norms(more)
+            self.grad_offload.deliver(received, shard, adds=adds[0])
             return
         for is_more, part, other in zip(adds, self.parts, more, strict=True):
-            if self.home is not None:
+            if self.grad_offload is not None:
                 into = part.as_subclass(Tensor).view(-1)
-                self.home.deliver(other.view(-1), into, adds=is_more)
+                self.grad_offload.deliver(other.view(-1), into, adds=is_more)
             elif is_more:
                 part.add_(other)
             else:
@@ -471,9 +472,11 @@ class BufferGradients:
         values = self.parts if self.shards_state else self.views
         for position in positions:
             self.states[position] = REDUCED
-            self.targets[position].grad = values[position]
-        if self._lends:
-            self._lend(position for position in positions if position in self.structured)
+            self.stepped_params[position].grad = values[position]
+        if self._has_closure:
+            self._expose_plain_grads(
+                position for position in positions if position in self.structured
+            )
 
     def set_local(self, position: int, value: Tensor) -> None:
         """Replace this rank's local gradient, inside no_sync. Local."""
@@ -489,40 +492,40 @@ class BufferGradients:
         self.states[position] = REDUCED
         if not self.shards_state:
             self.views[position].copy_(value)
-            self.targets[position].grad = self.views[position]
+            self.stepped_params[position].grad = self.views[position]
             return
         self._ensure_shard()
         part, piece = self.parts[position], self.buffer.piece_of(position)
         if piece is not None:
             part.copy_(value.reshape(-1)[piece.in_tensor.as_slice()].view(part.shape))
-        self.targets[position].grad = part
+        self.stepped_params[position].grad = part
         self.guard((position,))
 
-    def lend(self, *, has_closure: bool) -> None:
+    def expose_plain_grads(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
-        self._lends = has_closure
-        self._lent.clear()
+        self._has_closure = has_closure
+        self._plain_grads.clear()
         if self.parts:
             params = self.buffer.shard_params
-            self._lend(i for i in self.structured if params[i].grad is self.parts[i])
+            self._expose_plain_grads(i for i in self.structured if params[i].grad is self.parts[i])
 
-    def take_back(self) -> None:
+    def restore_grads(self) -> None:
         """The optimizer has stepped."""
-        self._lends = False
-        for position, plain in self._lent.items():
+        self._has_closure = False
+        for position, plain in self._plain_grads.items():
             param = self.buffer.shard_params[position]
             if param.grad is plain:  # else the optimizer has dropped it
                 param.grad = self.parts[position]
-        self._lent.clear()
+        self._plain_grads.clear()
 
-    def _lend(self, positions: Iterable[int]) -> None:
+    def _expose_plain_grads(self, positions: Iterable[int]) -> None:
         for position in positions:
             part, shape = self.parts[position], self.buffer.plan.params[position].shape
             is_absent = shape.numel() and not part.numel()
-            self._lent[position] = None if is_absent else part.as_subclass(Tensor)
-            self.buffer.shard_params[position].grad = self._lent[position]
+            self._plain_grads[position] = None if is_absent else part.as_subclass(Tensor)
+            self.buffer.shard_params[position].grad = self._plain_grads[position]
 
-    def _take_norms(self, received: Sequence[Tensor]) -> None:
+    def _cache_norms(self, received: Sequence[Tensor]) -> None:
         """Measure what a reduction has left on the device: in float32 what has 16 bits."""
         full = {position: part for position, part in enumerate(received) if part.numel()}
         if full:
@@ -531,7 +534,7 @@ class BufferGradients:
             norms = foreach_norm(list(full.values()), 2.0, dtype=wide)
             self._norms = {p: (norm, None) for p, norm in zip(full, norms, strict=True)}
 
-    def settle_norms(self) -> None:
+    def record_norm_versions(self) -> None:
         """Record the gradients' versions: all have reached the host.
 
         A later write to a gradient makes its cached norm invalid.
@@ -550,7 +553,7 @@ class BufferGradients:
             return None
         part, (norm, version) = self.parts[position], self._norms[position]
         is_as_it_came = version_of(part) == version and not getattr(part, "is_touched", False)
-        return norm if is_as_it_came and self.targets[position].grad is part else None
+        return norm if is_as_it_came and self.stepped_params[position].grad is part else None
 
     # ---- Between backwards: guards in `param.grad`, and what is dropped ----
 
@@ -560,7 +563,7 @@ class BufferGradients:
         self.waiting.clear()  # what an exception left behind
         self.flush_threshold, self.num_local = self._most_waiting, 0
         self.from_outside.clear()
-        states, targets, params = self.states, self.targets, self.buffer.params
+        states, targets, params = self.states, self.stepped_params, self.buffer.params
         for position, state in enumerate(states):
             if state is LOCAL:  # inside no_sync
                 states[position] = ACCUMULATED
@@ -631,7 +634,7 @@ class BufferGradients:
         """The user has dropped this gradient."""
         self.states[position] = NONE
         if self.shards_state:
-            self.targets[position].grad = None
+            self.stepped_params[position].grad = None
 
     def drop_local(self, *, set_to_none: bool) -> None:
         """Drop gradients that are not reduced, or make them zero."""
@@ -647,7 +650,7 @@ class BufferGradients:
     def drop(self) -> None:
         """Drop every gradient, reduced or not."""
         self.states[:], self.num_local = [NONE] * len(self.states), 0
-        self._lent.clear()
+        self._plain_grads.clear()
         for guard in self.guards:
             guard.received = None
         for part in self.parts:
@@ -661,7 +664,7 @@ class BufferGradients:
         Raises:
             StateError: It is being reduced.
         """
-        state, target = self.states[position], self.targets[position].grad
+        state, target = self.states[position], self.stepped_params[position].grad
         if state is IN_FLIGHT:
             raise StateError(
                 f"parameter {self.buffer.plan.params[position].name!r}: {operation}() of its "
@@ -686,7 +689,7 @@ class BufferGradients:
         holds = self.holds_gradients
         if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
-        if not holds and self.home is None:
+        if not holds and self.grad_offload is None:
             self.shard, self.parts = None, ()
 
     def release(self) -> None:
@@ -719,12 +722,12 @@ class GradientReducer:
     units: Sequence[Unit]  # whose trainable buffers have gradients
     routes: Routes
     config: PartitionConfig
-    home: GradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
+    grad_offload: GradOffload | None = None  # where reduced gradients wait; see NOTE(leaving)
     placement: Placement = field(init=False)  # of gradients while they accumulate
     shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)
-    lenders: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(lending)
+    structured_buffers: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(lending)
     pool: SlotPool[BufferGradients] = field(init=False)
     control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
     has_collected: bool = field(default=False, init=False)  # in this backward
@@ -748,11 +751,11 @@ class GradientReducer:
         precision = self.config.precision.over(self.routes.whole.world_size)
         config = evolve(self.config, precision=precision)
         self.gradients = tuple(
-            BufferGradients(buffer, unit, self.routes.of(buffer.plan), config, self.home)
+            BufferGradients(buffer, unit, self.routes.of(buffer.plan), config, self.grad_offload)
             for buffer, unit in buffers
             if buffer.plan.trainable
         )
-        self.lenders = tuple(g for g in self.gradients if g.structured)
+        self.structured_buffers = tuple(g for g in self.gradients if g.structured)
         ring = [g.wire_bytes for g in self.gradients if not (g.unit.plan.is_outer or g.adopts)]
         self.pool = SlotPool.plan(
             ring if self.placement is Placement.SHARDED else (),
@@ -812,7 +815,7 @@ class GradientReducer:
         if not (self.sync and g.adopt(grads)):
             self._ensure_accumulator(g)
         self.has_collected = True
-        g.take(grads)
+        g.accumulate(grads)
         if self.sync and g.is_full:
             self._became_full.append(g)
             order = self._order
@@ -849,7 +852,8 @@ class GradientReducer:
         """
         gradients = self._of_unit[unit.index]
         return len(gradients) == len(unit.buffers) and all(
-            g.has_launched or g.num_local + len(g.waiting) == len(g.targets) for g in gradients
+            g.has_launched or g.num_local + len(g.waiting) == len(g.stepped_params)
+            for g in gradients
         )
 
     # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----
@@ -866,10 +870,10 @@ class GradientReducer:
                 if not g.has_launched or (g.reduction is None and g.has_local):
                     self._launch(g)
             self._flush()
-            for g in self.gradients if self.home is not None else ():
-                g.settle_norms()
+            for g in self.gradients if self.grad_offload is not None else ():
+                g.record_norm_versions()
             self._agree_on_arrivals()
-            self._settle_order()
+            self._adopt_order()
         self._forget_turns()
         self.finish_without_gradients()
         self._has_earlier = True
@@ -916,8 +920,8 @@ class GradientReducer:
     def _flush(self) -> None:
         while self._in_flight:
             self._advance(tuple(self._in_flight))
-        if self.home is not None:
-            self.home.settle()
+        if self.grad_offload is not None:
+            self.grad_offload.flush()
 
     def _end_torn(self) -> None:
         """End reductions of a call that an exception ended, whose gradients are dropped."""
@@ -949,14 +953,14 @@ class GradientReducer:
             return
         plan, pool, num_bytes = g.buffer.plan, self.pool, g.wire_bytes
         if self.placement is Placement.REPLICATED or not self.sync:
-            dtype = g.buffer.training.dtype  # several backwards may be added up here
+            dtype = g.buffer.main_shard.dtype  # several backwards may be added up here
             memory = torch.empty(plan.layout.numel, dtype=dtype, device=pool.device)
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
         while not alone and pool.find(num_bytes) is None and any(o.slot for o in self._in_flight):
             self._advance(tuple(self._in_flight))
-        slot = pool.take(num_bytes, alone=alone, again=True)
+        slot = pool.acquire(num_bytes, alone=alone, again=True)
         slot.owner = g
         memory = slot.allocate(pool.device)[:num_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
@@ -966,7 +970,7 @@ class GradientReducer:
         for g in gradients if self.placement is Placement.SHARDED else ():
             g.leave_accumulator()
 
-    def _settle_order(self) -> None:
+    def _adopt_order(self) -> None:
         """Take rank 0's order of becoming full for the backwards to come, once."""
         if self._is_settled:
             return
@@ -1025,7 +1029,7 @@ class GradientReducer:
         earlier, self._flags = self._flags, None
         if earlier is not None:
             earlier.wait()
-        mine = [param.grad is not None for g in self.gradients for param in g.targets]
+        mine = [param.grad is not None for g in self.gradients for param in g.stepped_params]
         if all(mine):  # made on the device: for a copy of pageable memory the host would wait
             present = torch.ones(len(mine), dtype=torch.uint8, device=group.device)
             self._flags = self.launch_exchange(present, group)
@@ -1038,13 +1042,13 @@ class GradientReducer:
             everyone = everyone * self._same_params
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
-            for position, param in enumerate(g.targets):
+            for position, param in enumerate(g.stepped_params):
                 if next(anyone) and param.grad is None:
                     g.publish_grads([position])
 
     def _find_same_params(self) -> Tensor:
         """Return by rank and flag: 1 where that rank has the same parameter as this one, else 0."""
-        of_params = [g.routes.own for g in self.gradients for _ in g.targets]
+        of_params = [g.routes.own for g in self.gradients for _ in g.stepped_params]
         ranks = range(self.routes.whole.world_size)
         rows = [[own is None or rank in own.positions for own in of_params] for rank in ranks]
         return torch.tensor(rows, dtype=torch.uint8, device="cpu")
@@ -1106,7 +1110,9 @@ class GradientReducer:
     def reduction_bytes(self) -> int:
         """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
         own = [g.accumulator for g in self.gradients if g.slot is None]
-        idle = [g.shard for g in self.gradients if self.home is None and not g.holds_gradients]
+        idle = [
+            g.shard for g in self.gradients if self.grad_offload is None and not g.holds_gradients
+        ]
         return self.pool.num_bytes + sum(t.nbytes for t in (*own, *idle) if t is not None)
 
     @property
@@ -1117,11 +1123,11 @@ class GradientReducer:
     @property
     def host_bytes(self) -> int:
         """Bytes of gradients, or room for them, that are on the host."""
-        shards = [g.shard for g in self.gradients if self.home is not None]
+        shards = [g.shard for g in self.gradients if self.grad_offload is not None]
         return sum(shard.nbytes for shard in shards if shard is not None)
 
     @property
     def flags_bytes(self) -> int:
         """Bytes of the flags of the last exchange, which nobody may have needed to read."""
-        num_flags = sum(len(g.targets) for g in self.gradients)
+        num_flags = sum(len(g.stepped_params) for g in self.gradients)
         return 0 if self._flags is None else self.routes.whole.world_size * num_flags

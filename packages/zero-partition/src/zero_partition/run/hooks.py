@@ -50,8 +50,8 @@ from zero_partition.torch_private import (
 )
 
 from .gradients import SMALL_BYTES, BufferGradients
-from .schedule import Call
-from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
+from .schedule import ForwardCall
+from .sharded_model import ModelPhase, ShardedModel, find_param_ref, param_ref_of
 from .unit import COMES_BACK, ShardState, Unit
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 
 
 @define(eq=False)
-class AroundCall(Bound):
+class ModuleCallWrapper(Bound):
     """Stands where `module(...)` looks for what `Module.compile()` made; calls what was there."""
 
     sharded: ShardedModel
@@ -124,12 +124,12 @@ class AroundCall(Bound):
             raise
 
     @untraced
-    def _end(self, raised: bool, is_compiled: bool) -> Call | None:
+    def _end(self, raised: bool, is_compiled: bool) -> ForwardCall | None:
         if is_compiled and self.unit is not None and self.unit.depth == 1:
             self.sharded.hide_guards(self.unit, is_hidden=False)
         return _undisturbed(partial(self._finish, raised))
 
-    def _finish(self, raised: bool) -> Call | None:
+    def _finish(self, raised: bool) -> ForwardCall | None:
         call, written = None, ""
         if self.unit is not None:
             if not (raised or is_in_backward()) and self.unit.depth == 1:
@@ -144,7 +144,7 @@ class AroundCall(Bound):
         return call
 
     @untraced
-    def _watch(self, output: Any, call: Call | None, first_node: int) -> None:
+    def _watch(self, output: Any, call: ForwardCall | None, first_node: int) -> None:
         """Ask the outputs to say when backward comes back."""
         if is_in_functional_transform():
             return
@@ -170,7 +170,7 @@ class AroundCall(Bound):
             )
 
 
-_CALL: Final = inspect.unwrap(AroundCall.__call__).__code__
+_CALL: Final = inspect.unwrap(ModuleCallWrapper.__call__).__code__
 
 
 def count_calls(sharded: ShardedModel) -> int:
@@ -218,7 +218,7 @@ class _InBackward:
     """
 
     sharded: ShardedModel
-    call: Call | None
+    call: ForwardCall | None
 
     @untraced
     def __call__(self, grad: Tensor) -> None:
@@ -232,20 +232,20 @@ class _InBackward:
 
 
 @define(eq=False)
-class IsCovered(Bound):
-    """A forward pre-hook: the call came through `AroundCall`.
+class WrapperGuard(Bound):
+    """A forward pre-hook: the call came through `ModuleCallWrapper`.
 
     Being there it also keeps torch.compile of something larger from taking a short cut from the
     call to `forward`.
     """
 
-    around: AroundCall
+    wrapper: ModuleCallWrapper
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Raise StateError where it did not, and parameters may be at rest."""
         if torch.compiler.is_compiling():
             return  # nothing to trace: inside the call, which checked
-        unit = self.around.unit
+        unit = self.wrapper.unit
         if unit is not None and not unit.depth:
             raise StateError(
                 f"unit {unit.name!r}: a {type(module).__name__} that shares its hooks was called "
@@ -257,24 +257,24 @@ class IsCovered(Bound):
 def wrap_call(
     module: nn.Module, sharded: ShardedModel, unit: Unit | None, *, is_model: bool
 ) -> Callable[[], None]:
-    """Put an `AroundCall` around the module's calls; returns what takes it away again."""
+    """Put an `ModuleCallWrapper` around the module's calls; returns what takes it away again."""
     before = call_of(module)
     is_compiled = before is not None or "_orig_mod" in own_modules(module)
-    around = AroundCall(sharded, unit, is_model, before or hooked_call(module), is_compiled)
-    handle = module.register_forward_pre_hook(IsCovered(around), prepend=True)
+    wrapper = ModuleCallWrapper(sharded, unit, is_model, before or hooked_call(module), is_compiled)
+    handle = module.register_forward_pre_hook(WrapperGuard(wrapper), prepend=True)
 
     def compile_inside(*args: Any, **kwargs: Any) -> None:
-        around.inside = torch.compile(hooked_call(module), *args, **kwargs)
-        around.is_compiled = True
+        wrapper.inside = torch.compile(hooked_call(module), *args, **kwargs)
+        wrapper.is_compiled = True
 
-    set_call_of(module, around)
+    set_call_of(module, wrapper)
     has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
     if has_torchs:  # after shard(), what is compiled must go inside ours
         module.__dict__["compile"] = compile_inside
 
     def remove() -> None:
         handle.remove()
-        set_call_of(module, None if around.inside == hooked_call(module) else around.inside)
+        set_call_of(module, None if wrapper.inside == hooked_call(module) else wrapper.inside)
         if has_torchs:
             del module.__dict__["compile"]
 
@@ -375,7 +375,7 @@ def arrival_hook(
     return arrive
 
 
-def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+def clear_grad_scale(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Remove the `grad_scale` and `found_inf` that we set for this step; see NOTE(in_step). Local.
 
     Those that others have set, as GradScaler does, are left for them to remove.
@@ -417,7 +417,7 @@ class AfterStep(Bound):
         offload = self.sharded.residence.offload
         if offload is not None:
             offload.write_numbers(optimizer.param_groups)
-        take_back(self.sharded, optimizer)
+        clear_grad_scale(self.sharded, optimizer)
         self.sharded.after_step()
 
 
@@ -452,7 +452,7 @@ class AroundConversion:
         """
         if isinstance(fn, _Keeping):  # the module that it began at has done all this
             return self.inside(fn, *args, **kwargs)
-        params = [local_of(p) for p in self.module.parameters() if find_place(p) is not None]
+        params = [local_of(p) for p in self.module.parameters() if find_param_ref(p) is not None]
         for param in {(p.dim(), p.dtype, p.device): p for p in params}.values():
             _refuse_conversion(param, fn)
         kept = {id(t): t for p in params for t in (p, p.grad) if t is not None}
@@ -489,14 +489,14 @@ def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> N
         after = fn(probe)
     if face(after) == before:
         return
-    place = place_of(param, what="conversion")
+    param_ref = param_ref_of(param, what="conversion")
     kind = AtRestError if isinstance(param, AtRest) else StateError
     raise kind(
-        f"parameter {place.name!r}: model.to(), .half() or the like after shard() would make "
+        f"parameter {param_ref.name!r}: model.to(), .half() or the like after shard() would make "
         f"{after.dtype} on {after.device} of {probe.dtype} on {probe.device}, or lay it out anew, "
-        f"and shards would not follow (rank {place.whole.rank}). To convert or move a model, do it "
-        "before shard(), or after zero_engine.unshard(model, optimizer); for computing in another "
-        "dtype, ZeroConfig(precision=Precision(params=...))"
+        f"and shards would not follow (rank {param_ref.whole.rank}). To convert or move a model, "
+        "do it before shard(), or after zero_engine.unshard(model, optimizer); for computing in "
+        "another dtype, ZeroConfig(precision=Precision(params=...))"
     )
 
 
@@ -566,7 +566,9 @@ _CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspo
 
 def install_format_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Let convolutions whose weights were channels_last compute so; see NOTE(format)."""
-    formats = {id(place.param): place.plan.memory_format for place in sharded.places}
+    formats = {
+        id(param_ref.param): param_ref.plan.memory_format for param_ref in sharded.param_refs
+    }
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
             own = dict(module.named_parameters(recurse=False))  # a weight may be computed
@@ -609,7 +611,7 @@ def _hook_optimizer(
 
     @functools.wraps(plain_zero_grad)
     def zero_grad(set_to_none: bool = True) -> None:
-        take_back(sharded, optimizer)
+        clear_grad_scale(sharded, optimizer)
         if has_all or sharded.phase is ModelPhase.FAILED:
             sharded.drop_gradients(set_to_none=set_to_none)
         else:
@@ -631,8 +633,8 @@ def _hook_optimizer(
 def find_sharded(model: nn.Module) -> ShardedModel | None:
     """Return the `ShardedModel` that `partition` made of this model, None if there is none."""
     for hook in forward_pre_hooks(model).values():
-        if isinstance(hook, IsCovered) and hook.around.is_model:
-            return hook.around.sharded
+        if isinstance(hook, WrapperGuard) and hook.wrapper.is_model:
+            return hook.wrapper.sharded
     return None
 
 

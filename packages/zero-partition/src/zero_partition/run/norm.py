@@ -18,7 +18,7 @@ from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_acces
 
 from .gradients import GradientReducer
 from .hooks import find_sharded, require_sharded
-from .sharded_model import ModelPhase, ShardedModel, find_place, place_of
+from .sharded_model import ModelPhase, ShardedModel, find_param_ref, param_ref_of
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
@@ -190,7 +190,7 @@ class _Grad:
 def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
     """Return the model, and ids of parameters or of their shards; None for all."""
     if isinstance(given, nn.Module):
-        is_part = find_sharded(given) is None and any(map(find_place, given.parameters()))
+        is_part = find_sharded(given) is None and any(map(find_param_ref, given.parameters()))
         if not is_part:
             return require_sharded(given), None
         given = given.parameters()
@@ -201,7 +201,7 @@ def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
         return sharded, {id(param) for group in given.param_groups for param in group["params"]}
     params = [given] if isinstance(given, Tensor) else list(given)
     owners = [
-        param.sharded() if isinstance(param, ParamShard) else place_of(param, what=what).sharded
+        param.sharded() if isinstance(param, ParamShard) else param_ref_of(param, what=what).sharded
         for param in params
     ]
     if not owners or owners[0] is None or any(owner is not owners[0] for owner in owners):
@@ -229,7 +229,9 @@ def _gradients(
                 g.norm_of(position),
             )
             for g in sharded.reducer.gradients
-            for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
+            for position, (target, param) in enumerate(
+                zip(g.stepped_params, g.buffer.params, strict=True)
+            )
             if target.grad is not None and target.grad.numel()
             if chosen is None or id(target) in chosen or id(param) in chosen
         ]
@@ -282,10 +284,10 @@ def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
     missing = [i for i, norm in enumerate(norms) if norm is None or norm_type != 2.0]
     tensors = [grads[i].tensor for i in missing]
     for dtype, among in _by_dtype(tensors).items():
-        places = [missing[i] for i in among]
+        param_refs = [missing[i] for i in among]
         same = [tensors[i] for i in among]
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
-        for i, norm in zip(places, foreach_norm(same, norm_type, dtype=wide), strict=True):
+        for i, norm in zip(param_refs, foreach_norm(same, norm_type, dtype=wide), strict=True):
             norms[i] = norm
     return [norm for norm in norms if norm is not None]
 
@@ -294,16 +296,16 @@ def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
     """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
     tensors = [grad.tensor for grad in grads]
     factor = factor.to(tensors[0].device) if tensors else factor
-    for dtype, places in _by_dtype(tensors).items():
+    for dtype, param_refs in _by_dtype(tensors).items():
         is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
-        foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)
+        foreach_mul_([tensors[i] for i in param_refs], factor.to(dtype) if is_wide else factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
+    param_refs: dict[torch.dtype, list[int]] = {}
     for i, grad in enumerate(grads):
-        places.setdefault(grad.dtype, []).append(i)
-    return places
+        param_refs.setdefault(grad.dtype, []).append(i)
+    return param_refs
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:

@@ -11,7 +11,7 @@ from zero_comm import all_gather_json
 
 from zero_partition.chained import SeparateOptimizers, inner_of, members_of
 from zero_partition.errors import PartitionError
-from zero_partition.memory.seams import GradientHome, OpenState, OptimizerOffload, TensorHome
+from zero_partition.memory.seams import GradOffload, OpenState, OptimizerOffload, ParamOffload
 from zero_partition.plan.layout import BufferPlan, UnitPlan
 from zero_partition.plan.precision import Precision
 from zero_partition.plan.stages import Placement, Placements
@@ -19,7 +19,7 @@ from zero_partition.plan.wire import Routes
 
 
 @frozen(kw_only=True)
-class RestPlan:
+class OffloadPolicy:
     """Choice of the states that are offloaded, and whether the host is the device itself."""
 
     params: bool = False  # shards of parameters that rest sharded
@@ -46,7 +46,7 @@ class RestPlan:
         )
         return plan.dtype if chosen is None and is_elsewhere else chosen
 
-    def training_of(
+    def main_dtype_of(
         self, precision: Precision, plan: BufferPlan, placement: Placement
     ) -> torch.dtype:
         """Return the dtype in which its values are updated and its gradients added up."""
@@ -102,46 +102,47 @@ class RestPlan:
 
 
 @frozen(eq=False)
-class RoomPlan:
+class OffloadAllocation:
     """Shards that a home keeps, without values, and what is stepped elsewhere."""
 
     shards: dict[int, Tensor] = field(factory=dict)  # at home, on meta, by number of the buffer
-    targets: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)  # likewise, by parameter
+    # Likewise, by parameter.
+    offloaded_params: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)
     positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
     masters: dict[torch.dtype, torch.dtype] = field(factory=dict)  # by dtype of targets
 
 
-def plan_room(
+def plan_allocation(
     plans: Sequence[UnitPlan],
     placements: Sequence[Placement],
     *,
-    rests: RestPlan,
+    policy: OffloadPolicy,
     precision: Precision,
     rank_of: Callable[[BufferPlan], int],
     device: torch.device,
     group_of: Mapping[str, int],
     first_index: int = 0,
-) -> RoomPlan:
+) -> OffloadAllocation:
     """Say what rests elsewhere of these units on this rank.
 
     Args:
         plans: Of the units.
         placements: Of the parameters of each.
-        rests: What rests elsewhere.
+        policy: What rests elsewhere.
         precision: Says which have masters.
         rank_of: Position of this rank among the shards of a buffer.
         device: Of what rests on the device; meta for one that is not here.
         group_of: Param group by name of the parameter.
         first_index: Number of the first buffer.
     """
-    room = RoomPlan()
+    allocation = OffloadAllocation()
     buffers = [(b, at) for unit, at in zip(plans, placements, strict=True) for b in unit.buffers]
     for index, (buffer, placement) in enumerate(buffers, first_index):
-        rank, at_home = rank_of(buffer), rests.params and placement is Placement.SHARDED
+        rank, at_home = rank_of(buffer), policy.params and placement is Placement.SHARDED
         if at_home:
             numel = buffer.layout.splits[rank]
-            room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
-        if not (rests.state and buffer.trainable):
+            allocation.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
+        if not (policy.state and buffer.trainable):
             continue
         memory = torch.empty((), dtype=buffer.dtype, device="cpu" if at_home else device)
         numels = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
@@ -149,14 +150,16 @@ def plan_room(
             param.cut.shard_shape(param.shape, numels.get(position, 0))
             for position, param in enumerate(buffer.params)
         ]
-        room.targets[index] = tuple(nn.Parameter(memory.expand(shape)) for shape in shapes)
-        for param, target in zip(buffer.params, room.targets[index], strict=True):
+        allocation.offloaded_params[index] = tuple(
+            nn.Parameter(memory.expand(shape)) for shape in shapes
+        )
+        for param, target in zip(buffer.params, allocation.offloaded_params[index], strict=True):
             if param.name in group_of:
-                room.positions[target] = group_of[param.name]
-        master = rests.master_of(precision, buffer, placement)
+                allocation.positions[target] = group_of[param.name]
+        master = policy.master_of(precision, buffer, placement)
         if master is not None:
-            room.masters[buffer.dtype] = master
-    return room
+            allocation.masters[buffer.dtype] = master
+    return allocation
 
 
 def _nothing() -> None:
@@ -164,19 +167,19 @@ def _nothing() -> None:
 
 
 @frozen(kw_only=True)
-class Homes:
+class OffloadBackends:
     """Backends that store states of one model outside the device; None: not offloaded."""
 
-    params: TensorHome | None = None  # shards of parameters that rest sharded
+    params: ParamOffload | None = None  # shards of parameters that rest sharded
     open_state: OpenState | None = None  # optimizer state and masters
     is_delayed: bool = False  # what that gives is a `DelayedOffload`
-    gradients: GradientHome | None = None  # reduced gradients, for a step there
+    gradients: GradOffload | None = None  # reduced gradients, for a step there
     place: str = "here"  # of those shards: alike on all ranks, or nothing is sharded
     close: Callable[[], None] = _nothing  # releases all of it
 
-    def rests_on(self, device: torch.device) -> RestPlan:
+    def policy_on(self, device: torch.device) -> OffloadPolicy:
         """Return which states are offloaded, for this device. Arithmetic only."""
-        return RestPlan(
+        return OffloadPolicy(
             params=self.params is not None,
             state=self.open_state is not None,
             grads=self.gradients is not None,
@@ -190,23 +193,23 @@ class Residence:
     """Backends of one sharded model's offloaded states, and what this rank has allocated there."""
 
     routes: Routes
-    homes: Homes
+    backends: OffloadBackends
     precision: Precision
-    home: TensorHome | None = field(init=False)  # of shards of parameters
+    param_offload: ParamOffload | None = field(init=False)  # of shards of parameters
     offload: OptimizerOffload | None = field(default=None, init=False)
-    room: RoomPlan = field(factory=RoomPlan, init=False)
+    allocation: OffloadAllocation = field(factory=OffloadAllocation, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.home = self.homes.params  # a step asks for it
+        self.param_offload = self.backends.params  # a step asks for it
 
     @property
-    def rests(self) -> RestPlan:
+    def policy(self) -> OffloadPolicy:
         """Return which states are offloaded."""
-        return self.homes.rests_on(self.routes.shards.device)
+        return self.backends.policy_on(self.routes.shards.device)
 
     def is_stepped(self, target: nn.Parameter) -> bool:
         """Return whether a target is in the optimizer's param groups, and so is stepped."""
-        return target in self.room.positions
+        return target in self.allocation.positions
 
     def prepare(
         self,
@@ -224,25 +227,27 @@ class Residence:
             PartitionError: Another rank could not.
             Exception: This one could not; what homes raise.
         """
-        if self.home is None and self.homes.open_state is None:
+        if self.param_offload is None and self.backends.open_state is None:
             return
         problem: Exception | None = None
         try:
-            self.room = room = plan_room(
+            self.allocation = allocation = plan_allocation(
                 plans,
                 placements,
-                rests=self.rests,
+                policy=self.policy,
                 precision=self.precision,
                 rank_of=lambda buffer: self.routes.of(buffer).shards.rank,
                 device=self.routes.shards.device,
                 group_of=group_of,
                 first_index=first_index,
             )
-            if self.home is not None:
-                self.home.allocate(room.shards)
-            if self.homes.open_state is not None:
+            if self.param_offload is not None:
+                self.param_offload.allocate(allocation.shards)
+            if self.backends.open_state is not None:
                 assert optimizer is not None, "checked"
-                self.offload = self.homes.open_state(optimizer, room.positions, room.masters)
+                self.offload = self.backends.open_state(
+                    optimizer, allocation.positions, allocation.masters
+                )
         except Exception as error:
             problem = error
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"

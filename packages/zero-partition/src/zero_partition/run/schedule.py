@@ -13,12 +13,12 @@ import torch
 from attrs import Factory, define, field
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import TensorHome
+from zero_partition.memory.seams import ParamOffload
 from zero_partition.plan.slots import (
     ExecutionOrder,
     Extent,
-    Gather,
     Limits,
+    PlannedGather,
     SlotPool,
     Use,
     choose_slots,
@@ -50,7 +50,7 @@ _INDEX: Final = attrgetter("index")
 
 
 @define(eq=False)
-class Call:
+class ForwardCall:
     """One forward of a unit whose graph may come back in backward."""
 
     unit: Unit
@@ -63,7 +63,7 @@ class Call:
     backward: int = -1  # the number of the backward that has reached it, and autograd's for it
     task: int = -1
 
-    def is_after(self, other: Call) -> bool:
+    def is_after(self, other: ForwardCall) -> bool:
         """Return whether all its nodes were made after the other's; see NOTE(backward order)."""
         return self.start > other.stop and self.thread is other.thread
 
@@ -75,22 +75,22 @@ class Schedule:
     units: Sequence[Unit]
     limits: Limits
     device: torch.device
-    home: TensorHome | None = None  # where shards are read from before they are gathered
+    param_offload: ParamOffload | None = None  # where shards are read from before they are gathered
     extents: dict[int, Extent] = field(init=False)  # of units that need a slot
     pool: SlotPool[Unit] = field(init=False)
     training: ExecutionOrder = field(init=False)  # no order is recorded yet
     evaluation: ExecutionOrder = field(init=False)
-    keeps_whole: bool = field(default=False, init=False)  # see `keep_whole`
+    reshard_disabled: bool = field(default=False, init=False)  # see `disable_reshard`
     _sharded: list[Unit] = field(init=False)
     _trace: ExecutionOrder = field(init=False)  # of training or of evaluation
-    _dealt_for: list[Use] | None = field(default=None, init=False)  # see NOTE(dealing)
+    _assigned_order: list[Use] | None = field(default=None, init=False)  # see NOTE(dealing)
     _candidate: list[Use] | None = field(default=None, init=False)
     _generation: int = field(default=0, init=False)  # how often slots were given back
     _clock: int = field(default=0, init=False)
     _starts: list[int] = field(factory=list, init=False)
     _running: list[Unit] = field(factory=list, init=False)  # forwards, innermost last
     _is_filling: bool = field(default=False, init=False)  # slots, or an exception has ended that
-    _active: list[Call] = field(factory=list, init=False)  # in backward
+    _active: list[ForwardCall] = field(factory=list, init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
     _reached: dict[int, int] = field(factory=dict, init=False)  # unit index -> `_backward` then
     # Unit indices with a forward since the last backward; those with two before some backward.
@@ -105,7 +105,7 @@ class Schedule:
         self._sharded = [unit for unit in self.units if unit.placement is Placement.SHARDED]
         self.extents = {unit.index: unit.plan.extent for unit in self._sharded}
         self.pool = SlotPool(self.device, self.is_in_use)
-        self._deal_by_size()
+        self._assign_slots_by_size()
 
     @property
     def is_running(self) -> bool:
@@ -114,7 +114,7 @@ class Schedule:
 
     def is_in_use(self, unit: Unit) -> bool:
         """Return whether something may read a unit's parameters before it is unsharded again."""
-        if unit.depth or (self.keeps_whole and unit.state is ShardState.UNSHARDED):
+        if unit.depth or (self.reshard_disabled and unit.state is ShardState.UNSHARDED):
             return True
         for call in self._active:  # noqa: SIM110 - any() would be a call for each
             if call.unit is unit:
@@ -150,7 +150,7 @@ class Schedule:
         self._running.append(unit)
         unit.depth += 1
 
-    def after_forward(self, unit: Unit, *, raised: bool = False) -> Call:
+    def after_forward(self, unit: Unit, *, raised: bool = False) -> ForwardCall:
         """Reshard, and say which call this was."""
         self._clock += 1
         unit.depth -= 1
@@ -161,9 +161,16 @@ class Schedule:
         if not self.is_in_use(unit) and not stays:
             unit.reshard()
         self._running.pop()  # last: until then, what an exception has left half done is undone
-        return Call(unit, start, self._clock, unit.version, self._generation, was_held=unit.is_held)
+        return ForwardCall(
+            unit,
+            start,
+            self._clock,
+            unit.version,
+            self._generation,
+            was_held=unit.has_gathered_values,
+        )
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: ForwardCall) -> None:
         """A gradient has reached an output of this call: make its unit whole again."""
         if call.backward == self._backward:
             return  # an output that an earlier call made carries the hooks of both
@@ -192,7 +199,7 @@ class Schedule:
         """
         calls = [call for call in self._active if call.unit is unit]
         is_called_again = unit.index not in self._called or unit.index in self._called_again
-        if is_called_again or len(calls) != 1 or self.keeps_whole:
+        if is_called_again or len(calls) != 1 or self.reshard_disabled:
             return
         if calls[0].task != current_backward():
             return
@@ -212,7 +219,7 @@ class Schedule:
         """
         return self._reached.get(unit.index) == self._backward
 
-    def keep_whole(self, unit: Unit) -> None:
+    def disable_reshard(self, unit: Unit) -> None:
         """A backward makes a graph that reads this unit's parameters: reshard none until its own.
 
         Raises:
@@ -226,7 +233,7 @@ class Schedule:
                     "gradient penalty at stage 3 needs every unit whole at a time: "
                     f"ZeroConfig(window={len(self.units)}), or stage 2 or lower"
                 )
-        self.keeps_whole = True
+        self.reshard_disabled = True
 
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
@@ -244,7 +251,7 @@ class Schedule:
         """
         self._active.clear()
         self._backward += 1
-        self.keeps_whole = False
+        self.reshard_disabled = False
         self._reshard_idle(travels=ShardState.GATHERING)
 
     def reset(self) -> None:
@@ -253,7 +260,7 @@ class Schedule:
             unit.depth = 0
         self._starts.clear()
         self._running.clear()
-        self.keeps_whole = False
+        self.reshard_disabled = False
         is_filling, self._is_filling = self._is_filling, False
         self.end_backward()
         if is_filling:  # what was launched, and nobody waits for, may yet write to slots' memory
@@ -294,18 +301,18 @@ class Schedule:
         self.leave_memory()
         self._restart(is_training=True)
         recorded = self.training.recorded
-        if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)
-            if self._dealt_for is not None and recorded is not self._candidate:
+        if recorded is not self._assigned_order and recorded:  # see NOTE(dealing)
+            if self._assigned_order is not None and recorded is not self._candidate:
                 self._candidate = recorded
             else:
-                self._dealt_for = recorded
-                self._deal(choose_slots(recorded, self.extents, self._limits_of_now()))
+                self._assigned_order = recorded
+                self._assign_slots(choose_slots(recorded, self.extents, self._limits_of_now()))
         if keeps_free_memory(self.device):
             self._prefetch()
 
-    def settle(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
-        self.keeps_whole = False
+        self.reshard_disabled = False
         self._reshard_idle()
 
     def release(self) -> None:
@@ -318,7 +325,7 @@ class Schedule:
                 )
         for unit in self.units:
             unit.release_slot()
-        self._deal_by_size()
+        self._assign_slots_by_size()
         self._generation += 1
 
     def _reshard_idle(self, *, travels: ShardState | None = None) -> None:
@@ -329,7 +336,7 @@ class Schedule:
 
     # ---- A unit is used, and those that follow set out ----
 
-    def gathers(self, order: ExecutionOrder) -> tuple[Gather, ...]:
+    def gathers(self, order: ExecutionOrder) -> tuple[PlannedGather, ...]:
         """The gathers of one pass through this order, with the slots as they are."""
         slot_of = {unit.index: unit.slot.index for unit in self.units if unit.slot is not None}
         prefetch_numel = self._limits_of_now().prefetch_numel
@@ -342,7 +349,9 @@ class Schedule:
     def _use(self, unit: Unit, phase: str) -> None:
         if unit.index not in self.extents:  # rests whole: nothing to gather, now or ahead
             return
-        if unit.is_held:  # no gather, and no trace: how often ranks come here is their own affair
+        if (
+            unit.has_gathered_values
+        ):  # no gather, and no trace: how often ranks come here is their own affair
             unit.unshard(self.pool)
             return
         in_use = [unit, *self._running, *map(_UNIT, self._active)]
@@ -377,12 +386,19 @@ class Schedule:
                 break  # and launch none that follow: one sequence on every rank
             unit.start_unshard(self.pool)
         self._is_filling = False
-        if self.home is not None and self.limits.read_ahead:
+        if self.param_offload is not None and self.limits.read_ahead:
             coming = [self.units[index] for index in trace.after(self.limits.read_ahead)]
             coming = [unit for unit in coming if not unit.is_resident]
-            for home in {id(unit.copies): unit.copies or self.home for unit in coming}.values():
-                mine = [unit for unit in coming if (unit.copies or self.home) is home]
-                home.expect([buffer.index for unit in mine for buffer in unit.buffers])
+            for param_offload in {
+                id(unit.unsharded_cache): unit.unsharded_cache or self.param_offload
+                for unit in coming
+            }.values():
+                mine = [
+                    unit
+                    for unit in coming
+                    if (unit.unsharded_cache or self.param_offload) is param_offload
+                ]
+                param_offload.expect([buffer.index for unit in mine for buffer in unit.buffers])
 
     # ---- Slots are dealt; see NOTE(dealing) ----
 
@@ -390,7 +406,7 @@ class Schedule:
         is_exposed = any(unit.exposure is not None for unit in self.units)
         return self.limits.where_shards_are_read() if is_exposed else self.limits
 
-    def _deal(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def _assign_slots(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Make one slot for each group of units, and assign it to them."""
         now: dict[int, set[int]] = {}
         for unit in self.units:
@@ -400,7 +416,7 @@ class Schedule:
             return
         for unit in self.units:
             unit.release_slot()
-        self.pool.deal(slot_bytes(groups, self.extents))
+        self.pool.make_ring(slot_bytes(groups, self.extents))
         for slot, group in zip(self.pool.ring, groups, strict=True):
             names = ", ".join(self.units[index].name for index in group)
             _LOG.debug("slot %d of %d bytes: %s", slot.index, slot.num_bytes, names)
@@ -410,7 +426,7 @@ class Schedule:
                 self.units[index].slot = slot
         self.training.launches = self.evaluation.launches = None
 
-    def _deal_by_size(self) -> None:
+    def _assign_slots_by_size(self) -> None:
         """Make a slot for each of the largest units, as many as may be unsharded at a time.
 
         Units take the slots in the order of their first use.
@@ -426,15 +442,15 @@ class Schedule:
             live = accumulate(extent.numel for extent in inner)
             room -= sum(extent.numel for extent in self.extents.values() if extent.is_outer)
             count = max(1, sum(numel <= room for numel in live))
-        self.pool.deal([extent.num_bytes for extent in inner[:count]])
-        self._dealt_for = self._candidate = None
+        self.pool.make_ring([extent.num_bytes for extent in inner[:count]])
+        self._assigned_order = self._candidate = None
         self.training.launches = self.evaluation.launches = None
 
     # ---- A graph of before ----
 
-    def _check_current(self, call: Call) -> None:
+    def _check_current(self, call: ForwardCall) -> None:
         unit = call.unit
-        if unit.is_held and not call.was_held:
+        if unit.has_gathered_values and not call.was_held:
             raise StateError(
                 f"unit {unit.name!r}: backward inside unsharded() or GatheredParameters of a graph "
                 "that was made before it, whose views point into other memory; run backward before "

@@ -51,8 +51,8 @@ from zero_partition.torch_private import (
 
 from .gradients import GradientReducer
 from .residence import Residence
-from .schedule import Call, Schedule
-from .step import bring_in, step_elsewhere
+from .schedule import ForwardCall, Schedule
+from .step import apply_delayed_update, step_offloaded
 from .unit import ShardState, Unit, publish
 
 _requires_grad_of: Final = attrgetter("requires_grad")
@@ -143,54 +143,56 @@ class ParamRef:
     @property
     def is_gathered(self) -> bool:
         """Return whether a context has gathered its full values, in memory of their own."""
-        return self.position in self.buffer.held
+        return self.position in self.buffer.pinned
 
 
-def find_place(param: Tensor) -> ParamRef | None:
+def find_param_ref(param: Tensor) -> ParamRef | None:
     """Return the `ParamRef` of this very object, None if it belongs to no sharded model."""
     return find_owner(param)
 
 
-def place_of(param: Tensor, *, what: str) -> ParamRef:
+def param_ref_of(param: Tensor, *, what: str) -> ParamRef:
     """Return the `ParamRef` of this very object.
 
     Raises:
         StateError: It is no tensor, or belongs to no sharded model; `what` names the user's call.
     """
-    place = find_place(param) if isinstance(param, Tensor) else None
-    if place is None:
+    param_ref = find_param_ref(param) if isinstance(param, Tensor) else None
+    if param_ref is None:
         got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
         raise StateError(
             f"{what}: expected a Parameter of a sharded model, got a {type(param).__name__} "
             f"({got}) that belongs to none; pass the model's own object, such as "
             "model.layer.weight, not a copy, a view or the optimizer's shard"
         )
-    return place
+    return param_ref
 
 
-def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
+def sort_places(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
     """Return each place once, in the same order on every rank."""
-    return sorted(set(places), key=lambda place: (place.buffer.index, place.position))
+    return sorted(
+        set(param_refs), key=lambda param_ref: (param_ref.buffer.index, param_ref.position)
+    )
 
 
-def by_group(places: Sequence[ParamRef]) -> Iterator[tuple[Group, list[int]]]:
+def by_group(param_refs: Sequence[ParamRef]) -> Iterator[tuple[Group, list[int]]]:
     """Yield the groups over which parameters are sharded, with the positions of theirs. Local."""
     found: dict[str, list[int]] = {}
-    for position, place in enumerate(places):
-        found.setdefault(place.buffer.plan.ranks, []).append(position)
+    for position, param_ref in enumerate(param_refs):
+        found.setdefault(param_ref.buffer.plan.ranks, []).append(position)
     for of_group in found.values():
-        yield places[of_group[0]].group, of_group
+        yield param_refs[of_group[0]].group, of_group
 
 
-def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
+def part_of(param_ref: ParamRef, shard: Tensor | None = None) -> Tensor:
     """This rank's part of a parameter, as a 1-D view, maybe empty.
 
     Args:
-        place: Which parameter.
+        param_ref: The parameter.
         shard: Any flat shard of the buffer's layout; the resting values when None.
     """
-    source = place.buffer.shard if shard is None else shard
-    piece = place.piece
+    source = param_ref.buffer.shard if shard is None else shard
+    piece = param_ref.piece
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
 
 
@@ -199,13 +201,13 @@ def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
 # their own.
 
 
-def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
+def launch_whole(param_ref: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
     Collective, but for resting values that are exposed, or copied whole: those are there at once.
 
     Args:
-        place: Which parameter.
+        param_ref: The parameter.
         part: What this rank contributes, 1-D, as long as its part of the parameter; the resting
             values when None.
 
@@ -213,24 +215,24 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
         Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
         shape, memory of its own.
     """
-    buffer, group, unit = place.buffer, place.group, place.unit
+    buffer, group, unit = param_ref.buffer, param_ref.group, param_ref.unit
     layout = buffer.plan.layout
-    span = layout.spans[place.position]
+    span = layout.spans[param_ref.position]
     overlaps = [span.overlap(shard) or Span(shard.start, shard.start) for shard in layout.shards]
     splits = [overlap.numel for overlap in overlaps]
-    dtype = buffer.resting.dtype if part is None else part.dtype
+    dtype = buffer.model_shard.dtype if part is None else part.dtype
     whole = torch.empty(span.numel, dtype=dtype, device=group.device)
     handle: Handle[Tensor] | None = None
-    if part is None and unit.copies is not None:
+    if part is None and unit.unsharded_cache is not None:
         full = torch.empty(layout.numel, dtype=dtype, device=group.device)
-        unit.copies.read(buffer.index, full).wait()
+        unit.unsharded_cache.read(buffer.index, full).wait()
         whole.copy_(full[span.as_slice()])
     elif part is None and unit.exposure is not None:
         pairs = zip(overlaps, layout.shards, strict=True)
         starts = [overlap.start - shard.start for overlap, shard in pairs]
         unit.exposure.gather(buffer.shard, whole, splits=splits, starts=starts)
     elif whole.numel():
-        part = part_of(place) if part is None else part
+        part = part_of(param_ref) if part is None else part
         handle = all_gather_flat(
             whole, splits=splits, group=group, shard=part, tag=buffer.gather_tag
         )
@@ -241,9 +243,9 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
                 handle.wait(timeout_s=timeout_s)
             except CommError as error:
                 raise CommError(
-                    f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
+                    f"gathering parameter {param_ref.name!r} (rank {group.rank}): {error}"
                 ) from error
-        return whole.view(place.plan.shape)
+        return whole.view(param_ref.plan.shape)
 
     return wait
 
@@ -266,19 +268,21 @@ def launch_buffer(
     return lambda: buffer.views_of(handle.wait())
 
 
-def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
+def launch_trained(param_ref: ParamRef) -> Callable[..., Tensor]:
     """Launch the gather of one parameter as it is updated: of its masters, if it has some.
 
     Collective, as `launch_whole`, and waited for as there. Nothing is sent where the parameter is
     replicated without masters or a codec.
     """
-    buffer = place.buffer
+    buffer = param_ref.buffer
     buffer.follow_writes()
     if buffer.has_masters:
-        return launch_whole(place, part_of(place, buffer.trained).to(place.group.device))
+        return launch_whole(
+            param_ref, part_of(param_ref, buffer.trained).to(param_ref.group.device)
+        )
     if buffer.whole is None or buffer.codec is not None:
-        return launch_whole(place)
-    return buffer.views_of(buffer.whole)[place.position].detach().clone
+        return launch_whole(param_ref)
+    return buffer.views_of(buffer.whole)[param_ref.position].detach().clone
 
 
 def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
@@ -293,11 +297,11 @@ def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]
     return partial(buffer.views_of, buffer.whole)
 
 
-def write_whole(place: ParamRef, value: Tensor) -> None:
+def write_whole(param_ref: ParamRef, value: Tensor) -> None:
     """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
-    place.sharded.begin_write()
-    place.buffer.fill(place.position, value)
-    place.sharded.end_write(place.unit)
+    param_ref.sharded.begin_write()
+    param_ref.buffer.fill(param_ref.position, value)
+    param_ref.sharded.end_write(param_ref.unit)
 
 
 # NOTE(outside): what is used outside its unit does not go into the unit's slot, which the unit's
@@ -328,27 +332,27 @@ class OutsideUses:
         """Bytes of the values that are kept here."""
         return sum(value.nbytes for value in self._values.values())
 
-    def launch(self, place: ParamRef) -> None:
+    def launch(self, param_ref: ParamRef) -> None:
         """Launch the gather ahead of the use. Collective."""
         self.sharded.require("a gather ahead of a forward", StateKind.PARAMS)
-        is_whole = place.unit.state is ShardState.UNSHARDED or place.is_gathered
-        if not is_whole and place not in self._values:
-            self._launch(place)
+        is_whole = param_ref.unit.state is ShardState.UNSHARDED or param_ref.is_gathered
+        if not is_whole and param_ref not in self._values:
+            self._launch(param_ref)
 
-    def value(self, place: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+    def value(self, param_ref: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """Return a sharded parameter's full values, for a function called with it. Collective.
 
         Args:
-            place: Which parameter.
+            param_ref: The parameter.
             tensor: The object that was used: the parameter, or its `data`.
             what: The function that is called with it.
             needs_grad: Whether autograd records the call.
         """
-        whole = self._whole(place, what, needs_grad=needs_grad)
+        whole = self._whole(param_ref, what, needs_grad=needs_grad)
         whole = like(tensor, whole)
         if isinstance(tensor, AtRestData) or not (needs_grad and tensor.requires_grad):
             return whole
-        return _Enter.apply(tensor, whole, place, place.unit.version)  # type: ignore[no-any-return]
+        return _Enter.apply(tensor, whole, param_ref, param_ref.unit.version)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Drop the values; graphs keep what they need. Waits for gathers nobody needed."""
@@ -356,53 +360,55 @@ class OutsideUses:
             self._in_flight.popitem()[1]()
         self._values.clear()
 
-    def refuse_write(self, place: ParamRef, what: str) -> NoReturn:
+    def refuse_write(self, param_ref: ParamRef, what: str) -> NoReturn:
         """Raise AtRestError for a write to a parameter that is sharded."""
         rank = self.sharded.whole.rank
         raise AtRestError(
-            f"{what}() would write to parameter {place.name!r} while it rests sharded, and the "
+            f"{what}() would write to parameter {param_ref.name!r} while it rests sharded, and the "
             f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
         )
 
-    def _whole(self, place: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
+    def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
         sharded = self.sharded
-        sharded.require(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
+        sharded.require(f"{what}() of parameter {param_ref.name!r}", StateKind.PARAMS)
         sharded.follow_shard_writes()
-        held = place.buffer.held.get(place.position)
-        if held is not None:
-            return held
-        if place in self._values:
-            return self._values[place]
+        pinned = param_ref.buffer.pinned.get(param_ref.position)
+        if pinned is not None:
+            return pinned
+        if param_ref in self._values:
+            return self._values[param_ref]
         is_inside = sharded.forwards > 0 or is_in_backward() or sharded.schedule.is_running
         is_kept = is_inside or needs_grad
-        is_alone = place.group.world_size == 1 or place.unit.copies is not None
+        is_alone = param_ref.group.world_size == 1 or param_ref.unit.unsharded_cache is not None
         if not is_kept and not is_alone:
             own = set(map(id, sharded.model.modules()))
             if not any(id(module) in own for module in modules_being_called()):  # see NOTE(parts)
-                self._refuse_read(place, what)
-        self._launch(place)
-        wait = self._in_flight.pop(place)
+                self._refuse_read(param_ref, what)
+        self._launch(param_ref)
+        wait = self._in_flight.pop(param_ref)
         value = wait(timeout_s=None if is_inside else _PATIENCE_S)
         if is_kept:
-            self._values[place] = value
+            self._values[param_ref] = value
         return value
 
-    def _launch(self, place: ParamRef) -> None:
+    def _launch(self, param_ref: ParamRef) -> None:
         """Launch the gather of what a unit's would give, so that both are the same values."""
-        if place in self._in_flight:
+        if param_ref in self._in_flight:
             return
-        part, buffer, codec = None, place.buffer, place.buffer.gather_codec
-        if codec is not None and place.unit.copies is None:  # its blocks are those of the shard
+        part, buffer, codec = None, param_ref.buffer, param_ref.buffer.gather_codec
+        if (
+            codec is not None and param_ref.unit.unsharded_cache is None
+        ):  # its blocks are those of the shard
             shard = buffer.shard
-            part = part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
+            part = part_of(param_ref, codec.decode(codec.encode(shard), torch.empty_like(shard)))
         self.num_gathers += 1
-        self._in_flight[place] = launch_whole(place, part)
+        self._in_flight[param_ref] = launch_whole(param_ref, part)
 
-    def _refuse_read(self, place: ParamRef, what: str) -> NoReturn:
+    def _refuse_read(self, param_ref: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
         raise AtRestError(
-            f"{what}() would read parameter {place.name!r} while it rests sharded over "
+            f"{what}() would read parameter {param_ref.name!r} while it rests sharded over "
             f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
             "a module in it, and what autograd records, gathers it by itself, because every rank "
             "has to take part. On every rank: full_param(param), or `with "
@@ -416,22 +422,24 @@ class _Enter(torch.autograd.Function):
     """Whole values of a parameter enter a graph; their gradient leaves to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, whole: Tensor, place: ParamRef, version: int) -> Tensor:
-        ctx.place, ctx.version = place, version
+    def forward(
+        ctx: Any, param: Tensor, whole: Tensor, param_ref: ParamRef, version: int
+    ) -> Tensor:
+        ctx.param_ref, ctx.version = param_ref, version
         return whole.detach()
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        place = ctx.place
-        if place.unit.version != ctx.version:
+        param_ref = ctx.param_ref
+        if param_ref.unit.version != ctx.version:
             raise StateError(
-                f"parameter {place.name!r}, used outside its unit {place.unit.name!r}: it was "
-                "changed between this graph's forward and its backward (by optimizer.step() or "
+                f"parameter {param_ref.name!r}, used outside its unit {param_ref.unit.name!r}: it "
+                "was changed between this graph's forward and its backward (by optimizer.step() or "
                 "load_state_dict()), so the gradient would be wrong; run the forward again"
             )
-        place.sharded.expect_from_outside(place)
+        param_ref.sharded.expect_from_outside(param_ref)
         return grad, None, None, None
 
 
@@ -483,12 +491,13 @@ class ShardedModel:
     # Parameter's id -> what `state_dict()` gives of it, or its name alone; None: not set.
     exported: Mapping[int, Tensor] | None = field(default=None, init=False)
     buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units, in order
-    places: tuple[ParamRef, ...] = field(init=False)  # of all parameters, likewise
+    param_refs: tuple[ParamRef, ...] = field(init=False)  # of all parameters, likewise
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
     # Of modules, what launches gathers before their forward; see `register_external_parameter`.
     ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
-    gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
+    # Open contexts, by what users call them.
+    open_contexts: list[str] = field(factory=list, init=False)
     # Further copies of what trains, in the order in which they were made, the same on each rank.
     averages: WeakKeyDictionary[Any, None] = field(factory=WeakKeyDictionary, init=False)
     gathered: set[ParamRef] = field(factory=set, init=False)  # what they have
@@ -518,7 +527,7 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
-        self.places = tuple(
+        self.param_refs = tuple(
             ParamRef(self, unit, buffer, position, param, plan)
             for unit in self.units
             for buffer in unit.buffers
@@ -526,9 +535,9 @@ class ShardedModel:
                 zip(buffer.params, buffer.plan.params, strict=True)
             )
         )
-        for place in self.places:
-            record_owner(place.param, place)
-            record_owner(outer_of(place.param), place)
+        for param_ref in self.param_refs:
+            record_owner(param_ref.param, param_ref)
+            record_owner(outer_of(param_ref.param), param_ref)
         own, shards = ref(self), [p for buffer in self.buffers for p in buffer.shard_params]
         self._shards = shards if self.shards_state and self.optimizer is not None else []
         for shard in self._shards:
@@ -664,18 +673,18 @@ class ShardedModel:
             with plain_access():
                 self.reducer.hide_guards(unit, is_hidden=is_hidden)
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: ForwardCall) -> None:
         """Backward has reached an output of a unit."""
         if self.backward is not ModelPhase.BACKWARD:
             self.open_backward()
         if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
-            self.schedule.keep_whole(call.unit)
+            self.schedule.disable_reshard(call.unit)
         self.schedule.before_backward(call)
 
-    def expect_from_outside(self, place: ParamRef) -> None:
+    def expect_from_outside(self, param_ref: ParamRef) -> None:
         """A gradient is on its way to a parameter, from a use outside its unit."""
         self.open_backward()
-        self.reducer.expect_from_outside(place.buffer, place.position)
+        self.reducer.expect_from_outside(param_ref.buffer, param_ref.position)
 
     def open_backward(self, arrived: Tensor | None = None) -> None:
         """Begin a backward, in its first hook, and register the callback for its end.
@@ -755,8 +764,8 @@ class ShardedModel:
         self._watch_shards(is_watched=False)
         if has_closure:
             self._published = self._shard_versions()
-        for g in self.reducer.lenders:
-            g.lend(has_closure=has_closure)
+        for g in self.reducer.structured_buffers:
+            g.expose_plain_grads(has_closure=has_closure)
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward reads what the optimizer has written, and its writes come after."""
@@ -786,19 +795,19 @@ class ShardedModel:
     def update(self) -> None:
         """Step what is kept elsewhere; the optimizer's own step then finds no gradient."""
         if self.residence.offload is not None and self.optimizer is not None:
-            self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
+            self._hidden = step_offloaded(self.residence, self.reducer.gradients, self.optimizer)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-        for g in self.reducer.lenders:
-            g.take_back()
+        for g in self.reducer.structured_buffers:
+            g.restore_grads()
         self.has_stepped, self._is_stepping = True, False
         if not self.shards_state:  # an optimizer may put other memory in the place of ours
             for buffer in self.buffers:
-                buffer.take_over()
+                buffer.adopt_values()
         self.publish_params(is_sharded=self.shards_state)
         self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
         self._watch_shards(is_watched=True)
@@ -813,19 +822,19 @@ class ShardedModel:
 
     def finish_update(self) -> None:
         """Do what the public `finish_update` documents."""
-        if not self.residence.homes.is_delayed:
+        if not self.residence.backends.is_delayed:
             return
         no = (ModelPhase.GATHERED, ModelPhase.FORWARD)
         self.require("finish_update()", StateKind.PARAMS, no=no)
         self.begin_write()
         self._follow_writes()
-        bring_in(self.residence, self.reducer.gradients)
+        apply_delayed_update(self.residence, self.reducer.gradients)
         self.publish_params(is_sharded=self.shards_state)
 
     def _follow_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.whole is not None:
-                buffer.take_over()
+                buffer.adopt_values()
                 buffer.follow_writes()
 
     @ranged("publish")
@@ -842,8 +851,8 @@ class ShardedModel:
         self.end_write()
         if is_sharded:
             publish(self.units, frozen=frozen)
-        if self.residence.home is not None:
-            self.residence.home.settle()
+        if self.residence.param_offload is not None:
+            self.residence.param_offload.flush()
 
     def begin_shard_write(self) -> None:
         """Somebody is about to write to the optimizer's shards outside of its step.
@@ -861,7 +870,7 @@ class ShardedModel:
     def _set_shard_written(self, *, is_written: bool) -> None:
         self.is_shard_written = is_written
         for buffer in self.buffers:
-            pairs = zip(buffer.params, buffer.whole_types, strict=True)
+            pairs = zip(buffer.params, buffer.unsharded_types, strict=True)
             for param, whole_type in pairs if buffer.whole is not None else ():
                 with contextlib.suppress(TypeError):  # a class that Python cannot change
                     kind = stand_in_type(Unpublished, whole_type) if is_written else whole_type
@@ -921,7 +930,7 @@ class ShardedModel:
         self.require("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
         self.follow_shard_writes()
         self.await_readers()
-        self.schedule.settle()
+        self.schedule.wait_for_gathers()
         if self.exposure is not None:
             self.exposure.begin_write()
 
@@ -951,7 +960,7 @@ class ShardedModel:
         """
         for phase in no:
             if self._is_in(phase):
-                context = self.gathers[-1] if self.gathers else ""
+                context = self.open_contexts[-1] if self.open_contexts else ""
                 said = phase.value.format(what=what, context=context, rank=self.whole.rank)
                 raise StateError(said)
         if self.parked is not None and (gone := self.parked.among(kinds)):
@@ -963,7 +972,7 @@ class ShardedModel:
             self.end_broken_calls()
             return self.schedule.is_running
         if phase is ModelPhase.GATHERED:
-            return bool(self.gathers)
+            return bool(self.open_contexts)
         return self.phase is phase
 
     @property
@@ -1005,7 +1014,7 @@ class ShardedModel:
         self.require("release_buffers()", no=(ModelPhase.GATHERED,))
         self._give_up_open_backward()
         self.outside.forget()
-        self.schedule.settle()
+        self.schedule.wait_for_gathers()
         self.schedule.release()
         self.reducer.release()
 
@@ -1020,7 +1029,7 @@ class ShardedModel:
         self._watch_shards(is_watched=True)
         self.outside.forget()
         if not self._makes_graph:
-            self.schedule.keeps_whole = False
+            self.schedule.reshard_disabled = False
         self.schedule.end_backward()
         self._move(ModelPhase.IDLE)
 
@@ -1092,8 +1101,8 @@ class ShardedModel:
         if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
             return
         for name, param in self.model.named_parameters():
-            place = find_place(param)
-            if place is None or place.sharded is not self:
+            param_ref = find_param_ref(param)
+            if param_ref is None or param_ref.sharded is not self:
                 raise StateError(
                     f"parameter {name!r}: expected one that was sharded, got another Parameter "
                     f"object of shape {tuple(param.shape)}, attached after shard() or one that "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_partition.chained import members_of
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload, TensorHome
+from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload, ParamOffload
 from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
@@ -25,7 +25,7 @@ from .residence import Residence
 from .unit import Unit
 
 
-def step_elsewhere(
+def step_offloaded(
     residence: Residence,
     gradients: Sequence[BufferGradients],
     optimizer: torch.optim.Optimizer,
@@ -40,7 +40,7 @@ def step_elsewhere(
     """
     offload = residence.offload
     assert offload is not None, "asked before"
-    bring_in(residence, gradients)
+    apply_delayed_update(residence, gradients)
     hidden = [
         (param, param.grad)
         for g in gradients
@@ -51,14 +51,14 @@ def step_elsewhere(
     if found_inf is None or not float(found_inf):
         grads, buffer_of = {}, {}
         for g in gradients:
-            for target, param in zip(g.buffer.targets, g.buffer.shard_params, strict=True):
+            for target, param in zip(g.buffer.offloaded_params, g.buffer.shard_params, strict=True):
                 if param.grad is not None and residence.is_stepped(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
-        written_only = set() if residence.home is None else set(offload.written_only())
+        written_only = set() if residence.param_offload is None else set(offload.written_only())
         overwritten = written_only & grads.keys()
-        with OpenShards(residence.home, buffer_of, overwritten) as opening:
+        with OpenShards(residence.param_offload, buffer_of, overwritten) as opening:
             factor = 1.0 if scale is None else 1.0 / float(scale)
             offload.step(optimizer.param_groups, grads, factor=factor, opening=opening)
             offload.read_ahead()  # each as soon as its slot is written: the disk need not wait
@@ -67,17 +67,17 @@ def step_elsewhere(
     return hidden
 
 
-def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
+def apply_delayed_update(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
     """Let shards have the values that a delayed step has held back. Local, blocking."""
-    if not residence.homes.is_delayed:
+    if not residence.backends.is_delayed:
         return
     offload = cast(DelayedOffload, residence.offload)
     held_back = set(offload.held_back())
     if not held_back:
         return
-    buffer_of = {target: g.buffer for g in gradients for target in g.buffer.targets}
-    with OpenShards(residence.home, buffer_of, held_back) as opening:
-        offload.bring_in(opening)
+    buffer_of = {target: g.buffer for g in gradients for target in g.buffer.offloaded_params}
+    with OpenShards(residence.param_offload, buffer_of, held_back) as opening:
+        offload.apply_delayed_update(opening)
 
 
 def hand_over_state(
@@ -88,7 +88,7 @@ def hand_over_state(
     target_of = {
         shard: target
         for buffer in buffers
-        for shard, target in zip(buffer.shard_params, buffer.targets, strict=False)
+        for shard, target in zip(buffer.shard_params, buffer.offloaded_params, strict=False)
     }
     for member in members_of(optimizer):
         strange = [key for key in member.state if not isinstance(key, Tensor)]
@@ -223,7 +223,7 @@ class OpenShards:
         overwritten: Targets that are going to be written, and not read.
     """
 
-    home: TensorHome | None
+    param_offload: ParamOffload | None
     buffer_of: Mapping[nn.Parameter, FlatBuffer]
     overwritten: Collection[nn.Parameter]
     _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
@@ -233,46 +233,47 @@ class OpenShards:
 
         Blocks where values are read. Without targets it blocks until all closed shards are written.
         """
-        if self.home is None:
+        if self.param_offload is None:
             return
         wanted = {
             buffer.index: buffer
             for buffer in (self.buffer_of[target] for target in targets)
-            if buffer.resting.home is not None
+            if buffer.model_shard.param_offload is not None
         }
         for index in self._open.keys() - wanted.keys():
             self._close(index)
         for index, buffer in wanted.items():
             if index not in self._open:
                 reads = any(
-                    buffer.targets[piece.index] not in self.overwritten for piece in buffer.pieces
+                    buffer.offloaded_params[piece.index] not in self.overwritten
+                    for piece in buffer.pieces
                 )
-                shard = self.home.open(index, reads=reads)
+                shard = self.param_offload.open(index, reads=reads)
                 if not reads:
                     _clear_padding(buffer, shard)
                 buffer.point_targets(shard)
                 self._open[index] = buffer
         if not targets:
-            self.home.settle()
+            self.param_offload.flush()
 
     def __enter__(self) -> Callable[[Sequence[nn.Parameter]], None]:
         return self.open
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close all after an error, whatever that raises."""
-        if kind is None or self.home is None:
+        if kind is None or self.param_offload is None:
             return
         for index in list(self._open):
             with contextlib.suppress(Exception):
                 self._close(index)
         with contextlib.suppress(Exception):
-            self.home.settle()
+            self.param_offload.flush()
 
     def _close(self, index: int) -> None:
         buffer = self._open.pop(index)
-        assert self.home is not None, "opened there"
+        assert self.param_offload is not None, "opened there"
         try:
-            self.home.close(index)
+            self.param_offload.close(index)
         finally:
             buffer.point_targets(None)
 

@@ -18,7 +18,7 @@ from zero_comm.ranges import ranged
 from zero_partition.dtensors import outer_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import NUM_LOOKS, FlatBuffer, SecondaryShards
-from zero_partition.memory.seams import Pending, TensorHome
+from zero_partition.memory.seams import ParamOffload, Pending
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
@@ -88,14 +88,16 @@ class Unit:
     codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
     secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
-    copies: TensorHome | None = None  # which has its whole buffers for a while
+    unsharded_cache: ParamOffload | None = None  # which has its whole buffers for a while
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
     is_watched: bool = False  # in this call, what saves its parameters is; see NOTE(reads) in hooks
     slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
     errors: CodecErrors | None = None  # asks what is lost on the way
-    is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
+    has_gathered_values: bool = (
+        False  # every parameter is whole in memory of a gather's, and no slot needed
+    )
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
     _looks_left: int = field(default=NUM_LOOKS, init=False)  # forwards to look for writes in
     _filling: Sequence[Pending] = field(default=(), init=False)  # the slot, while on its way
@@ -123,7 +125,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Return whether this rank has its current values in full, so that no gather is needed."""
-        if self.placement is Placement.REPLICATED or self.is_held:
+        if self.placement is Placement.REPLICATED or self.has_gathered_values:
             return True
         return (
             self.slot is not None
@@ -137,7 +139,7 @@ class Unit:
 
         Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
         """
-        is_alone = self.exposure is not None or self.copies is not None
+        is_alone = self.exposure is not None or self.unsharded_cache is not None
         if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
             self._begin_to_fill(pool)
 
@@ -164,8 +166,10 @@ class Unit:
             self._wait()
         self.state = ShardState.GATHERING  # until all are there: reshard() undoes half of it
         for index, buffer in enumerate(self.buffers):
-            held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
-            buffer.install(held or self._views[index])
+            pinned = (
+                tuple(buffer.pinned.values()) if self.has_gathered_values else ()
+            )  # install() orders them
+            buffer.install(pinned or self._views[index])
         self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
@@ -185,9 +189,9 @@ class Unit:
                 f"unit {self.name!r}: its slot was asked for while its forward is running"
             )
         self.reshard()
-        has_values = self._slot_version == self.version and self.copies is None
+        has_values = self._slot_version == self.version and self.unsharded_cache is None
         if self.secondary is not None and has_values:
-            self.secondary.keep(self._full, self.version)
+            self.secondary.update(self._full, self.version)
         self._slot_version = -1
 
     def forget_values(self) -> None:
@@ -204,7 +208,7 @@ class Unit:
         slot = self.slot
         if slot is None or slot.owner is not self or self.secondary or slot.is_viewed:
             return
-        slot.leave()
+        slot.vacate()
 
     def forget_memory(self) -> None:
         """The memory of its slot is given back; the slot stays assigned."""
@@ -260,7 +264,7 @@ class Unit:
         first forwards. Each rank compares its own part.
         """
         is_sharded = self.placement is Placement.SHARDED and self.state is ShardState.UNSHARDED
-        if not is_sharded or self.is_held or not self._full:
+        if not is_sharded or self.has_gathered_values or not self._full:
             return ""
         looks, self._looks_left = self._looks_left > 0, self._looks_left - 1
         for index, (buffer, full) in enumerate(zip(self.buffers, self._full, strict=True)):
@@ -323,7 +327,7 @@ class Unit:
     def _take_slot(self, pool: SlotPool[Unit]) -> None:
         if self.slot is None:
             alone = self.plan.is_outer  # in use while units inside it come and go
-            self.slot = pool.take(self.plan.num_bytes, alone=alone)
+            self.slot = pool.acquire(self.plan.num_bytes, alone=alone)
         previous = self.slot.owner
         if previous is self:
             return
@@ -351,28 +355,30 @@ class Unit:
         self.state = ShardState.GATHERING
         self._take_slot(pool)
         pairs = list(zip(self.buffers, self._full, strict=True))
-        if self.copies is not None:
-            self._filling = [self.copies.read(buffer.index, full) for buffer, full in pairs]
+        if self.unsharded_cache is not None:
+            self._filling = [
+                self.unsharded_cache.read(buffer.index, full) for buffer, full in pairs
+            ]
         elif self.exposure is not None:
             self._read_peers(self.exposure)
         elif self.secondary is not None and self.secondary.version == self.version:
             self._filling = self.secondary.gather(self._full)
         else:
-            reads = [buffer.resting.fetch(buffer.own_of(full)) for buffer, full in pairs]
+            reads = [buffer.model_shard.fetch(buffer.own_of(full)) for buffer, full in pairs]
             for read in reads:
                 if read is not None:
                     read.wait()
             if self.errors is not None:
                 self._note_errors(self.errors)
             self._filling = [
-                buffer.all_gather(full, shard=buffer.resting.sent, version=self.version)
+                buffer.all_gather(full, shard=buffer.model_shard.sent, version=self.version)
                 for buffer, full in pairs
             ]
         self._slot_version = self.version
 
     def _read_peers(self, exposure: Exposure) -> None:
         for buffer, full in zip(self.buffers, self._full, strict=True):
-            layout, shard = buffer.plan.layout, buffer.resting.memory
+            layout, shard = buffer.plan.layout, buffer.model_shard.memory
             assert shard is not None, "it could not be read else"
             try:
                 exposure.gather(
@@ -400,15 +406,17 @@ class Unit:
 
     def _note_errors(self, errors: CodecErrors) -> None:
         for buffer, full in zip(self.buffers, self._full, strict=True):
-            codec, shard = buffer.gather_codec, buffer.resting.sent
-            if codec is not None and buffer.resting.codec is None:  # else lost long ago
+            codec, shard = buffer.gather_codec, buffer.model_shard.sent
+            if codec is not None and buffer.model_shard.codec is None:  # else lost long ago
                 own = buffer.own_of(full) if shard is None else shard
                 errors.params.note(self.name, codec, [own])
 
-    def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
+    def fill_unsharded_cache(
+        self, cache: ParamOffload, full: Sequence[Tensor] | None = None
+    ) -> None:
         """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
         for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
-            copies.write(buffer.index, whole)
+            cache.write(buffer.index, whole)
 
 
 def publish(units: Sequence[Unit], *, frozen: Collection[FlatBuffer] = ()) -> None:

@@ -28,7 +28,7 @@ from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
 from .load import find_misfits
-from .runs import Part, PartBatch, WholeTensor, places_in, read_into, trained_values
+from .runs import Part, PartBatch, WholeTensor, param_refs_in, read_into, trained_values
 from .split_readers import reader_of_part
 from .state_dict import gather_state_dict
 
@@ -76,7 +76,7 @@ class ShardedAverage:
     def _begin(self, sharded: ShardedModel) -> None:
         """Start the averages from the current values, in this layout. Local."""
         self._model, self._sharded = sharded.model, sharded
-        self._places = [place for place in sharded.places if place.is_trainable]
+        self._places = [param_ref for param_ref in sharded.param_refs if param_ref.is_trainable]
         self._is_elsewhere = sharded.residence.offload is not None
         self._device = torch.device("cpu") if self._is_elsewhere else sharded.group.device
         self._usable("ShardedAverage()")
@@ -148,12 +148,12 @@ class ShardedAverage:
         for buffer in self._averages:
             buffer.follow_writes()
         trained = {b: b.trained.to(self._device, copy=True) for b in self._averages}
-        sharded.gathers.append(_SWAP)
+        sharded.open_contexts.append(_SWAP)
         try:
             self._write(self._averages)
             yield self._model
         finally:
-            sharded.gathers.remove(_SWAP)
+            sharded.open_contexts.remove(_SWAP)
             self._write(trained)
 
     def batches(self) -> list[PartBatch]:
@@ -161,7 +161,7 @@ class ShardedAverage:
         self._usable("ShardedAverage.batches()")
         batches = []
         for buffer, average in self._averages.items():
-            mine = {_part_of(p, average.dtype): part_of(p, average) for p in places_in(buffer)}
+            mine = {_part_of(p, average.dtype): part_of(p, average) for p in param_refs_in(buffer)}
             given = {part: value for part, value in mine.items() if part.span.numel}
             read = partial(list, given.values())
             batches.append(PartBatch(tuple(given), False, read, False))
@@ -171,20 +171,25 @@ class ShardedAverage:
         """Return what prevents loading an average from `readers`, by parameters' names. Local."""
         self._usable("ShardedAverage.load()")
         problems = []
-        for place in self._places:
-            if place.name in readers:
-                shape, dtype = outer_of(place.param).shape, self._averages[place.buffer].dtype
-                problems += find_misfits(place.name, shape, dtype, readers[place.name])
-            elif place.plan.shape.numel():
-                problems.append(f"the average lacks {place.name!r}")
+        for param_ref in self._places:
+            if param_ref.name in readers:
+                shape, dtype = (
+                    outer_of(param_ref.param).shape,
+                    self._averages[param_ref.buffer].dtype,
+                )
+                problems += find_misfits(param_ref.name, shape, dtype, readers[param_ref.name])
+            elif param_ref.plan.shape.numel():
+                problems.append(f"the average lacks {param_ref.name!r}")
         return problems
 
     def load(self, readers: Mapping[str, AbstractRangeReader], num_updates: int) -> None:
         """Read this rank's parts of an average in which there are no problems. Local."""
-        for place in self._places:
-            if place.kept.numel:
-                part = part_of(place, self._averages[place.buffer])
-                read_into(part, reader_of_part(place.param, readers[place.name]), place.kept)
+        for param_ref in self._places:
+            if param_ref.kept.numel:
+                part = part_of(param_ref, self._averages[param_ref.buffer])
+                read_into(
+                    part, reader_of_part(param_ref.param, readers[param_ref.name]), param_ref.kept
+                )
         self.num_updates = num_updates
 
     def split(self) -> dict[str, SplitEntry]:
@@ -203,10 +208,12 @@ class ShardedAverage:
         The averages of newly trainable parameters start from their current values.
         """
         self._begin(sharded)
-        for place in self._places:
-            if place.name in averages:
-                whole = averages[place.name].whole().view(-1)
-                part_of(place, self._averages[place.buffer]).copy_(whole[place.kept.as_slice()])
+        for param_ref in self._places:
+            if param_ref.name in averages:
+                whole = averages[param_ref.name].whole().view(-1)
+                part_of(param_ref, self._averages[param_ref.buffer]).copy_(
+                    whole[param_ref.kept.as_slice()]
+                )
 
     def _usable(self, what: str) -> ShardedModel:
         sharded = self._sharded
@@ -215,7 +222,7 @@ class ShardedAverage:
                 f"{what}: the model was unsharded since this was made; make a ShardedAverage of "
                 "the model as it is sharded now"
             )
-        if _SWAP in sharded.gathers:
+        if _SWAP in sharded.open_contexts:
             raise StateError(f"{what} inside {_SWAP}: leave the context first")
         sharded.require(what, StateKind.PARAMS, StateKind.MASTERS)
         return sharded
@@ -226,12 +233,12 @@ class ShardedAverage:
         self._sharded.begin_write()
         with plain_access():
             for buffer, value in values.items():
-                for rest in dict.fromkeys((buffer.training, buffer.resting)):
+                for rest in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
                     rest.write(value)
         self._sharded.publish_params(is_sharded=True)
 
 
-def _part_of(place: ParamRef, dtype: torch.dtype) -> Part:
+def _part_of(param_ref: ParamRef, dtype: torch.dtype) -> Part:
     """Return what this rank gives of the average of a parameter; maybe no elements."""
-    tensor = WholeTensor.of(place, None, place.plan.shape, dtype)
-    return Part(tensor, tensor.given_of(place, place.kept))
+    tensor = WholeTensor.of(param_ref, None, param_ref.plan.shape, dtype)
+    return Part(tensor, tensor.given_of(param_ref, param_ref.kept))

@@ -97,7 +97,7 @@ def describe_state_dict(sharded: ShardedModel) -> StateDictLayout | None:
         for key, tensor in persistent_tensors(module).items():
             names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
             tensors.append(tensor)
-    names |= {id(place.param): place.name for place in sharded.places}
+    names |= {id(param_ref.param): param_ref.name for param_ref in sharded.param_refs}
     # `state_dict()` calls `detach()` of each tensor. An attribute of the object precedes the
     # method, so the state dict holds a stand-in that knows its tensor, whatever renames it.
     for tensor in tensors:

@@ -20,16 +20,16 @@ from zero_comm import CommError, Group, Handle, all_gather_flat, broadcast_flat,
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import EarlyShard, find_early
-from zero_partition.memory.seams import TensorHome
+from zero_partition.memory.seams import ParamOffload
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
-    find_place,
+    find_param_ref,
     launch_buffer,
     launch_whole,
-    place_of,
+    param_ref_of,
     sort_places,
     write_whole,
 )
@@ -38,7 +38,7 @@ from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly, version_of
 
 
-class _Verdict(IntEnum):
+class _ParamOutcome(IntEnum):
     """State in which a rank leaves a parameter, or the context; sent as one byte."""
 
     FINE = 0
@@ -95,7 +95,7 @@ class EarlyParams:
             early.is_gathered, param.data = True, home
         return found
 
-    def keep(self, values: Iterable[Tensor]) -> None:
+    def set_values(self, values: Iterable[Tensor]) -> None:
         """Set their values, which are the same on every rank."""
         for early, value in zip(self.shards, values, strict=True):
             early.keep_part_of(value)
@@ -112,64 +112,76 @@ class ShardedParams:
     """Parameters of one sharded model."""
 
     sharded: ShardedModel
-    places: Sequence[ParamRef]  # sorted
+    param_refs: Sequence[ParamRef]  # sorted
 
     def find_gathered(self) -> str | None:
         """Return the name of one that a context has gathered already, if any."""
         gathered = self.sharded.gathered
-        return next((place.name for place in self.places if place in gathered), None)
+        return next(
+            (param_ref.name for param_ref in self.param_refs if param_ref in gathered), None
+        )
 
     def check(self, what: str, modifier_rank: int | None) -> None:
         """Raise if something else prevents gathering them. Local."""
         is_for_reading = modifier_rank is None
         masters = () if is_for_reading else (StateKind.MASTERS,)
         self.sharded.require(what, StateKind.PARAMS, *masters)
-        if not is_for_reading and any(place.buffer.plan.ranks for place in self.places):
+        if not is_for_reading and any(param_ref.buffer.plan.ranks for param_ref in self.param_refs):
             self.sharded.refuse_own_ranks(f"{what} with modifier_rank={modifier_rank}")
         self.sharded.follow_shard_writes()
-        for place in self.places:
-            if not is_for_reading and self.sharded.schedule.is_in_use(place.unit):
+        for param_ref in self.param_refs:
+            if not is_for_reading and self.sharded.schedule.is_in_use(param_ref.unit):
                 raise StateError(
-                    f"{what}: parameter {place.name!r} cannot be modified while its unit "
-                    f"{place.unit.name!r} runs forward or backward (rank {place.whole.rank}); "
-                    "leave out modifier_rank, or modify it between steps"
+                    f"{what}: parameter {param_ref.name!r} cannot be modified while its unit "
+                    f"{param_ref.unit.name!r} runs forward or backward (rank "
+                    f"{param_ref.whole.rank}); leave out modifier_rank, or modify it between steps"
                 )
 
     def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Gather them; return names, parameters and the memory of their values. Collective."""
-        self.sharded.gathers.append(what)
-        self.sharded.gathered.update(self.places)
+        self.sharded.open_contexts.append(what)
+        self.sharded.gathered.update(self.param_refs)
         if not self.sharded.is_exact:
             self._gather(what)
-        return [(place.name, place.param, _home_of(place)) for place in self.places]
+        return [
+            (param_ref.name, param_ref.param, _home_of(param_ref)) for param_ref in self.param_refs
+        ]
 
-    def keep(self, values: Iterable[Tensor]) -> None:
+    def set_values(self, values: Iterable[Tensor]) -> None:
         """Set their values, which are the same on every rank."""
-        for place, value in zip(self.places, values, strict=True):
+        for param_ref, value in zip(self.param_refs, values, strict=True):
             if self.sharded.is_exact:
-                place.param.data = value
-            write_whole(place, value)
+                param_ref.param.data = value
+            write_whole(param_ref, value)
 
     def close(self, what: str) -> None:
         """Shard them again."""
-        self.sharded.gathers.remove(what)
-        self.sharded.gathered.difference_update(self.places)
-        for unit in {place.unit: None for place in self.places if place.unit.is_held}:
-            unit.is_held = False
+        self.sharded.open_contexts.remove(what)
+        self.sharded.gathered.difference_update(self.param_refs)
+        for unit in {
+            param_ref.unit: None
+            for param_ref in self.param_refs
+            if param_ref.unit.has_gathered_values
+        }:
+            unit.has_gathered_values = False
             if unit.state is ShardState.UNSHARDED:
                 unit.reshard()  # it is whole in our memory only
-        for buffer in {place.buffer: None for place in self.places if place.is_gathered}:
-            buffer.let_go([place.position for place in self.places if place.buffer is buffer])
+        for buffer in {
+            param_ref.buffer: None for param_ref in self.param_refs if param_ref.is_gathered
+        }:
+            buffer.unpin(
+                [param_ref.position for param_ref in self.param_refs if param_ref.buffer is buffer]
+            )
 
     def _gather(self, what: str) -> None:
         """Gather whole buffers in one message each, and single parameters in one each."""
         waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
-        for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
+        for buffer, chosen in groupby(self.param_refs, key=lambda param_ref: param_ref.buffer):
             mine = list(chosen)
             if len(mine) == len(buffer.params):
                 waits.append((mine, launch_buffer(buffer)))
             else:
-                waits += [([place], launch_whole(place)) for place in mine]
+                waits += [([param_ref], launch_whole(param_ref)) for param_ref in mine]
         values: dict[ParamRef, Tensor] = {}
         for mine, wait in waits:
             try:
@@ -177,26 +189,26 @@ class ShardedParams:
             except CommError as error:
                 raise CommError(f"{what}, unit {mine[0].unit.name!r}: {error}") from error
             values |= zip(mine, (found,) if isinstance(found, Tensor) else found, strict=True)
-        for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
-            buffer.hold({place.position: values[place] for place in chosen})
-        for unit in {place.unit: None for place in self.places}:
-            is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
+        for buffer, chosen in groupby(self.param_refs, key=lambda param_ref: param_ref.buffer):
+            buffer.pin({param_ref.position: values[param_ref] for param_ref in chosen})
+        for unit in {param_ref.unit: None for param_ref in self.param_refs}:
+            is_whole = all(len(buffer.pinned) == len(buffer.params) for buffer in unit.buffers)
             if is_whole and unit.state is not ShardState.UNSHARDED:
                 unit.reshard()  # a gather that was launched ahead is not needed
-                unit.is_held = True
+                unit.has_gathered_values = True
 
 
-def _home_of(place: ParamRef) -> Tensor:
+def _home_of(param_ref: ParamRef) -> Tensor:
     """Return the memory of a parameter that is gathered or replicated."""
-    buffer = place.buffer
-    if place.is_gathered:
-        return buffer.held[place.position]
+    buffer = param_ref.buffer
+    if param_ref.is_gathered:
+        return buffer.pinned[param_ref.position]
     assert buffer.whole is not None, "neither gathered nor replicated"
-    return buffer.views_of(buffer.whole)[place.position]
+    return buffer.views_of(buffer.whole)[param_ref.position]
 
 
 @define(eq=False)
-class Gather:
+class GatheredContext:
     """Parameters that one context has gathered, and what ranks do to them meanwhile."""
 
     what: str  # users call it
@@ -242,7 +254,7 @@ class Gather:
             return
         while self.unread:  # of an earlier context, which every rank has left by now
             self.unread.pop().wait()
-        said = [_Verdict.RAISED for _ in self._wholes] if has_raised else self._judge_all()
+        said = [_ParamOutcome.RAISED for _ in self._wholes] if has_raised else self._judge_all()
         mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
         self._report = all_gather_flat(
             mine.new_empty(self.group.world_size * len(said)),
@@ -254,18 +266,18 @@ class Gather:
         )
         self.unread.append(self._report)  # until settle() has read it
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
         self.unread.clear()
         assert self._report is not None, "report() comes first"
         reports = self._report.wait().view(self.group.world_size, -1).tolist()
         for rank, said in enumerate(reports):
             for whole, verdict in zip(self._wholes, said, strict=True):
-                self._raise_on(_Verdict(verdict), whole, rank)
+                self._raise_on(_ParamOutcome(verdict), whole, rank)
         if self.modifier_rank is not None:
             self._send_changes(self.modifier_rank)
             with plainly():
-                self.params.keep([whole.home for whole in self._wholes])
+                self.params.set_values([whole.home for whole in self._wholes])
 
     def close(self) -> None:
         """Shard the parameters again, whatever happened. Local."""
@@ -276,9 +288,9 @@ class Gather:
     def edited(self) -> list[str]:
         """Names of the parameters that this rank was seen to change. Local."""
         verdicts = zip(self._wholes, self._judge_all(), strict=True)
-        return [whole.name for whole, verdict in verdicts if verdict is not _Verdict.FINE]
+        return [whole.name for whole, verdict in verdicts if verdict is not _ParamOutcome.FINE]
 
-    def _judge_all(self) -> list[_Verdict]:
+    def _judge_all(self) -> list[_ParamOutcome]:
         with plainly():
             return [self._judge(whole) for whole in self._wholes]
 
@@ -295,31 +307,31 @@ class Gather:
             for handle in handles:
                 handle.wait()
 
-    def _judge(self, whole: _Whole) -> _Verdict:
+    def _judge(self, whole: _Whole) -> _ParamOutcome:
         data, home = whole.param.data, whole.home
         if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
-            return _Verdict.MISSHAPEN
+            return _ParamOutcome.MISSHAPEN
         if self.modifier_rank is not None:
-            return _Verdict.FINE
+            return _ParamOutcome.FINE
         is_same = whole.is_at_home and version_of(whole.param) == whole.version
         if is_same and self.compares_bytes:
             is_same = _checksum(data) == whole.checksum
-        return _Verdict.FINE if is_same else _Verdict.EDITED
+        return _ParamOutcome.FINE if is_same else _ParamOutcome.EDITED
 
-    def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
+    def _raise_on(self, verdict: _ParamOutcome, whole: _Whole, rank: int) -> None:
         what, mine = self.what, f"(seen on rank {self.group.rank})"
-        if verdict is _Verdict.RAISED:
+        if verdict is _ParamOutcome.RAISED:
             raise StateError(
                 f"{what}: rank {rank} left the context with an exception {mine}, so all changes "
                 "are dropped; its own message says why"
             )
-        if verdict is _Verdict.EDITED:
+        if verdict is _ParamOutcome.EDITED:
             raise LostEditError(
                 f"{what}: rank {rank} changed parameter {whole.name!r} {mine}; without "
                 "modifier_rank changes are dropped. Pass modifier_rank=... to keep those of one "
                 "rank, or change a copy"
             )
-        if verdict is _Verdict.MISSHAPEN and self.modifier_rank in (None, rank):
+        if verdict is _ParamOutcome.MISSHAPEN and self.modifier_rank in (None, rank):
             raise StateError(
                 f"{what}: rank {rank} left parameter {whole.name!r} with another shape, dtype or "
                 f"device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. A "
@@ -380,22 +392,26 @@ class GatheredParameters:
         *,
         sanity_checks: bool = False,
     ) -> None:
-        self._gathers: list[Gather] = []
+        self._gathers: list[GatheredContext] = []
         if not enabled:
             return
         chosen = _as_list(params)
-        places = [place for param in chosen if (place := find_place(param)) is not None]
-        make = partial(Gather, _GATHERED, modifier_rank, sanity_checks)
-        for sharded in dict.fromkeys(place.sharded for place in places):
+        param_refs = [
+            param_ref for param in chosen if (param_ref := find_param_ref(param)) is not None
+        ]
+        make = partial(GatheredContext, _GATHERED, modifier_rank, sanity_checks)
+        for sharded in dict.fromkeys(param_ref.sharded for param_ref in param_refs):
             if not sharded.is_exact or modifier_rank is not None:
-                mine = sort_places(place for place in places if place.sharded is sharded)
+                mine = sort_places(
+                    param_ref for param_ref in param_refs if param_ref.sharded is sharded
+                )
                 of_model, tag = ShardedParams(sharded, mine), sharded.access_tag
                 self._gathers.append(make(of_model, sharded.whole, tag, sharded.unread))
         for shards in _group_early(chosen):
             self._gathers.append(make(EarlyParams(shards), shards[0].group))
         if fwd_module is not None:
-            for place in places:
-                register_external_parameter(fwd_module, place.param)
+            for param_ref in param_refs:
+                register_external_parameter(fwd_module, param_ref.param)
 
     def __enter__(self) -> GatheredParameters:
         try:
@@ -419,7 +435,7 @@ class GatheredParameters:
                 gather.report(has_raised=error is not None)
             if error is None:
                 for gather in self._gathers:
-                    gather.settle()
+                    gather.commit()
         finally:
             for gather in reversed(self._gathers):
                 gather.close()
@@ -464,18 +480,18 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
     Raises:
         StateError: `param` belongs to no sharded model.
     """
-    place = place_of(param, what="register_external_parameter()")
-    sharded = place.sharded
+    param_ref = param_ref_of(param, what="register_external_parameter()")
+    sharded = param_ref.sharded
     ahead = sharded.ahead.get(module)
     if ahead is None:
         ahead = sharded.ahead[module] = _LaunchAhead()
-        if place.unit.placement is Placement.SHARDED:
+        if param_ref.unit.placement is Placement.SHARDED:
             ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
             sharded.removers.append(ahead.handle.remove)
             # The module may serve another model when this one was deleted.
             finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
-    if ref(place) not in ahead.places:
-        ahead.places.append(ref(place))
+    if ref(param_ref) not in ahead.param_refs:
+        ahead.param_refs.append(ref(param_ref))
 
 
 def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -484,16 +500,16 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
     Raises:
         StateError: `param` belongs to no sharded model, or was not registered for the module.
     """
-    place = place_of(param, what="unregister_external_parameter()")
-    ahead = place.sharded.ahead.get(module)
-    if ahead is None or ref(place) not in ahead.places:
+    param_ref = param_ref_of(param, what="unregister_external_parameter()")
+    ahead = param_ref.sharded.ahead.get(module)
+    if ahead is None or ref(param_ref) not in ahead.param_refs:
         raise StateError(
-            f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
-            f"{type(module).__name__}"
+            f"unregister_external_parameter(): parameter {param_ref.name!r} is not registered for "
+            f"this {type(module).__name__}"
         )
-    ahead.places.remove(ref(place))
-    if not ahead.places:
-        del place.sharded.ahead[module]
+    ahead.param_refs.remove(ref(param_ref))
+    if not ahead.param_refs:
+        del param_ref.sharded.ahead[module]
         if ahead.handle is not None:
             ahead.handle.remove()
 
@@ -502,13 +518,14 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 class _LaunchAhead(Bound):
     """Forward pre-hook that launches gathers of a module's external parameters of one model."""
 
-    places: list[ReferenceType[ParamRef]] = field(factory=list)  # a module may outlive the model
+    # A module may outlive the model.
+    param_refs: list[ReferenceType[ParamRef]] = field(factory=list)
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for found in self.places:
-            if (place := found()) is not None:
-                place.sharded.outside.launch(place)
+        for found in self.param_refs:
+            if (param_ref := found()) is not None:
+                param_ref.sharded.outside.launch(param_ref)
 
 
 # NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
@@ -519,48 +536,48 @@ class _LaunchAhead(Bound):
 
 @contextmanager
 def streamed(
-    sharded: ShardedModel, places: Sequence[ParamRef], home: TensorHome, what: str
+    sharded: ShardedModel, param_refs: Sequence[ParamRef], param_offload: ParamOffload, what: str
 ) -> Iterator[None]:
     """A context in which units with these parameters are read whole. Collective to enter.
 
     Whole copies are allocated where offloaded shards are, and errors of that are passed on.
     """
-    units = list(dict.fromkeys(place.unit for place in places))
+    units = list(dict.fromkeys(param_ref.unit for param_ref in param_refs))
     units = [unit for unit in units if unit.placement is Placement.SHARDED]
-    copies = home.another()
+    cache = param_offload.another()
     try:
         blanks = {
             buffer: torch.empty(buffer.plan.layout.numel, dtype=buffer.plan.dtype, device="meta")
             for unit in units
             for buffer in unit.buffers
         }
-        copies.allocate({buffer.index: blank for buffer, blank in blanks.items()})
+        cache.allocate({buffer.index: blank for buffer, blank in blanks.items()})
         for unit in units:
             if unit.codec is None:
                 unit.unshard(sharded.schedule.pool)
-                unit.keep_copies(copies)
+                unit.fill_unsharded_cache(cache)
                 unit.reshard()
                 continue
             wholes = []  # the slot gets what the codec leaves of them
             for buffer in unit.buffers:
                 whole = torch.empty_like(blanks[buffer], device=sharded.group.device)
                 wholes.append(buffer.all_gather(whole, shard=buffer.shard, is_exact=True).wait())
-            unit.keep_copies(copies, wholes)
-        copies.settle()
+            unit.fill_unsharded_cache(cache, wholes)
+        cache.flush()
         for unit in units:
             unit.forget_values()
-            unit.copies = copies
-        sharded.gathers.append(what)
+            unit.unsharded_cache = cache
+        sharded.open_contexts.append(what)
         try:
             yield
         finally:
-            sharded.gathers.remove(what)
+            sharded.open_contexts.remove(what)
     finally:
         for unit in units:  # ranks have read different units, and exact values
             unit.forget_values()
-            unit.copies = None
+            unit.unsharded_cache = None
         sharded.outside.forget()
-        copies.end()
+        cache.end()
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -597,11 +614,13 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             f"unsharded(): expected a model that was sharded, got a {type(model).__name__} that "
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
-    places, home = _places_within(sharded, modules), sharded.residence.home
-    gather = Gather(_UNSHARDED, None, False, ShardedParams(sharded, places), sharded.whole)
+    param_refs, param_offload = _places_within(sharded, modules), sharded.residence.param_offload
+    gather = GatheredContext(
+        _UNSHARDED, None, False, ShardedParams(sharded, param_refs), sharded.whole
+    )
     gather.check()
-    if home is not None:
-        with streamed(sharded, places, home, _UNSHARDED):
+    if param_offload is not None:
+        with streamed(sharded, param_refs, param_offload, _UNSHARDED):
             yield model
         return
     try:
@@ -631,4 +650,6 @@ def _places_within(sharded: ShardedModel, modules: Iterable[str] | None) -> list
                 )
         chosen = [known[name] for name in names]
     params = [param for module in chosen for param in module.parameters()]
-    return sort_places(place for param in params if (place := find_place(param)) is not None)
+    return sort_places(
+        param_ref for param in params if (param_ref := find_param_ref(param)) is not None
+    )

@@ -32,7 +32,7 @@ from zero_partition.optimizer.shards import (
 from zero_partition.plan.layout import Span
 from zero_partition.plan.wire import whole_of
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel, find_place
+from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel, find_param_ref
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import non_persistent_buffers, own_buffers, own_parameters
 
@@ -62,7 +62,7 @@ class Target:
 
     names: tuple[str, ...]  # all it has in `state_dict`
     tensor: Tensor
-    place: ParamRef | None = None  # in a model that is sharded
+    param_ref: ParamRef | None = None  # in a model that is sharded
     memory: Tensor | None = None  # else: where this rank keeps its part; a buffer's own shape
     kept: Span = field(factory=lambda: Span(0, 0))  # elements that are there
     found: dict[str, AbstractRangeReader] = field(factory=dict)  # to be read; of one, the first
@@ -86,11 +86,11 @@ class Target:
         `sharded` is the model that is loaded into, None if that is not sharded.
         """
         tensor, early = self.tensor, find_early(self.tensor)
-        place = self.place or find_place(tensor)
-        if place is not None and sharded is not None and place.sharded is sharded:
-            is_whole = place.buffer.whole is not None
-            numel = place.plan.shape.numel()
-            self.place, self.kept = place, Span(0, numel) if is_whole else place.kept
+        param_ref = self.param_ref or find_param_ref(tensor)
+        if param_ref is not None and sharded is not None and param_ref.sharded is sharded:
+            is_whole = param_ref.buffer.whole is not None
+            numel = param_ref.plan.shape.numel()
+            self.param_ref, self.kept = param_ref, Span(0, numel) if is_whole else param_ref.kept
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
@@ -147,7 +147,7 @@ def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) 
     Masters are not rounded to the parameters' dtype. Where values are offloaded, it needs memory
     for one shard of them.
     """
-    whole, training = buffer.whole, buffer.training
+    whole, main_shard = buffer.whole, buffer.main_shard
     if whole is not None:
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
@@ -156,28 +156,28 @@ def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) 
     if buffer.is_view and not buffer.has_masters:
         return
     mine = [piece for piece in buffer.pieces if piece.index in readers]
-    values = training.memory
+    values = main_shard.memory
     if values is None and len(mine) == len(buffer.pieces):
         device = buffer.group.device
-        values = torch.zeros(buffer.shard_numel, dtype=training.dtype, device=device)
+        values = torch.zeros(buffer.shard_numel, dtype=main_shard.dtype, device=device)
     elif values is None:
-        values = training.read()
+        values = main_shard.read()
     for piece in mine:
         read_into(values[piece.in_shard.as_slice()], readers[piece.index], piece.in_tensor)
-    if training.memory is None:
-        training.write(values)
+    if main_shard.memory is None:
+        main_shard.write(values)
     if buffer.has_masters and not buffer.is_view:
-        buffer.resting.write(values)
+        buffer.model_shard.write(values)
 
 
 def _fill_own_masters(
     buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader], offload: OptimizerOffload
 ) -> None:
     """Write the masters that an optimizer offload keeps by itself for 16-bit parameters."""
-    if buffer.training.dtype != buffer.plan.dtype:
+    if buffer.main_shard.dtype != buffer.plan.dtype:
         return  # it keeps ours
-    for piece in buffer.pieces if buffer.targets else ():
-        reader, target = readers.get(piece.index), buffer.targets[piece.index]
+    for piece in buffer.pieces if buffer.offloaded_params else ():
+        reader, target = readers.get(piece.index), buffer.offloaded_params[piece.index]
         if reader is not None and target.dtype.is_floating_point and target.dtype.itemsize < 4:
             part = EntryPart(reader, piece.in_tensor, (piece.in_tensor.numel,))
             offload.write({target: {MASTER: part.read().float()}}, replaces=False)
@@ -188,9 +188,11 @@ def _fill(targets: Iterable[Target]) -> None:
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
     offload: OptimizerOffload | None = None
     for target in targets:
-        if target.found and target.place is not None:
-            placed.setdefault(target.place.buffer, {})[target.place.position] = target.reader
-            offload = target.place.sharded.residence.offload
+        if target.found and target.param_ref is not None:
+            placed.setdefault(target.param_ref.buffer, {})[target.param_ref.position] = (
+                target.reader
+            )
+            offload = target.param_ref.sharded.residence.offload
         elif target.found:
             target.fill()
     for buffer, readers in placed.items():
@@ -322,8 +324,8 @@ class StateLoad:
                 for member, extra in zip(members, source.extra, strict=False):
                     load_extra_entries(member, extra)
                 sharded.has_stepped = sharded.has_stepped or any(self.states.values())
-            if sharded.residence.home is not None:
-                sharded.residence.home.settle()
+            if sharded.residence.param_offload is not None:
+                sharded.residence.param_offload.flush()
             sharded.end_write()
         if self.custom is not None:
             self.custom.finish()
@@ -341,7 +343,7 @@ class StateLoad:
         """Find readers for parameters and buffers, and where these are on this rank."""
         source = self.source
         for target in self.values:
-            is_param = target.place is not None
+            is_param = target.param_ref is not None
             self.problems += target.match(
                 source.params if is_param else source.buffers, source.ties
             )
@@ -370,7 +372,11 @@ class StateLoad:
             raise LoadError(
                 f"{source.where}: the model was sharded without an optimizer to load into"
             )
-        aliases = {alias: place.name for place in sharded.places for alias in place.plan.names}
+        aliases = {
+            alias: param_ref.name
+            for param_ref in sharded.param_refs
+            for alias in param_ref.plan.names
+        }
 
         def by_name(found: Mapping[str, T] | None) -> dict[str, T]:
             return {aliases.get(name, name): value for name, value in (found or {}).items()}
@@ -380,11 +386,12 @@ class StateLoad:
         trained = set(chain.from_iterable(mine))
         states, params = by_name(source.states), by_name(source.params)
         states |= {
-            place.name: {
-                key: reader_of_part(place.param, value) for key, value in states[place.name].items()
+            param_ref.name: {
+                key: reader_of_part(param_ref.param, value)
+                for key, value in states[param_ref.name].items()
             }
-            for place in sharded.places
-            if place.name in states
+            for param_ref in sharded.param_refs
+            if param_ref.name in states
         }
         elsewhere = sharded.routes.names_elsewhere
         theirs = [[name for name in names if name not in elsewhere] for names in theirs]
@@ -399,14 +406,16 @@ class StateLoad:
         own_entries = by_name(_own_entries(source))
         packages = {type(m).__module__.partition(".")[0] for m in members_of(sharded.optimizer)}
         expected = _expected_entries(sharded, source)
-        for_whole = keys_for_whole((p.plan.shape, states.get(p.name, {})) for p in sharded.places)
-        for place in sharded.places:
-            if (name := place.name) not in trained:
+        for_whole = keys_for_whole(
+            (p.plan.shape, states.get(p.name, {})) for p in sharded.param_refs
+        )
+        for param_ref in sharded.param_refs:
+            if (name := param_ref.name) not in trained:
                 continue
             state, own = dict(states.get(name, {})), own_said.get(name, {"entries": {}})
-            mine, theirs_own = kept_as_json(place), list(own.get("keeps", ()))
+            mine, theirs_own = kept_as_json(param_ref), list(own.get("keeps", ()))
             # A rank that keeps none of a parameter that is on one rank has no state of it.
-            keeps_state = has_state_of(place.plan, Span(0, 0))
+            keeps_state = has_state_of(param_ref.plan, Span(0, 0))
             needed = [kept for kept in mine if kept is not None or keeps_state]
             if own["entries"] and not all(kept in theirs_own for kept in needed):
                 self.begins_anew.append(
@@ -416,19 +425,26 @@ class StateLoad:
                 state, own = {}, {"entries": {}}
             self.num_entries += len(state)
             is_here = sharded.residence.offload is None  # else `_fill_own_masters` does it
-            if state and name in params and is_here and keeps_own_masters(sharded, place.buffer):
-                state.setdefault(MASTER, reader_of_part(place.param, params[name]))
-            self.states[place] = {}
+            if (
+                state
+                and name in params
+                and is_here
+                and keeps_own_masters(sharded, param_ref.buffer)
+            ):
+                state.setdefault(MASTER, reader_of_part(param_ref.param, params[name]))
+            self.states[param_ref] = {}
             try:
-                self.states[place] = _part_of_state(place, state, for_whole)
+                self.states[param_ref] = _part_of_state(param_ref, state, for_whole)
                 if own["entries"]:  # what has no whole: nests, with readers for tensors
-                    given = _given_to(place.group.rank, mine, theirs_own, own_entries[name])
+                    given = _given_to(param_ref.group.rank, mine, theirs_own, own_entries[name])
                     self.problems += [
                         f"{name!r}: optimizer state is made of a {foreign}, of another package than"
                         " the optimizer, so none is made"
                         for foreign in foreign_classes(given, packages)
                     ]
-                    self.states[place] |= map_tensors(given, EntryPart.all_of, AbstractRangeReader)
+                    self.states[param_ref] |= map_tensors(
+                        given, EntryPart.all_of, AbstractRangeReader
+                    )
             except (PartitionError, StateError) as error:
                 self.problems.append(str(error))
             known = state.keys() | own["entries"].keys()
@@ -438,7 +454,7 @@ class StateLoad:
 
 
 @frozen
-class LoadReport:
+class StateLoadReport:
     """Names that did not match in a load that allowed it."""
 
     missing: tuple[str, ...]  # in the model only
@@ -453,7 +469,7 @@ def load_ranges(
     group: AnyRanks,
     strict: bool = True,
     timeout_s: float = 60.0,
-) -> LoadReport:
+) -> StateLoadReport:
     """Read weights into a model, each rank only what it keeps. Collective; moves no weights.
 
     The model may be built by `Init`, on the meta device (it is then as `Init` would leave it),
@@ -517,7 +533,7 @@ def load_ranges(
         sharded.finish_update()
     allocate_missing(model, load.values, group)
     load.apply()
-    return LoadReport(load.missing, load.unexpected)
+    return StateLoadReport(load.missing, load.unexpected)
 
 
 def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) -> StateLoad:
@@ -533,7 +549,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     """
     sharded.require("load()", no=(ModelPhase.FORWARD, ModelPhase.GATHERED))
     source, custom = _through_modules(sharded.model, source)
-    params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
+    params = [Target(p.plan.names, p.param, param_ref=p) for p in sharded.param_refs]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
     load = StateLoad(sharded, source, [*params, *buffers], custom)
     load.match_values()
@@ -571,14 +587,14 @@ def _through_modules(
 
 
 def _part_of_state(
-    place: ParamRef, state: Mapping[str, Any], for_whole: Collection[str]
+    param_ref: ParamRef, state: Mapping[str, Any], for_whole: Collection[str]
 ) -> dict[str, Any]:
     """Return this rank's part of whole entries of state; see `keys_for_whole`.
 
     Raises:
         PartitionError: A shape that the parameter's cut does not explain.
     """
-    param, span, is_sharded = place.plan, place.kept, place.sharded.shards_state
+    param, span, is_sharded = param_ref.plan, param_ref.kept, param_ref.sharded.shards_state
     if is_sharded and not has_state_of(param, span):
         return {}
     has_all = not is_sharded or span.numel == param.shape.numel()
@@ -605,7 +621,7 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
 
 def names_by_owner(sharded: ShardedModel) -> dict[int, str]:
     """Return the names of parameters, by the id of the optimizer's parameter for each. Local."""
-    return {id(owner_of(place)): place.name for place in sharded.places}
+    return {id(owner_of(param_ref)): param_ref.name for param_ref in sharded.param_refs}
 
 
 def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -676,7 +692,7 @@ def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, f
     Not of optimizers that nobody knows: what these keep may depend on the parameter's size.
     """
     names, given = names_by_owner(sharded), iter(source.param_groups)
-    num_dims = {place.name: len(place.plan.shape) for place in sharded.places}
+    num_dims = {param_ref.name: len(param_ref.plan.shape) for param_ref in sharded.param_refs}
     expected: dict[str, frozenset[str]] = {}
     for member in members_of(sharded.optimizer):
         in_group = [[names[id(param)] for param in g["params"]] for g in member.param_groups]

@@ -70,18 +70,18 @@ def offload_states(
         if StateKind.PARAMS in kinds:
             sharded.outside.forget()
             if sharded.residence.offload is not None:
-                sharded.residence.offload.let_go()
+                sharded.residence.offload.drop_views()
             if sharded.exposure is not None:
                 sharded.exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             if StateKind.MASTERS in kinds and StateKind.PARAMS not in kinds:
                 for store in _rounded(sharded):
-                    store.keep()
+                    store.materialize()
             storages = _find_storages(sharded, kinds)
             _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
         for store in _rounded(sharded):
-            store.let_go()
+            store.drop()
         backup.close()
         raise
     parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
@@ -121,7 +121,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
             del parked.storages[0]
         _have_moved(sharded)
     for store in _rounded(sharded):
-        store.let_go()
+        store.drop()
     for remove in parked.removers:
         remove()
     sharded.parked = None
@@ -130,7 +130,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
 
 def _rounded(sharded: ShardedModel) -> list[Rounded]:
     """Return the stores of sharded parameters that exist only as masters, which are rounded."""
-    stores = [buffer.resting for buffer in sharded.buffers if buffer.whole is None]
+    stores = [buffer.model_shard for buffer in sharded.buffers if buffer.whole is None]
     return [store for store in stores if isinstance(store, Rounded)]
 
 
@@ -244,16 +244,16 @@ def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, 
     """Yield tensors that may view parked memory: kind (None for views), owner and tensor."""
     for unit in sharded.units:
         for buffer in unit.buffers:
-            for params in (buffer.whole, buffer.resting.memory):
+            for params in (buffer.whole, buffer.model_shard.memory):
                 if params is not None:
                     yield StateKind.PARAMS, unit.name, params
-            if buffer.has_masters and buffer.training.memory is not None:
-                yield StateKind.MASTERS, unit.name, buffer.training.memory
+            if buffer.has_masters and buffer.main_shard.memory is not None:
+                yield StateKind.MASTERS, unit.name, buffer.main_shard.memory
             yield from ((None, unit.name, tensor) for tensor in buffer.resting_tensors())
     for g in sharded.reducer.gradients:
         if g.has_local and g.accumulator is not None:
             yield StateKind.GRADS, g.unit.name, g.accumulator
-        for param in (*g.targets, *g.buffer.params):
+        for param in (*g.stepped_params, *g.buffer.params):
             if param.grad is not None and not isinstance(param.grad, GradientGuard):
                 yield StateKind.GRADS, g.unit.name, param.grad
         views = (g.shard, g.accumulator, *g.parts, *g.views)

@@ -43,7 +43,7 @@ from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
     by_group,
-    find_place,
+    find_param_ref,
     part_of,
 )
 
@@ -81,9 +81,11 @@ def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
         reader.read_into(memory[part.shifted(-span.start).as_slice()], part.start)
 
 
-def places_in(buffer: FlatBuffer) -> list[ParamRef]:
+def param_refs_in(buffer: FlatBuffer) -> list[ParamRef]:
     """Return the `ParamRef` of each of its parameters, in order."""
-    return [place for param in buffer.params if (place := find_place(param)) is not None]
+    return [
+        param_ref for param in buffer.params if (param_ref := find_param_ref(param)) is not None
+    ]
 
 
 def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
@@ -95,17 +97,17 @@ def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     buffer.follow_writes()
     if not keeps_own_masters(sharded, buffer):
         return buffer.trained
-    values, places = buffer.trained.to(torch.float32), places_in(buffer)
-    states = LocalState(sharded).read(places, {MASTER})
-    for place, state in zip(places, states, strict=True):
+    values, param_refs = buffer.trained.to(torch.float32), param_refs_in(buffer)
+    states = LocalState(sharded).read(param_refs, {MASTER})
+    for param_ref, state in zip(param_refs, states, strict=True):
         if MASTER in state:
-            part_of(place, values).copy_(_elements(state[MASTER], place, place.kept))
+            part_of(param_ref, values).copy_(_elements(state[MASTER], param_ref, param_ref.kept))
     return values
 
 
 def keeps_own_masters(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     """Return whether the optimizer keeps masters of these parameters by itself, and says so."""
-    dtype = buffer.training.dtype
+    dtype = buffer.main_shard.dtype
     is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
     keeps = getattr(sharded.optimizer, "keeps_masters", False)
     return is_narrow and buffer.plan.trainable and bool(keeps)
@@ -137,19 +139,21 @@ class EntryPart:
         return there.detach()
 
 
-def owner_of(place: ParamRef) -> nn.Parameter:
+def owner_of(param_ref: ParamRef) -> nn.Parameter:
     """Return the optimizer's parameter: the shard, or at stage 0 the parameter itself."""
-    buffer = place.buffer
-    return (buffer.shard_params if place.sharded.shards_state else buffer.params)[place.position]
+    buffer = param_ref.buffer
+    return (buffer.shard_params if param_ref.sharded.shards_state else buffer.params)[
+        param_ref.position
+    ]
 
 
-def _elements(value: Tensor, place: ParamRef, span: Span) -> Tensor:
+def _elements(value: Tensor, param_ref: ParamRef, span: Span) -> Tensor:
     """Return these elements of a whole entry, 1-D.
 
     `value` is what the optimizer has: only these elements where state is sharded, else all.
     """
     flat = value.detach().reshape(-1)
-    return flat if place.sharded.shards_state else flat[span.as_slice()]
+    return flat if param_ref.sharded.shards_state else flat[span.as_slice()]
 
 
 @frozen(eq=False)
@@ -158,13 +162,13 @@ class LocalState:
 
     sharded: ShardedModel
 
-    def describe(self, places: Sequence[ParamRef]) -> list[Mapping[str, Any]]:
+    def describe(self, param_refs: Sequence[ParamRef]) -> list[Mapping[str, Any]]:
         """Return each parameter's entries, if any; offloaded tensors have shape and dtype only."""
         offload = self.sharded.residence.offload
         if offload is None:
-            return self.read(places)
+            return self.read(param_refs)
         started = set(offload.started(besides=(MASTER,)))
-        targets = [target if (target := _target_of(p)) in started else None for p in places]
+        targets = [target if (target := _target_of(p)) in started else None for p in param_refs]
         found = offload.describe(target for target in targets if target is not None)
         entries: list[Any] = [
             {} if target is None else flat_entries(found[target]) for target in targets
@@ -176,7 +180,7 @@ class LocalState:
         return entries
 
     def read(
-        self, places: Sequence[ParamRef], names: Collection[str] | None = None
+        self, param_refs: Sequence[ParamRef], names: Collection[str] | None = None
     ) -> list[Mapping[str, Any]]:
         """Return each parameter's entries: as they are in memory, or host copies of offloaded ones.
 
@@ -185,8 +189,8 @@ class LocalState:
         offload, optimizer = self.sharded.residence.offload, self.sharded.optimizer
         if offload is None:
             state = {} if optimizer is None else optimizer.state
-            return [flat_entries(state.get(owner_of(place), {})) for place in places]
-        targets = [_target_of(place) for place in places]
+            return [flat_entries(state.get(owner_of(param_ref), {})) for param_ref in param_refs]
+        targets = [_target_of(param_ref) for param_ref in param_refs]
         stepped = [target for target in targets if target is not None]
         keys = None if names is None else {keys_of_entry(name)[0] for name in names}
         found = offload.read(stepped, keys) if stepped else {}
@@ -204,8 +208,8 @@ class LocalState:
             for group in member.param_groups
             for param in group["params"]
         }
-        for place, entries in reversed([*states.items()]):  # as `StateLoad.apply` does
-            owner = owner_of(place)
+        for param_ref, entries in reversed([*states.items()]):  # as `StateLoad.apply` does
+            owner = owner_of(param_ref)
             if owner not in group_of:
                 continue
             member, group = group_of[owner]
@@ -231,8 +235,8 @@ class LocalState:
         """
         entries = [
             (target, key, of_param.get(key))
-            for place, of_param in states.items()
-            if (target := _target_of(place)) is not None
+            for param_ref, of_param in states.items()
+            if (target := _target_of(param_ref)) is not None
             and self.sharded.residence.is_stepped(target)  # else frozen, though in a param group
             for key in of_param or ("",)  # none: a state that is going to be empty
         ]
@@ -258,9 +262,13 @@ class LocalState:
             begun |= first.keys()
 
 
-def _target_of(place: ParamRef) -> nn.Parameter | None:
+def _target_of(param_ref: ParamRef) -> nn.Parameter | None:
     """Return the target that an optimizer offload steps for it; None without an offload."""
-    return place.buffer.targets[place.position] if place.buffer.targets else None
+    return (
+        param_ref.buffer.offloaded_params[param_ref.position]
+        if param_ref.buffer.offloaded_params
+        else None
+    )
 
 
 def gather_state_info(
@@ -294,19 +302,19 @@ def _check_keys(states: Iterable[Mapping[str, Any]], where: str) -> None:
             )
 
 
-def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
+def kept_spans(param_ref: ParamRef) -> tuple[Span | None, ...]:
     """Return the elements of a parameter that each rank keeps; None if there are none. Local."""
-    layout = place.buffer.plan.layout
-    span = layout.spans[place.position]
+    layout = param_ref.buffer.plan.layout
+    span = layout.spans[param_ref.position]
     overlaps = (span.overlap(shard) for shard in layout.shards)
     return tuple(None if part is None else part.shifted(-span.start) for part in overlaps)
 
 
-def kept_as_json(place: ParamRef) -> list[list[int] | None]:
+def kept_as_json(param_ref: ParamRef) -> list[list[int] | None]:
     """Return the elements of a parameter whose state each rank has, in a form for JSON."""
-    if not place.sharded.shards_state:
-        return [[0, place.plan.shape.numel()]] * place.group.world_size
-    return [None if span is None else [span.start, span.stop] for span in kept_spans(place)]
+    if not param_ref.sharded.shards_state:
+        return [[0, param_ref.plan.shape.numel()]] * param_ref.group.world_size
+    return [None if span is None else [span.start, span.stop] for span in kept_spans(param_ref)]
 
 
 def gives_own(keeps: Sequence[list[int] | None], rank: int) -> bool:
@@ -315,18 +323,18 @@ def gives_own(keeps: Sequence[list[int] | None], rank: int) -> bool:
 
 
 def plan_state(
-    place: ParamRef, infos: Sequence[StateInfo], *, has_own: bool = False
+    param_ref: ParamRef, infos: Sequence[StateInfo], *, has_own: bool = False
 ) -> dict[str, Entry]:
     """Return how each entry of a parameter's state is divided over the ranks. Local.
 
     `infos` are what the ranks say of their entries. An entry without a whole is each rank's own
     with `has_own`, and an error as of `plan_entry` otherwise.
     """
-    keeps, entries = kept_spans(place), dict[str, Entry]()
+    keeps, entries = kept_spans(param_ref), dict[str, Entry]()
     for key in dict.fromkeys(key for of_rank in infos for key in of_rank):
         of_entry = [of.get(key) for of in infos]
         try:
-            entries[key] = plan_entry(place.plan, key, keeps, of_entry)
+            entries[key] = plan_entry(param_ref.plan, key, keeps, of_entry)
         except StateError:
             if not has_own or any(s is not None and s.described is None for s in of_entry):
                 raise
@@ -336,7 +344,7 @@ def plan_state(
 
 def plan_states(
     sharded: ShardedModel,
-    places: Sequence[ParamRef],
+    param_refs: Sequence[ParamRef],
     states: Sequence[Mapping[str, Any]],
     *,
     has_own: bool = False,
@@ -349,15 +357,15 @@ def plan_states(
     if not sharded.shards_state:
         _check_keys(states, f"rank {sharded.group.rank}")
         return [
-            {key: entry_on_each(value, place.group.world_size) for key, value in state.items()}
-            for place, state in zip(places, states, strict=True)
+            {key: entry_on_each(value, param_ref.group.world_size) for key, value in state.items()}
+            for param_ref, state in zip(param_refs, states, strict=True)
         ]
-    planned: list[dict[str, Entry]] = [{} for _ in places]
-    for group, of_group in by_group(places):
+    planned: list[dict[str, Entry]] = [{} for _ in param_refs]
+    for group, of_group in by_group(param_refs):
         mine = [states[position] for position in of_group]
         infos = gather_state_info(mine, group=group, timeout_s=timeout_s)
         for position, of_param in zip(of_group, infos, strict=True):
-            planned[position] = plan_state(places[position], of_param, has_own=has_own)
+            planned[position] = plan_state(param_refs[position], of_param, has_own=has_own)
     return planned
 
 
@@ -446,25 +454,27 @@ class WholeTensor:
     split: Split | None = None  # over ranks that have parts of it; None: they have it whole
 
     @classmethod
-    def of(cls, place: ParamRef, entry: str | None, shape: torch.Size, dtype: torch.dtype) -> Self:
+    def of(
+        cls, param_ref: ParamRef, entry: str | None, shape: torch.Size, dtype: torch.dtype
+    ) -> Self:
         """Return what a tensor of a rank is, or is the part of. Local.
 
         Args:
-            place: The parameter.
+            param_ref: The parameter.
             entry: Of its state; None for its values.
             shape: What the ranks have of it that have the same part of the parameter.
             dtype: Of it.
         """
-        split = split_of(place.param)
-        if split is None or shape != place.plan.shape:
-            return cls(place.saved_name, entry, shape, dtype)
-        return cls(place.saved_name, entry, split.shape, dtype, split)
+        split = split_of(param_ref.param)
+        if split is None or shape != param_ref.plan.shape:
+            return cls(param_ref.saved_name, entry, shape, dtype)
+        return cls(param_ref.saved_name, entry, split.shape, dtype, split)
 
-    def given_of(self, place: ParamRef, span: Span) -> Span:
+    def given_of(self, param_ref: ParamRef, span: Span) -> Span:
         """Return the run that a rank gives that has these elements of what it is the part of."""
         if self.split is not None:
-            return span.shifted(self.split.span_of(part_index(place.param)).start)
-        return span if place.sharded.routes.is_first_part else Span(0, 0)
+            return span.shifted(self.split.span_of(part_index(param_ref.param)).start)
+        return span if param_ref.sharded.routes.is_first_part else Span(0, 0)
 
 
 @frozen
@@ -506,26 +516,28 @@ class StateParts:
     shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
     extra: Sequence[Mapping[str, Any]] = ()  # by optimizer: see `extra_entries`
 
-    def say_own(self, place: ParamRef, key: str, entry: PerRankEntry) -> bool:
+    def say_own(self, param_ref: ParamRef, key: str, entry: PerRankEntry) -> bool:
         """Say what each rank has of an entry without a whole; returns whether this one gives its.
 
         Raises:
             StateError: The parameter is split.
         """
         problem = (
-            f"optimizer state {key!r} of {place.name!r}, which not all ranks have: it cannot be "
-            "put together, as nobody knows how it is laid out. Save without the optimizer, or take "
-            "one whose state has the parameter's shape"
+            f"optimizer state {key!r} of {param_ref.name!r}, which not all ranks have: it cannot "
+            "be put together, as nobody knows how it is laid out. Save without the optimizer, or "
+            "take one whose state has the parameter's shape"
         )
-        if split_of(place.param) is not None:
+        if split_of(param_ref.param) is not None:
             raise StateError(problem)
-        if place.buffer.plan.ranks:
+        if param_ref.buffer.plan.ranks:
             self.problems.append(problem)
             return False
-        own = {"keeps": kept_as_json(place), "entries": {}}
-        of_param = self.own_said.setdefault(place.name, own)
+        own = {"keeps": kept_as_json(param_ref), "entries": {}}
+        of_param = self.own_said.setdefault(param_ref.name, own)
         of_param["entries"][key] = [info and info.described for info in entry.infos]
-        return gives_own(own["keeps"], place.group.rank) and place.sharded.routes.is_first_part
+        return (
+            gives_own(own["keeps"], param_ref.group.rank) and param_ref.sharded.routes.is_first_part
+        )
 
 
 def plan_parts(
@@ -546,53 +558,65 @@ def plan_parts(
         StateError: An entry without a whole holds what would have to be pickled.
         zero_comm.CommError: A rank did not take part in time.
     """
-    places = [place for place in sharded.places if has_frozen or place.is_trainable]
-    for buffer in dict.fromkeys(place.buffer for place in places):
+    param_refs = [
+        param_ref for param_ref in sharded.param_refs if has_frozen or param_ref.is_trainable
+    ]
+    for buffer in dict.fromkeys(param_ref.buffer for param_ref in param_refs):
         buffer.follow_writes()
     local = LocalState(sharded)
-    states: Sequence[Mapping[str, Any]] = [{} for _ in places]
-    entries: list[dict[str, Entry]] = [{} for _ in places]
+    states: Sequence[Mapping[str, Any]] = [{} for _ in param_refs]
+    entries: list[dict[str, Entry]] = [{} for _ in param_refs]
     if has_state:
-        states = local.describe(places)
-        entries = plan_states(sharded, places, states, has_own=True, timeout_s=timeout_s)
+        states = local.describe(param_refs)
+        entries = plan_states(sharded, param_refs, states, has_own=True, timeout_s=timeout_s)
     parts = StateParts(
-        frozen=frozenset(place.saved_name for place in places if not place.is_trainable),
+        frozen=frozenset(
+            param_ref.saved_name for param_ref in param_refs if not param_ref.is_trainable
+        ),
         ties={
-            alias + place.saved_name.removeprefix(place.name): place.saved_name
-            for place in places
-            for alias in place.plan.names[1:]
+            alias + param_ref.saved_name.removeprefix(param_ref.name): param_ref.saved_name
+            for param_ref in param_refs
+            for alias in param_ref.plan.names[1:]
         },
         shared=[shared_state(o) for o in members_of(sharded.optimizer)] if has_state else (),
         extra=[extra_entries(o) for o in members_of(sharded.optimizer)] if has_state else (),
     )
     sources: dict[Part, tuple[ParamRef, Span]] = {}
-    for place, state, planned in zip(places, states, entries, strict=True):
-        name, shape, own_dtype = place.saved_name, place.plan.shape, place.buffer.plan.dtype
+    for param_ref, state, planned in zip(param_refs, states, entries, strict=True):
+        name, shape, own_dtype = (
+            param_ref.saved_name,
+            param_ref.plan.shape,
+            param_ref.buffer.plan.dtype,
+        )
         master = planned.pop(MASTER, None)  # that is kept without our asking
-        dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
+        dtype = (
+            master.dtype if isinstance(master, TensorEntry) else param_ref.buffer.main_shard.dtype
+        )
         if dtype != own_dtype:
             parts.computes_in[name] = own_dtype
-        spans = {WholeTensor.of(place, None, shape, dtype): place.kept}
+        spans = {WholeTensor.of(param_ref, None, shape, dtype): param_ref.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
                 value = entry.value_beside(state.get(key))
                 parts.values.setdefault(name, {})[key] = value
             elif isinstance(entry, PerRankEntry):
-                if parts.say_own(place, key, entry):
-                    describe(local.read([place])[0].get(key), parts.own)
+                if parts.say_own(param_ref, key, entry):
+                    describe(local.read([param_ref])[0].get(key), parts.own)
             else:
-                tensor = WholeTensor.of(place, key, entry.shape, entry.dtype)
-                spans[tensor] = entry.given_by(place.group.rank)
+                tensor = WholeTensor.of(param_ref, key, entry.shape, entry.dtype)
+                spans[tensor] = entry.given_by(param_ref.group.rank)
         parts.tensors.extend(spans)
-        given = {Part(t, t.given_of(place, span)): (place, span) for t, span in spans.items()}
+        given = {
+            Part(t, t.given_of(param_ref, span)): (param_ref, span) for t, span in spans.items()
+        }
         sources |= {part: source for part, source in given.items() if part.span.numel}
     for is_frozen in (True, False):
         mine = [item for item in sources.items() if item[1][0].is_trainable is not is_frozen]
         batches = in_batches(mine, lambda item: item[0].num_bytes, max_bytes=BATCH_BYTES)
         for batch in map(dict, batches):
             is_resident = sharded.residence.offload is None and all(
-                part.tensor.entry or place.buffer.training.memory is not None
-                for part, (place, _) in batch.items()
+                part.tensor.entry or param_ref.buffer.main_shard.memory is not None
+                for part, (param_ref, _) in batch.items()
             )
             read = partial(_read, local, batch)
             parts.batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
@@ -603,23 +627,25 @@ def _read(local: LocalState, batch: Mapping[Part, tuple[ParamRef, Span]]) -> lis
     inside = {part: key for part, (at, _) in batch.items() if (key := _key_in_state(part, at))}
     owners = list(dict.fromkeys(batch[part][0] for part in inside))
     states = dict(zip(owners, local.read(owners, {*inside.values()}), strict=True))
-    resting: dict[FlatBuffer, Tensor] = {}
+    model_shard: dict[FlatBuffer, Tensor] = {}
     values = []
-    for part, (place, span) in batch.items():
-        key, state, buffer = inside.get(part, ""), states.get(place, {}), place.buffer
+    for part, (param_ref, span) in batch.items():
+        key, state, buffer = inside.get(part, ""), states.get(param_ref, {}), param_ref.buffer
         if key in state:
-            values.append(_elements(state[key], place, span))
-        elif buffer.training.memory is not None:
-            values.append(part_of(place, buffer.training.memory))
+            values.append(_elements(state[key], param_ref, span))
+        elif buffer.main_shard.memory is not None:
+            values.append(part_of(param_ref, buffer.main_shard.memory))
         else:  # not stepped yet: the master is what the shard is
-            if buffer not in resting:
-                resting[buffer] = buffer.resting.read()
-            values.append(part_of(place, resting[buffer]).to(part.tensor.dtype))
+            if buffer not in model_shard:
+                model_shard[buffer] = buffer.model_shard.read()
+            values.append(part_of(param_ref, model_shard[buffer]).to(part.tensor.dtype))
     return values
 
 
-def _key_in_state(part: Part, place: ParamRef) -> str | None:
+def _key_in_state(part: Part, param_ref: ParamRef) -> str | None:
     """Return the entry of this rank's state that has a part; None if the flat buffer has it."""
-    training, targets = place.buffer.training, place.buffer.targets
-    is_master = part.tensor.dtype != training.dtype or (training.memory is None and targets)
+    main_shard, offloaded_params = param_ref.buffer.main_shard, param_ref.buffer.offloaded_params
+    is_master = part.tensor.dtype != main_shard.dtype or (
+        main_shard.memory is None and offloaded_params
+    )
     return part.tensor.entry or (MASTER if is_master else None)

@@ -51,7 +51,7 @@ from zero_partition.run.sharded_model import (
     ShardedModel,
     launch_buffer,
     launch_trained_buffer,
-    place_of,
+    param_ref_of,
 )
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, NameOnly, StateKind, end_export, export
@@ -99,7 +99,7 @@ def gather_state_dict(
         state = sharded.model.state_dict() if is_first else {}
         copies: dict[Any, Tensor] = {}
         return {key: _to_host(value, copies) for key, value in state.items()}
-    sharded.schedule.settle()
+    sharded.schedule.wait_for_gathers()
     with sharded.exporting({}):
         state = sharded.model.state_dict()
     values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
@@ -171,10 +171,10 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     for unit in sharded.units:
         for module, attribute, index, position in unit.owners:
-            place = place_of(unit.buffers[index].params[position], what="state_dict()")
-            if not _has_exact(place) or place.buffer.has_masters:
-                owned.setdefault(module, _ModuleHooks(sharded)).places[attribute] = place
-            if _has_exact(place):
+            param_ref = param_ref_of(unit.buffers[index].params[position], what="state_dict()")
+            if not _has_exact(param_ref) or param_ref.buffer.has_masters:
+                owned.setdefault(module, _ModuleHooks(sharded)).param_refs[attribute] = param_ref
+            if _has_exact(param_ref):
                 in_buffers.setdefault(module, []).append(attribute)
     for module, attributes in in_buffers.items():
         handle = module.register_state_dict_post_hook(_OwnStorages(attributes, given))
@@ -184,7 +184,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
             module.register_load_state_dict_pre_hook(hooks.before_load),
             module.register_load_state_dict_post_hook(hooks.after_load),
         ]
-        if not all(map(_has_exact, hooks.places.values())):
+        if not all(map(_has_exact, hooks.param_refs.values())):
             handles += [
                 module.register_state_dict_pre_hook(hooks.before_export),
                 module.register_state_dict_post_hook(hooks),
@@ -229,9 +229,9 @@ class _OwnStorages(Bound):
         self.given[value.data_ptr()] = value
 
 
-def _has_exact(place: ParamRef) -> bool:
+def _has_exact(param_ref: ParamRef) -> bool:
     """Return whether its unit's parameters are replicated, and not rounded by a codec."""
-    return place.unit.placement is Placement.REPLICATED and place.unit.codec is None
+    return param_ref.unit.placement is Placement.REPLICATED and param_ref.unit.codec is None
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
@@ -239,7 +239,7 @@ class _ModuleHooks(Bound):
     """State dict hooks of a module that owns some parameters."""
 
     sharded: ShardedModel
-    places: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
+    param_refs: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
     _exact: dict[str, Tensor] = field(factory=dict, init=False)  # where slots have what is rounded
     _named: set[str] = field(factory=set, init=False)  # attributes of which there are names alone
     _loaded: set[str] = field(factory=set, init=False)
@@ -253,11 +253,11 @@ class _ModuleHooks(Bound):
         gathers = sharded.state_dict == "gather" or is_asked
         if gathers and sharded.exported is None:
             sharded.follow_shard_writes()
-        named = [attribute for attribute in self.places if not self._has_values(attribute)]
+        named = [attribute for attribute in self.param_refs if not self._has_values(attribute)]
         if named and call is not None and not gathers:
             remedy = self._remedy(prefix + named[0])
             raise StateError(f"get_state_dict() of torch.distributed.checkpoint: {remedy}")
-        if len(named) < len(self.places) and sharded.is_shard_written:
+        if len(named) < len(self.param_refs) and sharded.is_shard_written:
             raise StateError(
                 "state_dict() after the optimizer's parameters were written outside of its "
                 f"step: other ranks' parts are not here yet (rank {sharded.whole.rank}); call "
@@ -271,13 +271,13 @@ class _ModuleHooks(Bound):
             export(module, {each: partial(self._value, each, prefix) for each in named})
 
     def _has_values(self, attribute: str) -> bool:
-        place = self.places[attribute]
-        is_exact = place.unit.state is ShardState.UNSHARDED and place.unit.codec is None
-        return self.sharded.exported is None and (is_exact or place.is_gathered)
+        param_ref = self.param_refs[attribute]
+        is_exact = param_ref.unit.state is ShardState.UNSHARDED and param_ref.unit.codec is None
+        return self.sharded.exported is None and (is_exact or param_ref.is_gathered)
 
     def _value(self, attribute: str, prefix: str) -> Tensor:
-        place = self.places[attribute]
-        param = outer_of(place.buffer.params[place.position])
+        param_ref = self.param_refs[attribute]
+        param = outer_of(param_ref.buffer.params[param_ref.position])
         value = (self.sharded.exported or {}).get(id(param))
         return NameOnly.of(param, self._remedy(prefix + attribute)) if value is None else value
 
@@ -303,32 +303,32 @@ class _ModuleHooks(Bound):
         """Unshard what the module owns; gather exact values where a codec rounds. Collective."""
         sharded = self.sharded
         sharded.require("state_dict()", StateKind.PARAMS)
-        if not sharded.gathers:
+        if not sharded.open_contexts:
             sharded.finish_update()  # so that weights and optimizer state are of one step
-        units = dict.fromkeys(place.unit for place in self.places.values())
+        units = dict.fromkeys(param_ref.unit for param_ref in self.param_refs.values())
         for unit in units:
             unit.unshard(sharded.schedule.pool)
         rounded = [buffer for unit in units if unit.codec is not None for buffer in unit.buffers]
         values = {buffer: launch_buffer(buffer)() for buffer in rounded}
-        for attribute, place in self.places.items():
-            if place.buffer in values:
-                self._exact[attribute] = values[place.buffer][place.position]
+        for attribute, param_ref in self.param_refs.items():
+            if param_ref.buffer in values:
+                self._exact[attribute] = values[param_ref.buffer][param_ref.position]
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         """Give the state dict memory of its own, and reshard."""
         end_export(module)
         call = checkpoint_call()
         goes_to_host = call is not None and call["info"].cpu_offload
-        given = {a: place for a, place in self.places.items() if a not in self._named}
-        for attribute, place in given.items():
+        given = {a: param_ref for a, param_ref in self.param_refs.items() if a not in self._named}
+        for attribute, param_ref in given.items():
             name = prefix + attribute
             exact = self._exact.pop(attribute, None)
-            if exact is None and not place.is_gathered:  # modules inside may have resharded it
-                place.unit.unshard(self.sharded.schedule.pool)
+            if exact is None and not param_ref.is_gathered:  # modules inside may have resharded it
+                param_ref.unit.unshard(self.sharded.schedule.pool)
             if name in state:
                 value = state[name].detach() if exact is None else exact
                 state[name] = value.to("cpu" if goes_to_host else value.device, copy=True)
-        for unit in dict.fromkeys(place.unit for place in given.values()):
+        for unit in dict.fromkeys(param_ref.unit for param_ref in given.values()):
             if not self.sharded.schedule.is_in_use(unit):
                 unit.reshard()
 
@@ -348,20 +348,24 @@ class _ModuleHooks(Bound):
         Inside `GatheredParameters` torch copies to the whole values, perhaps on one rank alone.
         """
         gathered = self.sharded.gathered
-        given = [place for attribute, place in self.places.items() if prefix + attribute in state]
-        is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.gathers
-        if is_for_writing and all(place in gathered for place in given):
+        given = [
+            param_ref
+            for attribute, param_ref in self.param_refs.items()
+            if prefix + attribute in state
+        ]
+        is_for_writing = bool(gathered) and "unsharded()" not in self.sharded.open_contexts
+        if is_for_writing and all(param_ref in gathered for param_ref in given):
             return
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
         self.sharded.begin_write()
-        for attribute, place in self.places.items():
+        for attribute, param_ref in self.param_refs.items():
             name, value = prefix + attribute, state.pop(prefix + attribute, None)
-            expected = outer_of(place.param).shape
+            expected = outer_of(param_ref.param).shape
             if value is None:
                 continue
             if isinstance(value, NameOnly):
                 # Its own name means its own values: torch copies a parameter to itself.
-                if value.param is not outer_of(place.buffer.params[place.position]):
+                if value.param is not outer_of(param_ref.buffer.params[param_ref.position]):
                     what = "expected values, got a name"
                     errors.append(f"parameter {name!r}: {what}: {value.remedy}")
             elif not isinstance(value, Tensor) or value.shape != expected:
@@ -373,14 +377,16 @@ class _ModuleHooks(Bound):
                     f"parameter {name!r}: expected a dense tensor with values, got {got}; convert "
                     "or load it first"
                 )
-            elif is_dtensor(outer_of(place.param)) and not is_dtensor(value):
+            elif is_dtensor(outer_of(param_ref.param)) and not is_dtensor(value):
                 errors.append(
                     f"parameter {name!r} is a DTensor: expected one, got a {type(value).__name__}; "
                     "distribute_tensor() makes one of a whole value, or call "
                     "zero_engine.set_full_param(parameter, value) for each"
                 )
             else:
-                place.buffer.fill(place.position, part_of_whole(place.param, plain_of(value)))
+                param_ref.buffer.fill(
+                    param_ref.position, part_of_whole(param_ref.param, plain_of(value))
+                )
             self._loaded.add(name)
         self.sharded.end_write()
 
@@ -492,26 +498,26 @@ def _gather(
             for param, of in member.state.items()
             if isinstance(param, Tensor)
         }
-    places = [p for p in sharded.places if is_sharded and id(owner_of(p)) in numbers]
-    for buffer in dict.fromkeys(place.buffer for place in places):
+    param_refs = [p for p in sharded.param_refs if is_sharded and id(owner_of(p)) in numbers]
+    for buffer in dict.fromkeys(param_ref.buffer for param_ref in param_refs):
         buffer.follow_writes()
-    described = local.describe(places)
-    planned = plan_states(sharded, places, described, timeout_s=_TIMEOUT_S)
-    entries = dict(zip(places, planned, strict=True))
-    for buffer, chosen in groupby(places, key=lambda place: place.buffer):
+    described = local.describe(param_refs)
+    planned = plan_states(sharded, param_refs, described, timeout_s=_TIMEOUT_S)
+    entries = dict(zip(param_refs, planned, strict=True))
+    for buffer, chosen in groupby(param_refs, key=lambda param_ref: param_ref.buffer):
         mine = list(chosen)
-        for place, values in zip(mine, local.read(mine), strict=True):
-            number, tag = numbers[id(owner_of(place))], sharded.access_tag
-            for key, entry in entries[place].items():
-                whole = launch_entry(entry, values, key, group=place.group, tag=tag)()
+        for param_ref, values in zip(mine, local.read(mine), strict=True):
+            number, tag = numbers[id(owner_of(param_ref))], sharded.access_tag
+            for key, entry in entries[param_ref].items():
+                whole = launch_entry(entry, values, key, group=param_ref.group, tag=tag)()
                 if is_kept:
-                    to_host = partial(_whole_on_host, place.param)
+                    to_host = partial(_whole_on_host, param_ref.param)
                     state.setdefault(number, {})[key] = map_tensors(whole, to_host)
-        if buffer.training.dtype != buffer.plan.dtype:
+        if buffer.main_shard.dtype != buffer.plan.dtype:
             all_values = launch_trained_buffer(buffer)()
-            for place in mine if is_kept else ():
-                master = _whole_on_host(place.param, all_values[place.position])
-                masters[numbers[id(owner_of(place))]] = master
+            for param_ref in mine if is_kept else ():
+                master = _whole_on_host(param_ref.param, all_values[param_ref.position])
+                masters[numbers[id(owner_of(param_ref))]] = master
     whole: dict[Any, Any] = {n: nested_entries(of_param) for n, of_param in sorted(state.items())}
     whole |= map_tensors(shared_state(member), _on_host) if is_kept else {}
     groups = [

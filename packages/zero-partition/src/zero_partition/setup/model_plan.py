@@ -23,7 +23,7 @@ from zero_partition.plan.slots import Extent, Limits, Use
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import PlannedRoutes, plan_routes
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.residence import RestPlan
+from zero_partition.run.residence import OffloadPolicy
 
 from .groups import plan_groups
 
@@ -43,7 +43,7 @@ class ModelPlan:
     placements: Placements  # as they hold: on one rank parameters rest whole
     precision: Precision  # likewise
     limits: Limits
-    rests: RestPlan
+    policy: OffloadPolicy
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
     user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
@@ -55,15 +55,15 @@ class ModelPlan:
         return self.routes.shards
 
     @cached_property
-    def resting(self) -> tuple[Placement, ...]:
+    def param_placements(self) -> tuple[Placement, ...]:
         """Return the placement of each unit's parameters between uses."""
-        return tuple(unit.resting(self.placements.params) for unit in self.units)
+        return tuple(unit.param_placement(self.placements.params) for unit in self.units)
 
     def codec_of_updates(self, index: int, buffer: BufferPlan) -> AbstractCodec | None:
         """Return the codec of gathers of a buffer's updated shards; see `Wire.codec_of_updates`."""
         return self.routes.wire.codec_of_updates(
             buffer,
-            self.resting[index],
+            self.param_placements[index],
             is_small=self.units[index].rests_whole,
             num_shards=self.routes.of(buffer).shards,
         )
@@ -74,7 +74,7 @@ class ModelPlan:
         return {
             index: unit.extent
             for index, unit in enumerate(self.units)
-            if self.resting[index] is Placement.SHARDED
+            if self.param_placements[index] is Placement.SHARDED
         }
 
     @cached_property
@@ -89,7 +89,7 @@ def plan_model(
     config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
     world_size: int,
-    rests: RestPlan = RestPlan(),  # noqa: B008 - frozen
+    policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ranks_per_node: int | None = None,
     reads_peers: bool = False,
     keeps_free_memory: bool = False,
@@ -102,7 +102,7 @@ def plan_model(
         optimizer: Built from its parameters.
         config: As for `partition`.
         world_size: Number of ranks.
-        rests: What rests outside the device.
+        policy: What rests outside the device.
         ranks_per_node: Neighbours in rank order that share a node, where `config.wire` does not
             say; all do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
@@ -118,7 +118,7 @@ def plan_model(
             optimizer,
             evolve(config, **options),
             world_size=world_size,
-            rests=rests,
+            policy=policy,
             ranks_per_node=ranks_per_node,
             reads_peers=reads_peers,
             keeps_free_memory=keeps_free_memory,
@@ -131,29 +131,31 @@ def _plan(
     config: PartitionConfig,
     *,
     world_size: int,
-    rests: RestPlan,
+    policy: OffloadPolicy,
     ranks_per_node: int | None,
     reads_peers: bool,
     keeps_free_memory: bool,
 ) -> ModelPlan:
-    config.wire.check(config.placements, has_home=rests.params)
+    config.wire.check(config.placements, offloads_params=policy.params)
     routes = plan_routes(
         config.wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
     )
-    config = as_it_holds(config, optimizer, world_size=routes.shards, has_home=rests.params)
+    config = effective_config(
+        config, optimizer, world_size=routes.shards, offloads_params=policy.params
+    )
     routes, ranks_of = plan_groups(routes, model, config)
     planned = plan_model_units(
         model,
         optimizer,
         config,
         world_size=routes.shards,
-        rests=rests,
+        policy=policy,
         may_be_meta=True,
         ranks_of=ranks_of,
         num_shards={pattern: own.shards for pattern, own in routes.of_groups.items()},
     )
     at_rest = config.placements.params
-    sharded = [unit for unit in planned if unit.resting(at_rest) is Placement.SHARDED]
+    sharded = [unit for unit in planned if unit.param_placement(at_rest) is Placement.SHARDED]
     buffers = [buffer for unit in sharded for buffer in unit.buffers]
     if any(buffer.travel or routes.resting_codec_of(buffer) for buffer in buffers):
         routes = evolve(routes, reads_peers=False)
@@ -165,9 +167,9 @@ def _plan(
         placements=config.placements,
         precision=config.precision,
         limits=limits.where_shards_are_read()
-        if routes.reads_peers and not rests.params
+        if routes.reads_peers and not policy.params
         else limits,
-        rests=rests,
+        policy=policy,
         group_of=group_of_names(model, optimizer),
         state=StatePlan(),
         user_bytes={name: param.nbytes for name, param in model.named_parameters()},
@@ -182,9 +184,9 @@ def _kinds_of(plan: ModelPlan) -> list[Kind]:
     """Return the kinds of all parameters that the optimizer steps, each once."""
     is_whole = plan.placements.optim is Placement.REPLICATED
     kinds: dict[Kind, None] = {}
-    for unit, placement in zip(plan.units, plan.resting, strict=True):
+    for unit, placement in zip(plan.units, plan.param_placements, strict=True):
         for buffer in unit.buffers:
-            dtype = plan.rests.training_of(plan.precision, buffer, placement)
+            dtype = plan.policy.main_dtype_of(plan.precision, buffer, placement)
             for param in buffer.params if buffer.trainable else ():
                 if param.name in plan.group_of:
                     shape = tuple(param.shape)
@@ -218,19 +220,19 @@ def group_of_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return {name: group_of[id(param)] for name, param in named if id(param) in group_of}
 
 
-def as_it_holds(
+def effective_config(
     config: PartitionConfig,
     optimizer: torch.optim.Optimizer | None,
     *,
     world_size: int,
-    has_home: bool,
+    offloads_params: bool,
 ) -> PartitionConfig:
     """A configuration where some of it makes no difference.
 
     One rank's shard is the whole, so there is nothing to make whole; and nobody updates masters
     without an optimizer.
     """
-    if world_size == 1 and not has_home:
+    if world_size == 1 and not offloads_params:
         placements = evolve(config.placements, params=Placement.REPLICATED)
         config = evolve(config, placements=placements)
     if optimizer is None:
@@ -244,7 +246,7 @@ def plan_model_units(
     config: PartitionConfig,
     *,
     world_size: int,
-    rests: RestPlan,
+    policy: OffloadPolicy,
     may_be_meta: bool = False,
     ranks_of: Mapping[int, str] | None = None,
     num_shards: Mapping[str, int] | None = None,
@@ -254,9 +256,9 @@ def plan_model_units(
     Args:
         model: Of which only shapes, dtypes and names matter.
         optimizer: Whose param groups lie side by side, and whose needs say where to cut.
-        config: As it holds; see `as_it_holds`.
+        config: As it holds; see `effective_config`.
         world_size: Number of shards.
-        rests: What rests outside the device.
+        policy: What rests outside the device.
         may_be_meta: See `plan_units`.
         ranks_of: See `plan_units`.
         num_shards: The number of shards by pattern in these.
@@ -272,7 +274,7 @@ def plan_model_units(
     steps_parts = shards_state or has_parts(model)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=steps_parts)
-    rests.check(optimizer, placements, precision)
+    policy.check(optimizer, placements, precision)
     cuts = choose_cuts(model, optimizer, config.cut) if steps_parts else {}
     refuse_to_cut(model, cuts)
     cuts = cuts if shards_state else {}

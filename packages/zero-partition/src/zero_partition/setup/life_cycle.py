@@ -36,7 +36,7 @@ from zero_partition.values.runs import (
     belongs_on_device,
     launch_entry,
     owner_of,
-    places_in,
+    param_refs_in,
     plan_states,
 )
 
@@ -79,15 +79,18 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
     else:
         own_states = sharded.optimizer.state
-        states = [flat_entries(own_states.get(owner_of(place), {})) for place in sharded.places]
-        planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
+        states = [
+            flat_entries(own_states.get(owner_of(param_ref), {}))
+            for param_ref in sharded.param_refs
+        ]
+        planned = plan_states(sharded, sharded.param_refs, states, timeout_s=_TIMEOUT_S)
         del states, own_states  # shards of state are given up as they are returned
-        entries = dict(zip(sharded.places, planned, strict=True))
+        entries = dict(zip(sharded.param_refs, planned, strict=True))
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
         if keeps_shards:
-            buffer.take_over()
-        replaced |= buffer.take_back()
+            buffer.adopt_values()
+        replaced |= buffer.restore_memory()
         buffer.follow_writes()
     sharded.begin_write()
     if sharded.residence.offload is not None and sharded.optimizer is not None:
@@ -99,7 +102,7 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
         for buffer in unit.buffers:
             _install_values(unit, buffer, sharded, keeps_shards=keeps_shards)
             for member in members if entries else ():
-                of_buffer = {place: entries[place] for place in places_in(buffer)}
+                of_buffer = {param_ref: entries[param_ref] for param_ref in param_refs_in(buffer)}
                 is_only = len(members) == 1
                 _return_state(
                     of_buffer,
@@ -179,10 +182,10 @@ def _release(sharded: ShardedModel) -> None:
     _check_idle(sharded, "shard()")
     sharded.drop_gradients(set_to_none=True)
     for buffer in sharded.buffers:
-        buffer.take_over()
+        buffer.adopt_values()
         buffer.follow_writes()
     sharded.begin_write()
-    params = {id(owner_of(place)): place.param for place in sharded.places}
+    params = {id(owner_of(param_ref)): param_ref.param for param_ref in sharded.param_refs}
     for member in members_of(sharded.optimizer):
         member.state = defaultdict(dict)
         for group in member.param_groups:
@@ -217,10 +220,10 @@ def _leave(sharded: ShardedModel) -> None:
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
-    sharded.residence.homes.close()
-    for place in sharded.places:
-        forget_owner(place.param)
-        forget_owner(outer_of(place.param))
+    sharded.residence.backends.close()
+    for param_ref in sharded.param_refs:
+        forget_owner(param_ref.param)
+        forget_owner(outer_of(param_ref.param))
     sharded.end_write()  # backward of a graph that was made before says so
 
 
@@ -246,8 +249,8 @@ def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
         has_any = any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients)
     if not has_any:
         return {}
-    places = [place for place in sharded.places if place.is_trainable]
-    waits = [(place.param, launch_grad(place, "unpartition()")) for place in places]
+    param_refs = [param_ref for param_ref in sharded.param_refs if param_ref.is_trainable]
+    waits = [(param_ref.param, launch_grad(param_ref, "unpartition()")) for param_ref in param_refs]
     return {param: wait() for param, wait in waits if wait is not None}
 
 
@@ -264,25 +267,25 @@ def _return_state(
     Offloaded state is on the host by now. Whole, it goes to the device on which torch would have
     it; split, only when it is whole again, since the partition that follows may offload it, too.
     """
-    params = {id(owner_of(place)): place.param for place in entries}
+    params = {id(owner_of(param_ref)): param_ref.param for param_ref in entries}
     known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
     if is_only:  # what has left the groups keeps its state, as in plain torch
-        known = {id(owner_of(place)) for place in entries}
+        known = {id(owner_of(param_ref)) for param_ref in entries}
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     ranks = next(iter(entries)).group
     waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
-    for place, planned in entries.items():
-        shard = owner_of(place)
+    for param_ref, planned in entries.items():
+        shard = owner_of(param_ref)
         state = flat_entries(optimizer.state.pop(shard, {}))
         if id(shard) in known:
-            tag = place.buffer.gather_tag
+            tag = param_ref.buffer.gather_tag
             of_param = {
                 key: launch_entry(entry, state, key, group=ranks, tag=tag)
                 for key, entry in planned.items()
             }
-            waits.append((place.param, of_param))
+            waits.append((param_ref.param, of_param))
     for param, of_param in waits:
         if of_param:
             whole = {key: wait() for key, wait in of_param.items()}

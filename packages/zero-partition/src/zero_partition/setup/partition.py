@@ -34,7 +34,7 @@ from zero_partition.dtensors import grid_of, localized, mesh_group_of
 from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.store import AtHome, Encoded, InMemory, Rounded, Store, WithState
+from zero_partition.memory.store import Encoded, InMemory, OffloadedShard, Rounded, Store, WithState
 from zero_partition.optimizer.shards import (
     describe_optimizer,
     describe_states,
@@ -55,7 +55,7 @@ from zero_partition.run.hooks import (
     install_module_hooks,
     install_optimizer_hooks,
 )
-from zero_partition.run.residence import Homes, Residence
+from zero_partition.run.residence import OffloadBackends, Residence
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
@@ -72,7 +72,7 @@ from .groups import (
     with_groups,
 )
 from .life_cycle import let_step, retire_partition
-from .model_plan import as_it_holds, group_of_names, plan_model_units
+from .model_plan import effective_config, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
 _CHUNK_NUMEL: Final = 2**22  # elements that are compared at a time
@@ -100,9 +100,9 @@ def distribute(
 
     units, indices, replaced = [], count(first_index(plans)), list[str]()
     for unit_index, plan in enumerate(plans):
-        placement = plan.resting(config.placements.params)
+        placement = plan.param_placement(config.placements.params)
         flat_buffers = tuple(
-            _lay_down(
+            _build_flat_buffer(
                 buffer_plan,
                 tuple(params[param.name] for param in buffer_plan.params),
                 next(indices),
@@ -162,7 +162,7 @@ def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
     sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
     if routes.of_groups or any(unit.codec is not None for unit in sharded):
         return None
-    memories = [buffer.resting.memory for unit in sharded for buffer in unit.buffers]
+    memories = [buffer.model_shard.memory for unit in sharded for buffer in unit.buffers]
     shards = [memory for memory in memories if memory is not None]
     if not shards or len(shards) < len(memories):
         return None
@@ -179,7 +179,7 @@ def first_index(plans: Sequence[UnitPlan]) -> int:
     return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
 
 
-def _lay_down(
+def _build_flat_buffer(
     plan: BufferPlan,
     params: tuple[nn.Parameter, ...],
     index: int,
@@ -191,10 +191,14 @@ def _lay_down(
     replaced: list[str],
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
-    room, home, offload = residence.room, residence.home, residence.offload
+    allocation, param_offload, offload = (
+        residence.allocation,
+        residence.param_offload,
+        residence.offload,
+    )
     routes = residence.routes.of(plan)
     group = routes.shards
-    master_dtype = residence.rests.master_of(residence.precision, plan, placement)
+    master_dtype = residence.policy.master_of(residence.precision, plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
     values, whole = _flatten(source, params, routes, placement, replaced)
     whole = None if whole is None else whole.to(plan.dtype)
@@ -203,47 +207,49 @@ def _lay_down(
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
-    resting: Store
-    is_rounded = whole is None and not keeps_free_memory(group.device) and home is None
+    model_shard: Store
+    is_rounded = whole is None and not keeps_free_memory(group.device) and param_offload is None
     if masters is not None and (codec is not None or is_rounded):
-        resting = Rounded(masters, plan.dtype)
+        model_shard = Rounded(masters, plan.dtype)
     elif codec is not None:
-        resting = InMemory(values.to(plan.dtype, copy=True))
-    elif home is not None and index in room.shards:
-        resting = AtHome(home, index, room.shards[index], group.device)
-        resting.write(values)
+        model_shard = InMemory(values.to(plan.dtype, copy=True))
+    elif param_offload is not None and index in allocation.shards:
+        model_shard = OffloadedShard(param_offload, index, allocation.shards[index], group.device)
+        model_shard.write(values)
     elif wire.rests_encoded(plan, placement):
         assert wire.frozen is not None, "what it says"
-        resting = Encoded.of(values.to(plan.dtype), wire.frozen)
+        model_shard = Encoded.of(values.to(plan.dtype), wire.frozen)
     elif whole is not None:
-        resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
+        model_shard = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
     else:
-        resting = InMemory(values.to(plan.dtype))
-    targets, training = room.targets.get(index, ()), resting
+        model_shard = InMemory(values.to(plan.dtype))
+    offloaded_params, main_shard = allocation.offloaded_params.get(index, ()), model_shard
     if masters is not None:
-        training = InMemory(masters)
+        main_shard = InMemory(masters)
     elif master_dtype is not None and offload is not None:
         pieces = [
             piece
             for piece in plan.layout.pieces(group.rank)
-            if residence.is_stepped(targets[piece.index])
+            if residence.is_stepped(offloaded_params[piece.index])
         ]
-        training = WithState(offload, targets, pieces, resting, master_dtype)
-        if master_dtype != plan.dtype or residence.homes.is_delayed:  # else the shard has them
-            training.write(values)
+        main_shard = WithState(offload, offloaded_params, pieces, model_shard, master_dtype)
+        if master_dtype != plan.dtype or residence.backends.is_delayed:  # else the shard has them
+            main_shard.write(values)
     if whole is None:
-        codec = resting.codec or wire.codec_of_params(plan, num_shards)
+        codec = model_shard.codec or wire.codec_of_params(plan, num_shards)
     return FlatBuffer(
         plan,
         index,
         group,
         params,
-        resting,
+        model_shard,
         whole,
-        training,
-        targets,
+        main_shard,
+        offloaded_params,
         wire_dtype=residence.precision.wire_of(plan),
-        stepped_device=group.device if residence.homes.gradients is None else torch.device("cpu"),
+        stepped_device=group.device
+        if residence.backends.gradients is None
+        else torch.device("cpu"),
         gather_codec=codec,
     )
 
@@ -354,7 +360,7 @@ def purposes_of(sharded: ShardedModel) -> dict[int, Purpose]:
     return found
 
 
-_NO_HOMES: Final = Homes()
+_NO_BACKENDS: Final = OffloadBackends()
 _LOG: Final = logging.getLogger("zero_partition")
 
 
@@ -365,7 +371,7 @@ def partition(
     config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
     group: AnyRanks,
-    homes: Homes | Callable[[], Homes] = _NO_HOMES,
+    backends: OffloadBackends | Callable[[], OffloadBackends] = _NO_BACKENDS,
     **options: Any,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -383,7 +389,7 @@ def partition(
         config: What is chosen; see `PartitionConfig`.
         group: The ranks that train it: a Group, a ProcessGroup, or a DeviceMesh of one dimension,
             or of two, replicas outside and shards inside.
-        homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
+        backends: Offloaded shards of parameters, optimizer state and masters, which
             are then stepped there, and gradients outside the device. They are the model's from now
             on; where this raises, the caller closes them. A function that makes them is called
             again when the model is laid out anew, as parameters are unfrozen or added to the
@@ -408,14 +414,14 @@ def partition(
     known = [optimizer, None if before is None else before.optimizer]
     with localized(model, known, lambda: find_sharded(model) is not None):
         optimizer, averages = retire_partition(model, optimizer)
-        is_made = isinstance(homes, Homes)
+        is_made = isinstance(backends, OffloadBackends)
         again = None
-        if not is_made or homes is _NO_HOMES:
-            again = partial(_partition_again, config=config, group=group, homes=homes)
-        made = homes if isinstance(homes, Homes) else homes()
+        if not is_made or backends is _NO_BACKENDS:
+            again = partial(_partition_again, config=config, group=group, backends=backends)
+        made = backends if isinstance(backends, OffloadBackends) else backends()
         try:
             sharded = _partition(
-                model, optimizer, config, group=group, groups=groups, homes=made, again=again
+                model, optimizer, config, group=group, groups=groups, backends=made, again=again
             )
         except BaseException:
             if not is_made:
@@ -443,28 +449,30 @@ def _partition(
     *,
     group: Group,
     groups: Mapping[str, Group],
-    homes: Homes,
+    backends: OffloadBackends,
     again: Callable[[ShardedModel], None] | None,
 ) -> ShardedModel:
     check_model(model, optimizer, group, groups)
     let_step(optimizer)
     prepare_wrappers(optimizer)
-    has_home = homes.params is not None
-    config.wire.check(config.placements, has_home=has_home)
+    offloads_params = backends.params is not None
+    config.wire.check(config.placements, offloads_params=offloads_params)
     routes, given = config.wire.routes(group, timeout_s=config.timeout_s), group
     parts = mesh_group_of(model.parameters())
     routes = evolve(routes, parts=parts, grid=grid_of(routes.whole, parts))
     routes, ranks_of = with_groups(routes, groups, model, optimizer, config)
     group = routes.shards
-    config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
+    config = effective_config(
+        config, optimizer, world_size=group.world_size, offloads_params=offloads_params
+    )
     placements, precision = config.placements, config.precision
-    residence = Residence(routes, homes, precision)
+    residence = Residence(routes, backends, precision)
     plans = plan_model_units(
         model,
         optimizer,
         config,
         world_size=group.world_size,
-        rests=residence.rests,
+        policy=residence.policy,
         ranks_of=ranks_of,
         num_shards={ranks: own.shards.world_size for ranks, own in routes.of_groups.items()},
     )
@@ -477,7 +485,7 @@ def _partition(
 
     residence.prepare(
         plans,
-        [plan.resting(placements.params) for plan in plans],
+        [plan.param_placement(placements.params) for plan in plans],
         first_index(plans),
         optimizer=optimizer,
         group_of=group_of_names(model, optimizer),
@@ -495,8 +503,10 @@ def _partition(
         routes=routes,
         placements=placements,
         units=units,
-        schedule=Schedule(units, limits=config.limits, device=group.device, home=homes.params),
-        reducer=GradientReducer(units, routes, config, homes.gradients),
+        schedule=Schedule(
+            units, limits=config.limits, device=group.device, param_offload=backends.params
+        ),
+        reducer=GradientReducer(units, routes, config, backends.gradients),
         residence=residence,
         optimizer=optimizer,
         exposure=expose_shards(units, routes),
@@ -528,7 +538,7 @@ def _partition(
     for plan in plans if _LOG.isEnabledFor(logging.DEBUG) else ():
         params = [param for buffer in plan.buffers for param in buffer.params]
         cuts = ", ".join(sorted({str(param.cut) for param in params}))
-        how = plan.resting(placements.params).value
+        how = plan.param_placement(placements.params).value
         message = "unit %r: %d parameters, %d elements, %s at rest, cut %s"
         _LOG.debug(message, plan.name or "(model)", len(params), plan.extent.numel, how, cuts)
     return sharded
@@ -569,9 +579,9 @@ def _describe(
     model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
 ) -> dict[str, str]:
     """Return facts that ranks must agree on, by name; those of the optimizer are not among them."""
-    placements, homes = config.placements, residence.homes
+    placements, backends = config.placements, residence.backends
     of_groups = residence.routes.of_groups
-    when = "deferred" if homes.is_delayed else "right away"
+    when = "deferred" if backends.is_delayed else "right away"
     early = [
         name
         for name, param in model.named_parameters()
@@ -593,8 +603,8 @@ def _describe(
         "sanitize": str(config.sanitize),
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
-        "shards of parameters are kept": homes.place,
-        "the optimizer's steps taken elsewhere": "no" if homes.open_state is None else when,
+        "shards of parameters are kept": backends.place,
+        "the optimizer's steps taken elsewhere": "no" if backends.open_state is None else when,
         "parameters sharded by Init": f"{len(early)} from {early[0]!r} on ({found:08x})"
         if early
         else "none",

@@ -17,7 +17,7 @@ from zero_partition.init.early_shard import find_early
 from zero_partition.nested import is_wrapper
 from zero_partition.plan.wire import pattern_of
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import find_place
+from zero_partition.run.sharded_model import find_param_ref
 from zero_partition.torch_private import call_of
 
 _WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
@@ -128,14 +128,14 @@ def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
             "model before building the optimizer and calling shard()"
         )
     try:
-        place = find_place(param)
+        param_ref = find_param_ref(param)
     except StateError:
         return  # that model is gone
-    if place is not None:
-        owner = type(place.sharded.model).__name__
+    if param_ref is not None:
+        owner = type(param_ref.sharded.model).__name__
         raise PartitionError(
-            f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can "
-            "have one optimizer and one place; shard the models that share it as one nn.Module"
+            f"parameter {name!r} belongs to a sharded {owner} already, as {param_ref.name!r}, and "
+            "can have one optimizer and one place; shard the models that share it as one nn.Module"
         )
 
 
