@@ -21,7 +21,7 @@ from zero_comm import (
     expose,
     record_traffic,
 )
-from zero_comm.shared_host.shards import _ALIVE, HAS_LEFT, Remains
+from zero_comm.shared_host.shards import _ALIVE, HAS_LEFT, SharedShardLifetime
 from zero_comm.testing import equal, lingering
 
 pytestmark = pytest.mark.cpu_only("ranks read each other's host memory")
@@ -263,7 +263,7 @@ def _run_finalizers(error: BaseException | None) -> float:
 def test_the_end_of_a_process_and_its_thread_may_ask_for_the_same_peer() -> None:
     """Either took a peer off the list that the other had just taken off: a bare KeyError."""
     peers = mock.Mock()
-    remains = Remains((), mock.Mock(), peers, {1: 0})
+    remains = SharedShardLifetime((), mock.Mock(), peers, {1: 0})
     found: list[bool] = []
     other = threading.Thread(target=lambda: found.append(remains.are_needed()))
 

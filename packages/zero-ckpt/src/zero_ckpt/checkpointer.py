@@ -224,7 +224,7 @@ class Checkpointer:
             kept = saver.save(detached(inputs), name)
         if timed is not None:
             kept.measures_gathers(partial(timed.measure, "gather_s"))
-        rng = RngSnapshot.take(devices_of((*inputs, *call.params)), self.tracker)
+        rng = RngSnapshot.capture(devices_of((*inputs, *call.params)), self.tracker)
         companions: list[AbstractCompanion | None] = [
             OnceWritten.of(function, (*args, *kwargs.values())),
             Synchronized() if self._configuration.synchronize else None,

@@ -118,7 +118,7 @@ class _Facts(NamedTuple):
 
 
 @define(eq=False)
-class _Saved:
+class _Placeholder:
     """Placeholder that an autograd node saves instead of a tensor that is not kept."""
 
     frame: Frame
@@ -139,7 +139,7 @@ class Frame:
     stops_early: bool
     copying: Callable[[], AbstractContextManager[Any]]  # around what restores the inputs
     autocast: tuple[AutocastState, ...] = field(factory=AutocastState.capture, init=False)
-    _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
+    _saved: list[weakref.ref[_Placeholder]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
     # What was computed again and is not yet asked for, with its memory's version at that time.
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
@@ -161,8 +161,8 @@ class Frame:
         self._is_over = True
         return outputs
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(self, len(self._saved))
+    def _pack(self, tensor: Tensor) -> _Placeholder:
+        saved = _Placeholder(self, len(self._saved))
         self._saved.append(weakref.ref(saved))
         facts, node = _Facts.of(tensor), next_sequence_number()
         self._facts.append(facts)
@@ -174,7 +174,7 @@ class Frame:
             self.witness.note(tensor, facts.address)
         return saved
 
-    def find(self, saved: _Saved) -> Tensor:
+    def find(self, saved: _Placeholder) -> Tensor:
         """Return a placeholder's tensor. Collective where the inputs were split over ranks."""
         with self.lock:
             backward = current_backward()
@@ -265,7 +265,7 @@ _WHY: Final = (
 )
 
 
-def _unpack(saved: _Saved) -> Tensor:
+def _unpack(saved: _Placeholder) -> Tensor:
     return saved.frame.find(saved)
 
 

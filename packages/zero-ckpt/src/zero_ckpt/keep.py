@@ -39,7 +39,7 @@ from .torch_private import (
 
 
 @define(eq=False)
-class _Kept:
+class _KeptOutput:
     """Output of one call of an operator; its bytes are in the ledger for as long as it lives."""
 
     arguments: tuple[Any, ...]  # shapes and dtypes
@@ -51,7 +51,7 @@ class _Kept:
 
     def __attrs_post_init__(self) -> None:
         self.watch(tensors_in(self._output))
-        self._ledger.enter(self._storages)
+        self._ledger.count(self._storages)
 
     def __del__(self) -> None:
         self._ledger.give_up(self._storages)
@@ -84,7 +84,7 @@ class Keeping(AbstractCompanion):
     policy: OperatorPolicy
     ledger: Ledger
     # The calls of the first run, in order, of operators of which any call is kept.
-    _calls: list[tuple[OpOverload, _Kept | None]] = field(factory=list, init=False)
+    _calls: list[tuple[OpOverload, _KeptOutput | None]] = field(factory=list, init=False)
     # Whether the first run was in inference mode at times. A copy of what was made there counts
     # its writes otherwise below a dispatch mode, so that the second run needs the mode too.
     _has_inference: bool = field(default=False, init=False)
@@ -117,7 +117,7 @@ class Keeping(AbstractCompanion):
             if current_backward() != -1 and not keeps_graph():
                 self._calls = []
 
-    def _forget(self, is_lost: Callable[[_Kept], bool]) -> None:
+    def _forget(self, is_lost: Callable[[_KeptOutput], bool]) -> None:
         self._calls = [
             (operator, None if kept is not None and is_lost(kept) else kept)
             for operator, kept in self._calls
@@ -141,7 +141,9 @@ class Keeping(AbstractCompanion):
                 kept.watch(map(alias_of, views))
                 return
 
-    def _keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
+    def _keep(
+        self, operator: OpOverload, args: Any, kwargs: Any, output: Any
+    ) -> _KeptOutput | None:
         """Return the output to keep; None if the policy does not select it or it cannot be kept."""
         if not self.policy(OperatorCall(operator, args, kwargs, output, self.ledger.num_bytes)):
             return None
@@ -152,7 +154,7 @@ class Keeping(AbstractCompanion):
         if not storages.keys().isdisjoint(storages_in((args, kwargs))):
             return None  # an alias that does not say so
         devices = (_CPU, *devices_of(tensors)) if may_draw(operator) else ()
-        return _Kept(
+        return _KeptOutput(
             _facts_of(args, kwargs),
             replace_in(output, Tensor, alias_of),
             {device: get_state(device) for device in devices},
@@ -162,7 +164,7 @@ class Keeping(AbstractCompanion):
 
     def _call_again(
         self,
-        calls: Iterator[tuple[OpOverload, _Kept | None]],
+        calls: Iterator[tuple[OpOverload, _KeptOutput | None]],
         operators: Set[OpOverload],
         func: Any,
         args: Any,

@@ -46,12 +46,12 @@ _Moment = Any  # seconds of the host, or an event of a stream, for which nobody 
 
 
 @define(eq=False)
-class _Span:
+class _TimeSpan:
     layer: str
     part: Part
     start: _Moment
     end: _Moment = None
-    inner: list[_Span] = field(factory=list)
+    inner: list[_TimeSpan] = field(factory=list)
 
     def is_over(self) -> bool:
         return self.end.query() if isinstance(self.end, torch.Event) else self.end is not None
@@ -79,14 +79,14 @@ class Profile:
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
         self._open = local()  # the spans that a thread is in
-        self._pending: list[_Span] = []
+        self._pending: list[_TimeSpan] = []
         self._timings: dict[str, Timing] = {}
 
     @contextmanager
     def measure(self, layer: str, part: Part, device: torch.device | None) -> Iterator[None]:
         """Measure the time inside, on the host (None) or on a device's current stream."""
-        stack: list[_Span] = self._open.__dict__.setdefault("spans", [])
-        span = _Span(layer, part, self._moment(device))
+        stack: list[_TimeSpan] = self._open.__dict__.setdefault("spans", [])
+        span = _TimeSpan(layer, part, self._moment(device))
         stack.append(span)
         try:
             yield
@@ -111,7 +111,7 @@ class Profile:
         event.record(torch.accelerator.current_stream(device))
         return event
 
-    def _add_up(self, spans: Sequence[_Span]) -> None:
+    def _add_up(self, spans: Sequence[_TimeSpan]) -> None:
         over = set(map(id, spans))
         self._pending = [span for span in self._pending if id(span) not in over]
         for span in spans:

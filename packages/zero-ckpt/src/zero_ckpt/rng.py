@@ -334,7 +334,7 @@ class RngSnapshot:
     _lent: ForkedRng | None  # tracked rng that `fork` had in use, if any
 
     @classmethod
-    def take(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
+    def capture(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
         """Capture the current states. Local; waits for no device."""
         states = {device: get_state(device) for device in {_CPU, *devices}}
         return cls(tracker, states, *tracker.capture())
@@ -342,7 +342,7 @@ class RngSnapshot:
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
         """Draw the numbers inside that came after `take`; afterwards restore the present states."""
-        before = RngSnapshot.take(self._devices, self.tracker)
+        before = RngSnapshot.capture(self._devices, self.tracker)
         try:
             self.put_back()
             with self.tracker.restored():

@@ -21,7 +21,7 @@ from .profile import Profile
 class LateHost:
     """Replacement for a `PinnedHost` that copies as late as is allowed, and CPU tensors too.
 
-    The target of a copy is NaN until its `settle` is called, which shows reads that are too early.
+    The target of a copy is NaN until its `wait` is called, which shows reads that are too early.
     """
 
     log: list[tuple[str, int]] = field(factory=list)  # event, and number of the copied tensor
@@ -39,13 +39,13 @@ class LateHost:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
-        """Begin a copy to `target`; `source` is not read before `Copy.settle`."""
+        """Begin a copy to `target`; `source` is not read before `Copy.wait`."""
         self.read_from.append(source.data_ptr())
         self._numbers[target.data_ptr()] = sum(what == "away" for what, _ in self.log)
         return self._begin("away", source, target, self._numbers[target.data_ptr()])
 
     def back(self, copy: Copy) -> Copy:
-        """Begin a copy of `copy.target` to new memory; not read before `Copy.settle`."""
+        """Begin a copy of `copy.target` to new memory; not read before `Copy.wait`."""
         assert copy.source is None, "asked back before it had gone"
         number = self._numbers[copy.target.data_ptr()]
         return self._begin("back", copy.target, torch.empty_like(copy.target), number)

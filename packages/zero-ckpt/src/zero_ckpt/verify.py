@@ -65,7 +65,7 @@ class Verification:
         return (layer_index + num_calls) % self.every == 0
 
 
-class _Saved(NamedTuple):
+class _SavedMemory(NamedTuple):
     """Memory of a tensor that autograd saved in forward; `Witness` keeps its checksum apart."""
 
     order: tuple[int, ...]  # of its dimensions in memory; a later sum follows the same
@@ -82,7 +82,7 @@ class Witness(OperatorMode):
     def __init__(self, layer: str, checksums: Checksums) -> None:
         super().__init__()
         self._layer, self._checksums = layer, checksums
-        self._saved: list[_Saved] = []
+        self._saved: list[_SavedMemory] = []
         self._sums: list[Tensor | None] = []  # not yet read; earlier ones are in _values
         self._values: list[int | None] = []
         self._blank: dict[int, StorageWeakRef] = {}
@@ -103,7 +103,7 @@ class Witness(OperatorMode):
         key, order = storage_of(tensor), order_of(tensor)
         is_blank = key is not None and key.cdata in self._blank
         self._sums.append(None if is_blank else self._checksums.of(tensor, order))
-        self._saved.append(_Saved(order, key, address))
+        self._saved.append(_SavedMemory(order, key, address))
 
     def is_same(self, index: int, tensor: Tensor) -> bool:
         """Return whether `tensor` has the storage of the `index`-th tensor saved in forward.

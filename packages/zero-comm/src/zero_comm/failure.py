@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from .group import Group
 from .handle import Message
 from .logs import PACKAGES, rank_of_job
-from .shared_host.peer_memory import Transfer
+from .shared_host.peer_memory import PeerTransfer
 from .watch import Launch
 
 # NOTE(signal): Python runs handlers in the main thread between two of its instructions, so never
@@ -115,5 +115,5 @@ def describe_launches(group: Group) -> dict[str, str]:
 
 
 def _in_flight() -> list[Launch]:
-    held = (found for found in gc.get_objects() if type(found) in (Message, Transfer))
+    held = (found for found in gc.get_objects() if type(found) in (Message, PeerTransfer))
     return [each.launch for each in held if each.launch is not None]

@@ -125,7 +125,7 @@ class OrderWatch(Watch):
         self._launched_at = time.monotonic()
         if self._can_tell and recorded.number - self._marked >= _LAUNCHES_PER_MARK:
             with self._telling():
-                self._settle(recorded.purpose.what, self.timeout_s)
+                self._compare_marks(recorded.purpose.what, self.timeout_s)
                 self._make_mark(recorded)
 
     def begin(self, wait: Wait) -> None:
@@ -143,13 +143,13 @@ class OrderWatch(Watch):
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self._telling(may_end=not at_once):
-            self._settle(what, limit_s)
+            self._compare_marks(what, limit_s)
             self._marked = self.scope.launched.get(self.name, 0) + 1  # so `follow` makes none
             launch = self.launch(what, int(at_once), call=collective_call(), sends=True)
             self._make_mark(launch.recorded)
             self.sent()
             if at_once:
-                self._settle(what, limit_s)
+                self._compare_marks(what, limit_s)
 
     @contextlib.contextmanager
     def _telling(self, *, may_end: bool = True) -> Iterator[None]:
@@ -179,7 +179,7 @@ class OrderWatch(Watch):
         self._mark = (self._fingerprint + last.sequence) % _PRIME
         self.store.add(self.key_of(f"mark/{self._num_marks}"), _ONE + self._mark)
 
-    def _settle(self, what: str, limit_s: float) -> None:
+    def _compare_marks(self, what: str, limit_s: float) -> None:
         """Wait until all ranks have made the last mark, and compare."""
         if self._mark is None:
             return

@@ -82,5 +82,5 @@ def _compare(said: dict[str, str], group: Group) -> None:
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    peers.look_until(future.done, lambda: None)
+    peers.progress_until(future.done, lambda: None)
     future.result()

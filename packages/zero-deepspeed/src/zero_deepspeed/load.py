@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 from zero_comm import AnyRanks
-from zero_engine.checkpoint.folder import together
+from zero_engine.checkpoint.folder import run_on_all_ranks
 from zero_engine.checkpoint.load import open_together, stop_unless_it_fits
 from zero_engine.checkpoint.save import sharded_of
 from zero_engine.checks import default_group
@@ -93,7 +93,7 @@ def load_checkpoint(
         stop_unless_it_fits(planned, problems, found.path, what=what, group=group)
         if optimizer is not None:
             optimizer.zero_grad()
-        together(planned.apply, what=what, group=group)
+        run_on_all_ranks(planned.apply, what=what, group=group)
     return DeepSpeedLoadReport(
         path=found.path,
         step=found.step,

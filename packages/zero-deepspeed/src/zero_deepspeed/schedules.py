@@ -23,7 +23,7 @@ from .configuration.keys import KEYS
 PerGroup = float | Sequence[float]  # one value, or one for each param group
 
 
-class Schedule(LRScheduler):
+class LearningRateSchedule(LRScheduler):
     """A learning rate that is a function of the number of steps alone.
 
     All five take `optimizer`, whose learning rates are set, and `last_batch_iteration`, to resume
@@ -61,7 +61,7 @@ class Schedule(LRScheduler):
         return list(map(float, values))
 
 
-class OneCycle(Schedule):
+class OneCycle(LearningRateSchedule):
     """One cycle: the learning rate goes up and down, the momentum down and up (arXiv 1803.09820).
 
     After the cycle both may decay. In the cycle of c = first + second steps, s = k / first while
@@ -179,7 +179,7 @@ def _momentum_key(group: Mapping[str, Any]) -> str | None:
     return "momentum" if group.get("momentum") else None
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LearningRateSchedule):
     """An ever larger learning rate, to find the largest that trains (arXiv 1803.09820).
 
     min (1 + lr_range_test_step_rate k / lr_range_test_step_size), the quotient rounded down where
@@ -214,7 +214,7 @@ class LRRangeTest(Schedule):
         return [low * (1 + self.step_rate * progress) for low in self.min_lrs]
 
 
-class _Warmup(Schedule):
+class _Warmup(LearningRateSchedule):
     """Base of the three schedules with a warmup: its progress, from 0 to 1."""
 
     total_num_steps: float = math.inf  # of those that end, another number
@@ -366,7 +366,7 @@ class WarmupCosineLR(_Warmup):
         return [lr * (low + (1 - low) * part) for lr in self.base_lrs]
 
 
-SCHEDULERS: Final[dict[str, type[Schedule]]] = {
+SCHEDULERS: Final[dict[str, type[LearningRateSchedule]]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 

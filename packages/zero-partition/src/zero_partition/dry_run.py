@@ -14,7 +14,7 @@ from attrs import define, evolve, frozen
 from zero_comm import AbstractCodec, Sent, even_splits
 from zero_comm.planning import sent_by_levels, sent_of
 
-from zero_partition.memory.seams import MASTER, Footprint
+from zero_partition.memory.seams import MASTER, OffloadedBytes
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import BufferPlan, ParameterPlan
 from zero_partition.plan.slots import (
@@ -220,7 +220,7 @@ def plan_memory(
     plan: ModelPlan,
     rank: int,
     *,
-    offload: Footprint | None = None,
+    offload: OffloadedBytes | None = None,
     home_host_bytes: int = 0,
     home_disk_bytes: int = 0,
 ) -> PlannedMemory:

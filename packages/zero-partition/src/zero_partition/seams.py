@@ -12,8 +12,8 @@ from zero_partition.errors import SanitizerError
 from zero_partition.memory.seams import (
     AbstractRangeReader,
     DelayedOffload,
-    Footprint,
     GradOffload,
+    OffloadedBytes,
     Opening,
     OpenState,
     OptimizerOffload,
@@ -52,13 +52,13 @@ __all__ = [
     "Backup",
     "CodecErrors",
     "DelayedOffload",
-    "Footprint",
     "GradOffload",
     "GradientReport",
     "ModelPhase",
     "OffloadAllocation",
     "OffloadBackends",
     "OffloadPolicy",
+    "OffloadedBytes",
     "OpenState",
     "Opening",
     "OptimizerOffload",
@@ -98,6 +98,7 @@ __all__ = [
 ]
 
 _RENAMED: Final = {  # since 0.2
+    "Footprint": "OffloadedBytes",
     "GradientHome": "GradOffload",
     "Homes": "OffloadBackends",
     "LoadReport": "StateLoadReport",

@@ -75,22 +75,22 @@ class Ledger:
     def num_bytes(self) -> int:
         """Bytes that are kept now."""
         with self._lock:
-            self._settle()
+            self._subtract_pending()
             return self._num_bytes
 
-    def enter(self, storages: Storages) -> None:
+    def count(self, storages: Storages) -> None:
         """Count storages that are kept from now on, once more for each call."""
         with self._lock:
-            self._settle()
+            self._subtract_pending()
             for key, num_bytes in storages.items():
                 self._num_bytes += 0 if self._holders[key] else num_bytes
                 self._holders[key] += 1
 
     def give_up(self, storages: Storages) -> None:
-        """Undo one `enter` of these storages, at the next use. Takes no lock, for finalizers."""
+        """Undo one `count` of these storages, at the next use. Takes no lock, for finalizers."""
         self._given_up.append(storages)
 
-    def _settle(self) -> None:
+    def _subtract_pending(self) -> None:
         while self._given_up:
             for key, num_bytes in self._given_up.popleft().items():
                 self._holders[key] -= 1

@@ -19,7 +19,7 @@ from zero_ckpt.torch_private import hooks_save_tensors, set_version, version_of
 
 from .memory import Storages, storages_in
 from .savers import AbstractKept, AbstractSaver, KeepSaver, Measuring, stays_as_it_is
-from .split import Split, group_class
+from .split import EvenSplit, group_class
 
 if TYPE_CHECKING:
     from zero_comm import Group
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Copy:
-    """One asynchronous copy. Both tensors live until `settle` is called."""
+    """One asynchronous copy. Both tensors live until `wait` is called."""
 
     target: Tensor
-    source: Tensor | None  # None once it is settled
+    source: Tensor | None  # None once `wait` has returned
     _wait: Callable[[], None]
     stream: Any = None  # of the computation that made the tensor, and will use it
     is_torn: bool = field(default=False, init=False)  # the source was written in place meanwhile
@@ -43,7 +43,7 @@ class Copy:
         default=Factory(lambda self: version_of(self.source), takes_self=True), init=False
     )
 
-    def settle(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Make the stream of the computation wait for the copy, and return the target.
 
         The source is no longer referred to; `is_torn` says whether it was written in place
@@ -57,7 +57,7 @@ class Copy:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.settle()
+            self.wait()
 
 
 @final
@@ -158,7 +158,7 @@ class PackedSaver(AbstractSaver):
                 "PackedSaver(num_slots=): expected the number of layers that keep inputs at a "
                 f"time, 1 or more, or None, got {num_slots!r}"
             )
-        self._split = None if group is None or group.world_size == 1 else Split(group)
+        self._split = None if group is None or group.world_size == 1 else EvenSplit(group)
         self._host = PinnedHost() if on_host else None
         self._num_slots = num_slots
         self._slabs: dict[tuple[int, torch.device], _Slab] = {}  # by position among inputs
@@ -176,7 +176,7 @@ class PackedSaver(AbstractSaver):
         is_hooked = hooks_save_tensors()
         with self._lock:
             if not is_hooked:
-                self._settle()
+                self._free_copied()
             number, self._num_calls = self._num_calls, self._num_calls + 1
             values, packed = list(inputs), {}
             for index, tensor in enumerate(inputs):
@@ -279,7 +279,7 @@ class PackedSaver(AbstractSaver):
             slab.users[slot] = stream
         return slab.memory.data[slot]  # .data: a write to one slot is none to the others
 
-    def _settle(self) -> None:
+    def _free_copied(self) -> None:
         """Free the inputs of the last call that were copied to the host.
 
         Streams wait for these copies, which had a layer's time to finish.
@@ -288,7 +288,7 @@ class PackedSaver(AbstractSaver):
         if last is not None:
             for packed in last.packed.values():
                 if packed.leaving is not None:
-                    packed.leaving.settle()
+                    packed.leaving.wait()
 
     def _before(self, number: int) -> _PackedInputs | None:
         """Return the last call before a number that still keeps inputs here; None without one."""
@@ -324,7 +324,7 @@ class _PackedInput:
             self.prefetch()
             arriving, self.arriving = self.arriving, None
             assert arriving is not None, "just begun"
-            return arriving.settle()
+            return arriving.wait()
         return value.clone() if self.is_slot and self.splits is None else value
 
     def on_device(self) -> list[Tensor]:
@@ -348,7 +348,7 @@ class _PackedInputs(AbstractKept):
     _measuring: Measuring = field(default=nullcontext, init=False)
 
     def restore(self) -> Sequence[Tensor]:
-        self._saver._settle()
+        self._saver._free_copied()
         self.prefetch()
         before = None if self._is_hooked else self._saver._before(self._number)
         if before is not None:

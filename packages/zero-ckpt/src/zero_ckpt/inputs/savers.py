@@ -78,7 +78,7 @@ class _Hold(torch.autograd.Function):
 
 @final
 @frozen(eq=False)
-class _Kept(AbstractKept):
+class _SavedInputs(AbstractKept):
     """Inputs saved in an autograd node: writes in place are noticed, saved-tensor hooks apply."""
 
     # An output of the node. Before torch 2.13 a `grad_fn` of a Python function does not own its
@@ -112,4 +112,4 @@ class KeepSaver(AbstractSaver):
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """Keep references to inputs. `restore` notices a write in place before backward."""
         anchor = torch.empty(0, requires_grad=True, device="cpu")
-        return _Kept(_Hold.apply(anchor, *inputs), layer)
+        return _SavedInputs(_Hold.apply(anchor, *inputs), layer)

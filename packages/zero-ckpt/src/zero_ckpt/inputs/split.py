@@ -47,7 +47,7 @@ def group_class() -> type[Group]:
 
 @final
 @frozen(eq=False)
-class Split:
+class EvenSplit:
     """Even shards, in rank order: they differ by one element at most."""
 
     _group: Group

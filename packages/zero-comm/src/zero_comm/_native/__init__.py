@@ -20,7 +20,7 @@ _BUILD_HINT: Final = "`python -m zero_comm.build` compiles it"
 
 
 @frozen(eq=False)
-class Kernels:
+class CodecKernels:
     """The library's functions, for contiguous tensors of a CPU whose sizes fit."""
 
     dtypes: ClassVar = (torch.float32,)
@@ -44,7 +44,7 @@ class Kernels:
         )
 
 
-def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, str]:
+def load(path: Path, environment: Mapping[str, str]) -> tuple[CodecKernels | None, str]:
     """Load the library at `path` as ZERO_COMM_NATIVE asks: auto, require or off.
 
     Raises:
@@ -59,7 +59,7 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, st
         )
     else:
         try:
-            return Kernels(open_library(path)), ""
+            return CodecKernels(open_library(path)), ""
         except OSError as error:
             reason = f"{path} cannot be loaded: {error}; {_BUILD_HINT} anew"
     if switch == "require":

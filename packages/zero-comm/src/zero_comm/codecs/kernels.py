@@ -18,7 +18,7 @@ from zero_comm.torch_private import accelerator
 from .codec import decode_blocks, encode_blocks
 
 if TYPE_CHECKING:
-    from zero_comm._native import Kernels
+    from zero_comm._native import CodecKernels
 
     from .triton import TritonKernels
 
@@ -43,7 +43,7 @@ def native_status(device: torch.device | str = "cpu") -> str:
     return _loaded(device)[1]
 
 
-def kernels(device: torch.device) -> Kernels | TritonKernels | None:
+def kernels(device: torch.device) -> CodecKernels | TritonKernels | None:
     """Return the kernels of a device, loaded at the first call; None for plain torch.
 
     Raises:
@@ -53,7 +53,7 @@ def kernels(device: torch.device) -> Kernels | TritonKernels | None:
 
 
 @cache
-def _loaded(device: torch.device) -> tuple[Kernels | TritonKernels | None, str]:
+def _loaded(device: torch.device) -> tuple[CodecKernels | TritonKernels | None, str]:
     if device.type == "cpu":
         found, reason = _native.load(_native.HERE / LIBRARY, os.environ)
         is_checkout = (_native.HERE.parents[2] / "hatch_build.py").exists()

@@ -94,7 +94,7 @@ class Journal:
         """Say how many entries of a peer's journal this rank has read."""
         self._words[_CONSUMED + rank] = num_entries
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Say that this process is about to end."""
         self._words[_LEAVING] = 1
 

@@ -30,7 +30,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions
 
 
-class _Verdict(IntEnum):
+class _ReadStatus(IntEnum):
     OK = 0
     SWITCHED_OFF = 1
     NO_SUCH_CALL = 2
@@ -39,11 +39,11 @@ class _Verdict(IntEnum):
 
 
 _REASONS: Final = {
-    _Verdict.OK: "reads of peers' memory: all ranks run on one host and may",
-    _Verdict.SWITCHED_OFF: f"has {SWITCH}=0 set",
-    _Verdict.NO_SUCH_CALL: "runs on a system without process_vm_readv",
-    _Verdict.OTHER_HOST: "runs on another host than a peer",
-    _Verdict.NOT_PERMITTED: "may not read a peer's memory (another user, container or sandbox)",
+    _ReadStatus.OK: "reads of peers' memory: all ranks run on one host and may",
+    _ReadStatus.SWITCHED_OFF: f"has {SWITCH}=0 set",
+    _ReadStatus.NO_SUCH_CALL: "runs on a system without process_vm_readv",
+    _ReadStatus.OTHER_HOST: "runs on another host than a peer",
+    _ReadStatus.NOT_PERMITTED: "may not read a peer's memory (another user, container or sandbox)",
 }
 
 
@@ -104,31 +104,31 @@ def _find_out(table: _Table) -> Meeting:
 
     name = f"{hello[0][-1]:x}"  # that no group had before
     watch = peers.watch = CircleWatch(name, table.rank, interrupt, has_ended=has_ended)
-    if all(row[0] == _Verdict.OK for row in hello):
+    if all(row[0] == _ReadStatus.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
-            verdict = _Verdict.OTHER_HOST
+            verdict = _ReadStatus.OTHER_HOST
         else:
             # Launchers start all ranks: their descendants are enough, and no other process.
             is_launched = all(row[2] == mine[2] for row in hello)
             allow_readers(os.getppid() if is_launched else None)
     verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
-    if all(row == [_Verdict.OK] for row in verdicts):
+    if all(row == [_ReadStatus.OK] for row in verdicts):
         try:
             peers.meet([JournalAddress(*row[3:]) for row in hello])
         except OSError:
-            verdict = _Verdict.NOT_PERMITTED
+            verdict = _ReadStatus.NOT_PERMITTED
         verdicts = table.tell_all([verdict])
     for other, (number,) in enumerate(verdicts):
-        if number != _Verdict.OK:
-            reason = f"messages, because rank {other} {_REASONS[_Verdict(number)]}"
+        if number != _ReadStatus.OK:
+            reason = f"messages, because rank {other} {_REASONS[_ReadStatus(number)]}"
             return Meeting(None, reason, watch, hosts)
-    return Meeting(peers, _REASONS[_Verdict.OK], watch, hosts)
+    return Meeting(peers, _REASONS[_ReadStatus.OK], watch, hosts)
 
 
-def _try_alone() -> _Verdict:
+def _try_alone() -> _ReadStatus:
     if os.environ.get(SWITCH, "1") == "0":
-        return _Verdict.SWITCHED_OFF
-    return _Verdict.OK if is_supported() else _Verdict.NO_SUCH_CALL
+        return _ReadStatus.SWITCHED_OFF
+    return _ReadStatus.OK if is_supported() else _ReadStatus.NO_SUCH_CALL
 
 
 def _boot_id() -> int:

@@ -68,7 +68,7 @@ class RemoteBuffer:
 
 
 @define(eq=False)
-class Transfer:
+class PeerTransfer:
     """One collective of this rank: every peer may read its buffer until all are done."""
 
     tag: int
@@ -104,8 +104,8 @@ class PeerMemory:
     _journal: Journal = field(init=False)
     _seen: dict[int, int] = field(factory=dict, init=False)  # entries read of each peer's journal
     _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
-    _waiting: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # by tag, in order
-    _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
+    _waiting: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)  # by tag, in order
+    _lent: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)  # carried out here only
     _is_advancing: bool = field(default=False, init=False)
     is_broken: bool = field(default=False, init=False)  # an interrupt came in between
     _lock: threading.RLock = field(default=Factory(threading.RLock), init=False)
@@ -140,9 +140,9 @@ class PeerMemory:
         carry_out: Callable[[dict[int, RemoteBuffer]], None],
         *,
         launch: Launch | None = None,
-    ) -> Transfer:
+    ) -> PeerTransfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
-        transfer = Transfer(tag, buffer, carry_out, launch=launch)
+        transfer = PeerTransfer(tag, buffer, carry_out, launch=launch)
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
@@ -150,7 +150,7 @@ class PeerMemory:
         self._advance()
         return transfer
 
-    def wait(self, transfer: Transfer, what: str, *, timeout_s: float | None = None) -> None:
+    def wait(self, transfer: PeerTransfer, what: str, *, timeout_s: float | None = None) -> None:
         """Block until the transfer is carried out and its buffer is this rank's own again.
 
         Raises:
@@ -176,11 +176,11 @@ class PeerMemory:
                 return None
             return Wait(transfer.launch, missing[0], is_launched=transfer.is_carried_out)
 
-        if not self.look_until(is_over, lacks, timeout_s=timeout_s):
+        if not self.progress_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
 
-    def look_until(
+    def progress_until(
         self,
         is_over: Callable[[], bool],
         lacks: Callable[[], Wait | None],
@@ -233,9 +233,9 @@ class PeerMemory:
         """A signed 64-bit integer from a peer's memory. Raises as `read` does."""
         return read_word(self._peers[rank].pid, address)
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Tell peers that this process is about to end: they need not wait for it. Local."""
-        self._journal.leave()
+        self._journal.announce_exit()
 
     def is_leaving(self, rank: int) -> bool:
         """Return whether a peer's program is over. Local."""
@@ -252,7 +252,7 @@ class PeerMemory:
         """Order writes: peers see those before it first. A release, then an acquire."""
         self._journal.fence()
 
-    def _missing(self, transfer: Transfer) -> list[int]:
+    def _missing(self, transfer: PeerTransfer) -> list[int]:
         """Ranks without which the transfer is not over."""
         if not transfer.is_carried_out:
             offers = self._offers.get(transfer.tag, {})
@@ -384,7 +384,7 @@ class PeerMemory:
         return head if num_read is None else num_read
 
     def _failure(
-        self, transfer: Transfer, what: str, how: str, missing: Sequence[int]
+        self, transfer: PeerTransfer, what: str, how: str, missing: Sequence[int]
     ) -> CommError:
         gone = sorted(self._gone.intersection(missing))
         verb = "read" if transfer.is_carried_out else "offered"
@@ -406,7 +406,7 @@ _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
 
 
 def any_peers() -> PeerMemory | None:
-    """Return those of some group that is not broken: `look_until` of one advances all.
+    """Return those of some group that is not broken: `progress_until` of one advances all.
 
     Nor one whose ranks have diverged, which would end the waits of others.
     """

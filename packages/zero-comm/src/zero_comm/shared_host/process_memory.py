@@ -22,7 +22,7 @@ _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 
 
-class _Span(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     """`struct iovec`."""
 
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
@@ -33,7 +33,7 @@ def _find_call() -> Any:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is not None:
-        spans, count = ctypes.POINTER(_Span), ctypes.c_ulong
+        spans, count = ctypes.POINTER(_IoVector), ctypes.c_ulong
         call.argtypes = (ctypes.c_int, spans, count, spans, count, ctypes.c_ulong)
         call.restype = ctypes.c_ssize_t
     return call
@@ -69,7 +69,7 @@ def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
     done = 0
     while done < num_bytes:  # the kernel stops at 2 GiB, and may stop earlier
         rest = num_bytes - done
-        local, remote = _Span(into + done, rest), _Span(address + done, rest)
+        local, remote = _IoVector(into + done, rest), _IoVector(address + done, rest)
         count = _READ(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()

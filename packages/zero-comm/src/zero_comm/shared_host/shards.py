@@ -28,7 +28,7 @@ _LINGER_S: Final = 60.0
 
 
 @define(eq=False)
-class Remains:
+class SharedShardLifetime:
     """Memory of one exposure, which must stay allocated until no peer reads it."""
 
     shards: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Remains:
             _ALIVE.append(self)
         # It serves where atexit does, and in processes of multiprocessing, which know none. Those
         # that were forked have forgotten what was registered before: hence once per exposure.
-        Finalize(None, _linger, exitpriority=10)
+        Finalize(None, _wait_for_readers_at_exit, exitpriority=10)
 
     def are_needed(self) -> bool:
         """Return whether a peer may still read the shards. Called at exit and by a thread, too."""
@@ -58,22 +58,22 @@ class Remains:
             return bool(self.addresses)
 
 
-_ALIVE: Final[list[Remains]] = []
-_LEFT: Final[list[Remains]] = []  # their exposure is gone
+_ALIVE: Final[list[SharedShardLifetime]] = []
+_LEFT: Final[list[SharedShardLifetime]] = []  # their exposure is gone
 # A peer may look at the words after the shards were given back: two words per exposure stay.
 _WORDS: Final[list[Any]] = []
 _LOCK: Final = threading.RLock()  # a garbage collection may run leave() anywhere
 
 
-def leave(remains: Remains) -> None:
+def stop_reading(lifetime: SharedShardLifetime) -> None:
     """Note that this rank reads no more; free its shards when no peer does. Returns at once."""
     with _LOCK:
-        remains.words[_CLOSED] = HAS_LEFT
-        _WORDS.append(remains.words)
-        _ALIVE.remove(remains)
-        if not remains.are_needed():
+        lifetime.words[_CLOSED] = HAS_LEFT
+        _WORDS.append(lifetime.words)
+        _ALIVE.remove(lifetime)
+        if not lifetime.are_needed():
             return
-        _LEFT.append(remains)
+        _LEFT.append(lifetime)
         if len(_LEFT) == 1:
             threading.Thread(target=_wait_for_peers, name="zero_comm remains", daemon=True).start()
 
@@ -82,29 +82,29 @@ def _wait_for_peers() -> None:
     while True:
         time.sleep(_LOOK_S)
         with _LOCK:
-            for remains in tuple(_LEFT):  # leave() may add some meanwhile
-                if not remains.are_needed():
-                    _LEFT.remove(remains)
+            for lifetime in tuple(_LEFT):  # leave() may add some meanwhile
+                if not lifetime.are_needed():
+                    _LEFT.remove(lifetime)
             if not _LEFT:
                 return
 
 
-def _linger() -> None:
+def _wait_for_readers_at_exit() -> None:
     """Keep a process that ends alive while peers read its shards, for `_LINGER_S` at most.
 
     Does nothing after an error: peers that wait for this rank should learn of it at once.
     """
     mine = [
-        remains
-        for remains in (*_ALIVE, *_LEFT)
-        if remains.pid == os.getpid() and not remains.has_lingered
+        lifetime
+        for lifetime in (*_ALIVE, *_LEFT)
+        if lifetime.pid == os.getpid() and not lifetime.has_lingered
     ]
     if _ends_by_error():
         return
-    for remains in mine:
-        remains.has_lingered = True
-        remains.words[_CLOSED] = HAS_LEFT
-        remains.peers.leave()
+    for lifetime in mine:
+        lifetime.has_lingered = True
+        lifetime.words[_CLOSED] = HAS_LEFT
+        lifetime.peers.announce_exit()
     deadline = time.monotonic() + _LINGER_S
     while time.monotonic() < deadline and any(r.are_needed() for r in mine):
         time.sleep(_LOOK_S)
@@ -153,8 +153,8 @@ class SharedShards:
         number = self._watch.launch("expose", _EXPOSE).number  # all ranks expose in one order
         self._keys = (_EXPOSE - 2 * number, _EXPOSE - 2 * number - 1)
         words = {peer: where[0] for peer, where in self._addresses.items()}
-        remains = Remains(self.shards, self._words, self._memory, words)
-        finalize(self, leave, remains).atexit = False  # type: ignore[attr-defined]
+        lifetime = SharedShardLifetime(self.shards, self._words, self._memory, words)
+        finalize(self, stop_reading, lifetime).atexit = False  # type: ignore[attr-defined]
 
     @property
     def _watch(self) -> Watch:
@@ -218,7 +218,7 @@ class SharedShards:
             turn = self._turns.get(word)
             return None if turn is None else Wait(turn, rank)
 
-        if not self._memory.look_until(is_there, lacks, timeout_s=timeout_s):
+        if not self._memory.progress_until(is_there, lacks, timeout_s=timeout_s):
             limit_s = self._memory.timeout_s if timeout_s is None else timeout_s
             raise CommError(
                 f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "

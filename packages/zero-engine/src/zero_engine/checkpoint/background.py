@@ -30,10 +30,10 @@ from zero_engine.errors import ConfigError, FileError
 from zero_engine.torch_private import version_of
 
 from .file_system import FILE_SYSTEM, FileSystem, naming, read_regular
-from .folder import together
+from .folder import run_on_all_ranks
 from .pipeline import CheckpointRanks
 from .save import begin, sharded_of
-from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
+from .writer import CheckpointWriter, SaveReport, SaveRequest, WriteBatch
 
 _ALIGN_BYTES: Final = 64  # of each copy in their memory
 
@@ -109,7 +109,7 @@ class HostSnapshot:
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
     _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
 
-    def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
+    def capture(self, writer: CheckpointWriter, copying: Copying | None) -> int:
         """Let a writer write from copies; return the bytes of these.
 
         With `copying`, batches that are read from trained memory itself are left to it; all others
@@ -130,7 +130,7 @@ class HostSnapshot:
         return sum(sizes)
 
 
-def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None) -> GivenBatch:
+def _copied(batch: WriteBatch, rooms: Iterator[Tensor], copying: Copying | None) -> WriteBatch:
     values = []
     for run, value in zip(batch.runs, batch.read(), strict=True):
         copy, flat = next(rooms)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
@@ -142,7 +142,7 @@ def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None)
         else:
             copy.copy_(flat, non_blocking=True)
         values.append(copy)
-    return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
+    return WriteBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
 
 
 _POLL_S: Final = 0.02
@@ -252,8 +252,8 @@ class Saver:
             for name, param in self._model.named_parameters():  # shards are behind our own gates
                 copying.watch(name, param)
         try:
-            sizes = together(
-                lambda: self._host.take(writer, copying), what="Saver.save()", group=writer.group
+            sizes = run_on_all_ranks(
+                lambda: self._host.capture(writer, copying), what="Saver.save()", group=writer.group
             )
         except BaseException:
             writer.abandon()
@@ -339,7 +339,7 @@ class _Background:
                 raise self.error
             return self.written
 
-        said = together(look, what="a save in the background", group=writer.group)
+        said = run_on_all_ranks(look, what="a save in the background", group=writer.group)
         return writer.report(said)
 
     def leave(self, kind: type[BaseException]) -> None:

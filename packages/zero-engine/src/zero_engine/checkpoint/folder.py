@@ -271,11 +271,11 @@ def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | 
     The result may be of any type.
     """
     results: list[T] = []
-    together(lambda: results.append(act()), what=what, group=group, timeout_s=timeout_s)
+    run_on_all_ranks(lambda: results.append(act()), what=what, group=group, timeout_s=timeout_s)
     return results[0]
 
 
-def together(
+def run_on_all_ranks(
     act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
 ) -> list[Any]:
     """Run `act` on every rank, wait for all, and return its results by rank. Collective.

@@ -27,7 +27,7 @@ from zero_partition.seams import (
 from zero_engine.errors import FileError
 from zero_engine.readers import find_reader, reader_for
 
-from .folder import Checkpoint, check_folder, find_complete, holds_parts, on_all, together
+from .folder import Checkpoint, check_folder, find_complete, holds_parts, on_all, run_on_all_ranks
 from .pipeline import CheckpointRanks, names_elsewhere, without
 from .pretrained import holds_weights
 from .save import restore_rngs, sharded_of
@@ -59,7 +59,7 @@ def open_together(
         opened[:] = [open_it()]
         return describe(opened[0])
 
-    look = partial(together, act, what=what, group=group, timeout_s=_TIMEOUT_S)
+    look = partial(run_on_all_ranks, act, what=what, group=group, timeout_s=_TIMEOUT_S)
     said, num_looks = look(), 1
     while len(set(said)) > 1 and num_looks < _NUM_LOOKS:  # saved anew between two ranks' looks
         said, num_looks = look(), num_looks + 1
@@ -89,9 +89,9 @@ def stop_unless_it_fits(
             )
 
     try:
-        together(look, what=what, group=group)
+        run_on_all_ranks(look, what=what, group=group)
         if verify is not None:
-            together(verify, what=what, group=group)
+            run_on_all_ranks(verify, what=what, group=group)
     except BaseException:
         planned.give_up()
         raise
@@ -251,7 +251,7 @@ def load(
                     "values were written: load again before training goes on"
                 ) from error
 
-        together(apply, what="load()", group=group)
+        run_on_all_ranks(apply, what="load()", group=group)
         weights, entries = _of_this_rank(source, sharded)
         restored = [reader for name, reader in weights.items() if name not in planned.unexpected]
         return LoadReport(

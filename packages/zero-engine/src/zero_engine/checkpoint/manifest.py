@@ -267,7 +267,7 @@ class FileFacts:
 
 
 @frozen
-class Piece:
+class StoredRange:
     """Location of elements [start, stop) of a flattened tensor: a file, and a key in it."""
 
     file: str
@@ -282,7 +282,7 @@ class TensorFacts:
 
     dtype: torch.dtype
     shape: torch.Size
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRange, ...]
     is_frozen: bool = False  # a parameter that does not train
     split: Split | None = None  # then the order is that of the parts
 
@@ -304,7 +304,7 @@ def _files(said: Any, where: str) -> dict[str, FileFacts]:
     return {file_name(name, where): facts for name, facts in found.items()}
 
 
-_piece = _object(Piece, file=file_name, key=_text, start=_count, stop=_count)
+_piece = _object(StoredRange, file=file_name, key=_text, start=_count, stop=_count)
 _pieces = _object(TensorFacts, dtype=dtype_of, shape=_shape, pieces=_list_of(_piece))
 _parts = _object(lambda *of: of, dim=_count, sizes=_list_of(_count), pieces=_value)
 

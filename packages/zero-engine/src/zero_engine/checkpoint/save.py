@@ -41,11 +41,11 @@ from zero_engine.errors import ConfigError, FileError
 from zero_engine.sharding import has_optimizer
 from zero_engine.torch_private import non_persistent_buffers, own_buffers
 
-from .folder import LATEST, on_all, together
+from .folder import LATEST, on_all, run_on_all_ranks
 from .limits import LARGEST_NUMBER, LONGEST_TAG_BYTES
 from .manifest import from_json, name_of, no_pieces, to_json
 from .pipeline import CheckpointRanks, join_stages
-from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
+from .writer import CheckpointWriter, SaveReport, SaveRequest, WriteBatch, WriteItem, tensor_at
 
 _TIMEOUT_S: Final = 60.0
 _SECTIONS: Final = (  # of the manifest, whose tensors lie in files
@@ -133,8 +133,8 @@ def save_as(asked: SaveRequest) -> SaveReport:
     """Save as a request says; see `save`. Collective."""
     writer = begin(asked)
     try:
-        written = together(writer.write, what="save()", group=writer.group)
-        together(lambda: writer.publish(written), what="save()", group=writer.group)
+        written = run_on_all_ranks(writer.write, what="save()", group=writer.group)
+        run_on_all_ranks(lambda: writer.publish(written), what="save()", group=writer.group)
     finally:
         writer.abandon()
     return writer.report(written)
@@ -178,7 +178,9 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         num_tensors=_num_tensors_in(content) + num_buffers,
     )
     try:
-        writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
+        writer.path = (
+            writer.folder / run_on_all_ranks(writer.make_folder, what="save()", group=group)[0]
+        )
     except BaseException:
         writer.abandon()
         raise
@@ -342,7 +344,7 @@ def _batches(
     *,
     ranks: CheckpointRanks,
     of_this_stage: Collection[str],
-) -> Iterable[GivenBatch]:
+) -> Iterable[WriteBatch]:
     """Yield the batches that this rank writes. Collective.
 
     Args:
@@ -356,7 +358,7 @@ def _batches(
     group, is_first = sharded.routes.all_ranks, sharded.routes.is_first_replica
     rank = str(ranks.position)
     if is_first:
-        yield from (_given_of(batch) for batch in parts.batches)
+        yield from (_write_batch_of(batch) for batch in parts.batches)
     others = _differing_buffers(buffers, group)
     others |= {name: buffers[name] for name in buffers if name not in of_this_stage}
     if group.rank == 0:
@@ -370,16 +372,16 @@ def _batches(
         own = {str(number): tensor for number, tensor in enumerate(parts.own)}
         yield from _whole_batches(own, "own_state", str(sharded.group.rank))
     if is_first and asked.average is not None:
-        yield from (_given_of(batch, "average") for batch in asked.average.batches())
+        yield from (_write_batch_of(batch, "average") for batch in asked.average.batches())
 
 
-def _given_of(batch: PartBatch, section: str = "params") -> GivenBatch:
+def _write_batch_of(batch: PartBatch, section: str = "params") -> WriteBatch:
     runs = tuple(
-        Given(_path_of(t, section), t.dtype, t.shape, part.span.start, part.span.stop, t.split)
+        WriteItem(_path_of(t, section), t.dtype, t.shape, part.span.start, part.span.stop, t.split)
         for part in batch.parts
         for t in (part.tensor,)
     )
-    return GivenBatch(runs, batch.read, batch.is_resident, batch.is_frozen)
+    return WriteBatch(runs, batch.read, batch.is_resident, batch.is_frozen)
 
 
 def _path_of(tensor: WholeTensor, section: str = "params") -> tuple[str, ...]:
@@ -388,10 +390,10 @@ def _path_of(tensor: WholeTensor, section: str = "params") -> tuple[str, ...]:
     return ("optimizer", tensor.name, tensor.entry)
 
 
-def _whole_batches(tensors: dict[str, Tensor], *path: str) -> Iterable[GivenBatch]:
+def _whole_batches(tensors: dict[str, Tensor], *path: str) -> Iterable[WriteBatch]:
     for name, tensor in tensors.items():
-        run = Given((*path, name), tensor.dtype, tensor.shape, 0, tensor.numel())
-        yield GivenBatch((run,), partial(_flatten, tensor))
+        run = WriteItem((*path, name), tensor.dtype, tensor.shape, 0, tensor.numel())
+        yield WriteBatch((run,), partial(_flatten, tensor))
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:

@@ -44,7 +44,7 @@ _NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its jo
 
 
 @frozen
-class Given:
+class WriteItem:
     """A run of elements of a flattened tensor, which this rank writes."""
 
     path: tuple[str, ...]  # in the manifest
@@ -71,10 +71,10 @@ class Given:
 
 
 @frozen(eq=False)
-class GivenBatch:
+class WriteBatch:
     """Runs that are read together."""
 
-    runs: tuple[Given, ...]
+    runs: tuple[WriteItem, ...]
     read: Callable[[], Sequence[Tensor]]  # 1-D each
     is_resident: bool = False  # see `zero_partition.seams.PartBatch`
     is_frozen: bool = False  # of parameters that do not train
@@ -123,7 +123,7 @@ class CheckpointWriter:
     asked: SaveRequest
     group: Group  # all ranks that write it
     content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
-    batches: list[GivenBatch]  # what this rank writes
+    batches: list[WriteBatch]  # what this rank writes
     num_tensors: int  # whole ones, of all ranks
     path: Path = field(init=False)  # of the folder that is written to
     _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
@@ -254,13 +254,13 @@ class CheckpointWriter:
                 return found[tag], read_fields(found[tag] / MANIFEST, "files")[0]
         return None
 
-    def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
+    def _write_file(self, path: Path, batches: Sequence[WriteBatch]) -> FileFacts:
         with naming(path), NewFile(path, self.asked.system) as file:
             for view in _bytes_of(batches):
                 file.put(view)
         return FileFacts(file.num_bytes, file.crc32)
 
-    def _link(self, path: Path, batches: Sequence[GivenBatch], before: Path) -> bool:
+    def _link(self, path: Path, batches: Sequence[WriteBatch], before: Path) -> bool:
         """Hard-link the previous checkpoint's file if its bytes are the same; return whether."""
         with suppress(OSError, FileError):  # it is gone, or cannot have two names
             with open_regular(before / path.name) as file:
@@ -305,7 +305,7 @@ def tensor_at(
     return at.setdefault(path[-1], said)
 
 
-def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:
+def _bytes_of(batches: Sequence[WriteBatch]) -> Iterator[memoryview]:
     """Return all bytes of a file. The format has no gaps, so paddings are tensors as well."""
     tensors: list[tuple[str, str, list[int], int]] = []
     cursor = 0
@@ -319,7 +319,7 @@ def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:
     return file_bytes(tensors, _values(batches), align=_ALIGN_BYTES)
 
 
-def _values(batches: Sequence[GivenBatch]) -> Iterator[Tensor]:
+def _values(batches: Sequence[WriteBatch]) -> Iterator[Tensor]:
     """Yield a padding and then the values of each run, batch by batch as these are read."""
     cursor = 0
     for batch in batches:

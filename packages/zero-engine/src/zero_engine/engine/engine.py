@@ -19,7 +19,7 @@ from zero_comm.ranges import ranged
 from zero_partition import StateError
 
 from zero_engine.checkpoint.export import write_weights
-from zero_engine.checkpoint.folder import check_folder, find_complete, together
+from zero_engine.checkpoint.folder import check_folder, find_complete, run_on_all_ranks
 from zero_engine.checkpoint.load import load
 from zero_engine.checkpoint.save import save_as, warn_of_gradients
 from zero_engine.checkpoint.writer import SaveRequest
@@ -215,7 +215,7 @@ class Engine(nn.Module):
                 `destroy`; nothing was done.
         """
         self._check_alive("step()")
-        self._settle()
+        self._apply_pending()
         if self._open_no_sync:
             raise StateError(
                 "Engine.step() inside no_sync() or coalesce_grad_reduction(): gradients were not "
@@ -296,7 +296,7 @@ class Engine(nn.Module):
             zero_partition.StateError: As for `zero_engine.offload_states`; or after `destroy`.
         """
         self._check_alive("offload_states()")
-        self._settle()
+        self._apply_pending()
         offload_as_deepspeed(
             self.module, include, device, pin_memory=pin_memory, non_blocking=non_blocking
         )
@@ -369,7 +369,7 @@ class Engine(nn.Module):
         if self._is_destroyed:
             return
         with suppress(LossScaleError):  # it asks for another scale, and nothing is scaled any more
-            self._settle()
+            self._apply_pending()
         self._is_destroyed = True
         if self._monitor is not None:
             self._monitor.close()
@@ -594,7 +594,7 @@ class Engine(nn.Module):
                 that it raises.
         """
         self._check_alive("save_checkpoint()")
-        self._settle()
+        self._apply_pending()
         if self._num_pending:
             warn_of_gradients(stacklevel=2)
         scaler = self.loss_scaler
@@ -662,14 +662,14 @@ class Engine(nn.Module):
                 "matched by zero_engine.load; rename keys with zero_engine.load_pretrained()"
             )
         check_folder("load_checkpoint()", load_dir)
-        self._settle()
+        self._apply_pending()
         has_all, folder = not load_module_only, Path(load_dir)
         optimizer = self.optimizer if has_all and load_optimizer_states else None
         has_scheduler = has_all and load_lr_scheduler_states and has_state(self._lr_scheduler)
         scheduler = self._lr_scheduler if has_scheduler else None
         tag = None if tag is None else str(tag)
         reader = self.config.reader or find_reader()
-        theirs = together(
+        theirs = run_on_all_ranks(
             lambda: reader is not None and _is_theirs(reader, folder, tag),
             what="load_checkpoint()",
             group=self.group,
@@ -762,7 +762,7 @@ class Engine(nn.Module):
             if self.group.rank == 0:
                 write_weights(chosen, path)
 
-        together(write, what="save_16bit_model()", group=self.group)
+        run_on_all_ranks(write, what="save_16bit_model()", group=self.group)
         return True
 
     save_fp16_model = save_16bit_model
@@ -772,19 +772,19 @@ class Engine(nn.Module):
     @property
     def lr_scheduler(self) -> Any:
         """Scheduler, which advances only where the optimizer has stepped; None if there is none."""
-        self._settle()
+        self._apply_pending()
         return self._lr_scheduler
 
     @property
     def loss_scaler(self) -> LossScaler | None:
         """Loss scaler; None where losses are not scaled."""
-        self._settle()
+        self._apply_pending()
         return self._loss_scaler
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped, as a gradient on any rank was inf or nan."""
-        self._settle()
+        self._apply_pending()
         return self._skipped_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -795,12 +795,12 @@ class Engine(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step` changed weights: False off a boundary, and if skipped."""
-        self._settle()
+        self._apply_pending()
         return self._was_applied
 
     def was_step_skipped(self) -> bool:
         """Return whether the last `step` at a boundary was skipped for a gradient of inf or nan."""
-        self._settle()
+        self._apply_pending()
         return self._was_skipped
 
     def get_global_grad_norm(self) -> float | None:
@@ -825,12 +825,12 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param group."""
-        self._settle()
+        self._apply_pending()
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
         """Return the betas, or else the momentum, of each param group; 0.0 if it has neither."""
-        self._settle()
+        self._apply_pending()
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
@@ -902,11 +902,11 @@ class Engine(nn.Module):
                 raise
         return getattr(self.module, name)
 
-    def _settle(self) -> None:
+    def _apply_pending(self) -> None:
         """Wait for the outcome of the last step, if pending, and apply it; NOTE(verdict). Local."""
         if self._verdict is not None:
             verdict, self._verdict = self._verdict, None
-            self._learn(verdict.settle())
+            self._learn(verdict.resolve())
 
     def _learn(self, was_applied: bool) -> None:
         self._was_applied, self._was_skipped = was_applied, not was_applied

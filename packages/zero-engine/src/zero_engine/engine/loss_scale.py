@@ -217,7 +217,7 @@ class PendingOverflow:
         arrived.record()
         return cls(landing, arrived, scale, undo)
 
-    def settle(self) -> bool:
+    def resolve(self) -> bool:
         """Wait for the outcome, undo the host's changes if skipped; return whether applied."""
         if self.arrived is not None:
             self.arrived.synchronize()

@@ -60,7 +60,7 @@ def metrics(
         nonlocal num_steps, disk
         if clock not in ranges.recorders:
             raise StateError("the context of metrics() has ended: it measures no further step")
-        row = _times(clock.take())
+        row = _times(clock.pop_ranges())
         step_s, before, disk = row["time/step_s"], disk, _disk_bytes()
         row["sent/inside_bytes"] = traffic.inside().num_bytes
         row["sent/across_bytes"] = traffic.across().num_bytes

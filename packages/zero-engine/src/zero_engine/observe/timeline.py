@@ -206,7 +206,7 @@ class Clock:
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def take(self) -> list[Event]:
+    def pop_ranges(self) -> list[Event]:
         """Return ranges since the last call, some nested, and all that time as "compute".
 
         Waits for the device, unless that is the CPU.
@@ -272,7 +272,7 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
         yield recorded
     finally:
         ranges.stop(clock)
-    events = one_at_a_time(clock.take())
+    events = one_at_a_time(clock.pop_ranges())
     every = all_gather_json([astuple(event) for event in events], group=group)
     first_s = min(events[0][2] for events in every)
     recorded.ranks = tuple(

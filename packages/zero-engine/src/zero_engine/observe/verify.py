@@ -74,7 +74,7 @@ class Difference:
 
 @final
 @frozen
-class Verification:
+class VerificationResult:
     """Result of `verify`, to be printed. The same on every rank."""
 
     num_steps: int
@@ -249,7 +249,7 @@ def verify(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     num_steps: int = 3,
     group: AnyRanks | None = None,
-) -> Verification:
+) -> VerificationResult:
     """Train a model under DistributedDataParallel and under `config`, and compare. Collective.
 
     In each step both have the same batch and the same random numbers. Where they differ, further
@@ -296,20 +296,20 @@ def verify(
         restore_rngs(rngs, group.device)
 
 
-def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
+def _explained(trainer: _Trainer, config: ZeroConfig) -> VerificationResult:
     """Return the differences and their likely cause. Collective.
 
     Choices of the configuration are undone one after the other until no difference is left.
     """
     num_steps, found = len(trainer.batches), trainer.compare(config)
     if not found:
-        return Verification(num_steps, found)
+        return VerificationResult(num_steps, found)
     if again := trainer.compare(None):
         cause = (
             f"another run of DistributedDataParallel has another {again[0].kind}: build_model() or "
             "forward has state or random numbers of its own, or a kernel is not deterministic"
         )
-        return Verification(num_steps, found, cause)
+        return VerificationResult(num_steps, found, cause)
     causes, remaining, like_us = list[str](), found, ()
     for name, cause in _CHOICES.items():
         if name == "sums":
@@ -321,7 +321,7 @@ def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
         causes.append(cause)
         remaining = trainer.compare(config, like_us)
         if not remaining:
-            return Verification(num_steps, found, "; ".join(causes), is_chosen=True)
+            return VerificationResult(num_steps, found, "; ".join(causes), is_chosen=True)
     cause = _KINDS[remaining[0].kind]
     if not trainer.compare(config, ("sums", "buffers")):
         cause = "each rank has its own buffers; DistributedDataParallel takes rank 0's at each step"
@@ -329,4 +329,4 @@ def _explained(trainer: _Trainer, config: ZeroConfig) -> Verification:
         if not trainer.compare(attrs.evolve(config, stage=stage), like_us):
             cause = f"{cause}. Equal at stage {stage}; at {stage + 1} {_SHARDED[stage + 1]}"
             break
-    return Verification(num_steps, remaining, cause)
+    return VerificationResult(num_steps, remaining, cause)

@@ -25,7 +25,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
-class Kernels:
+class AdamKernels:
     """The library, and the instruction set that is called in it."""
 
     library: ctypes.CDLL
@@ -36,7 +36,7 @@ class Kernels:
         """Return the instruction sets that this processor and build have, the best last."""
         return [name for name, number in ISAS.items() if self.library.zero_has(number)]
 
-    def with_isa(self, isa: str) -> Kernels:
+    def with_isa(self, isa: str) -> AdamKernels:
         """Return the same library with another instruction set.
 
         Raises:
@@ -46,7 +46,7 @@ class Kernels:
             raise NativeUnavailableError(
                 f"no kernels for instruction set {isa!r} here; there are {', '.join(self.isas)}"
             )
-        return Kernels(self.library, isa)
+        return AdamKernels(self.library, isa)
 
 
 def _missing_cuda() -> str:
@@ -98,7 +98,7 @@ def native_status() -> NativeStatus:
     return _loaded()[1]
 
 
-def kernels() -> Kernels | None:
+def kernels() -> AdamKernels | None:
     """Return the kernels in use, loaded at the first call; None where plain torch does the work.
 
     Raises:
@@ -118,7 +118,7 @@ def cuda_kernels() -> ctypes.CDLL:
 
 
 @cache
-def _loaded() -> tuple[Kernels | None, NativeStatus]:
+def _loaded() -> tuple[AdamKernels | None, NativeStatus]:
     found, status = load(HERE / LIBRARY, os.environ)
     if found is not None and (stale := why_stale(CHECKOUT_SOURCES, HERE)):
         _LOG.warning("%s", stale)  # pip hides what the build hook says
@@ -127,7 +127,7 @@ def _loaded() -> tuple[Kernels | None, NativeStatus]:
     return found, status
 
 
-def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, NativeStatus]:
+def load(path: Path, environment: Mapping[str, str]) -> tuple[AdamKernels | None, NativeStatus]:
     """Load the library at `path` as `environment` asks; see `ZERO_OFFLOAD_NATIVE` in the README.
 
     Raises:
@@ -146,7 +146,7 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, Na
         reason = f"{path} does not exist: it was not compiled when this was installed; {BUILD_HINT}"
     else:
         try:
-            found = Kernels(open_library(path), "scalar")
+            found = AdamKernels(open_library(path), "scalar")
             chosen = found.with_isa(isa or found.isas[-1])
             slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
             others = {

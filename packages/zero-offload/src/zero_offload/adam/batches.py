@@ -165,7 +165,7 @@ class StatePolicy:
 
 @final
 @define(eq=False)
-class Plan:
+class StepPlan:
     """Batches of a step, with the step counts and copies of parameters that it needs besides."""
 
     amsgrad: list[Any] = field(factory=list, init=False)  # what each group said of it
@@ -218,7 +218,7 @@ class Plan:
         batch.stops.append(param.numel())
         batch.indices.append(index)
 
-    def keep(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    def record(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Record what `renew` compares, and drop the gradients until the next step.
 
         Args:

@@ -19,7 +19,7 @@ from zero_offload import _native
 from zero_offload._native.library import Formula, Rule
 from zero_offload.errors import UnsupportedTensorError
 
-from .batches import MASTER, Plan, StatePolicy, checked_grad
+from .batches import MASTER, StatePolicy, StepPlan, checked_grad
 from .parallel import Team, step_batch
 
 _AT_LEAST_0: Final = {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
@@ -121,13 +121,13 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        plan.keep(params, self.state)
+        plan.record(params, self.state)
         self._plan = plan
         torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> StepPlan:
         """Check and collect what has a gradient; nothing is stepped yet."""
-        plan = Plan()
+        plan = StepPlan()
         index = 0
         for position, group in enumerate(self.param_groups):
             names = self.moments
@@ -199,10 +199,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         self._kernels = _native.kernels()
         self._team = Team()
         self.rooms: Mapping[Tensor, Mapping[str, Tensor]] = {}  # for state to be made, by parameter
-        self._plan: Plan | None = None  # of the last step
+        self._plan: StepPlan | None = None  # of the last step
 
 
-class Kept(TypedDict, total=False):
+class StateOptions(TypedDict, total=False):
     """Arguments of every CPU optimizer for its state; `CPUAdam` describes them."""
 
     masters: bool
@@ -257,7 +257,7 @@ class CPUAdam(AbstractCPUOptimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         bias_correction: bool = True,
-        **kept: Unpack[Kept],
+        **kept: Unpack[StateOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -318,7 +318,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        **kept: Unpack[Kept],
+        **kept: Unpack[StateOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -369,7 +369,7 @@ class CPULion(AbstractCPUOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **kept: Unpack[Kept],
+        **kept: Unpack[StateOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **kept)

@@ -15,7 +15,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zero_offload import _native
-from zero_offload._native import Kernels
+from zero_offload._native import AdamKernels
 from zero_offload._native.library import DTYPES, ISAS, NO_DTYPE, Rule
 
 from . import reference
@@ -84,7 +84,7 @@ class Team:
         return self._pool
 
 
-def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels | None, team: Team) -> None:
+def step_batch(batch: Batch, rule: Rule, *, kernels: AdamKernels | None, team: Team) -> None:
     """Step every run of the batch in place. Local, blocking; kernels run without the GIL."""
     if kernels is None:
         reference.step_batch(batch, rule)

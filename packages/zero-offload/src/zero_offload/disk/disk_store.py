@@ -275,7 +275,7 @@ class DiskStore(AbstractStore):
             self._num_files += 1
             path = str(self.folder / f"{self._num_files:06}-{_spelled(key)}")
         file = SwapFile(key, path, nbytes, self.system)
-        file.make(align_up(nbytes, self._direct.align_bytes))
+        file.create(align_up(nbytes, self._direct.align_bytes))
         return file
 
     def _check_open(self) -> None:

@@ -74,7 +74,7 @@ class SwapFile:
     fault: str = field(default="it was never written", init=False)  # why, where form is None
     _known: os.stat_result = field(init=False)  # as we left it
 
-    def make(self, room: int) -> None:
+    def create(self, room: int) -> None:
         """Create the file with `room` bytes allocated, or not at all.
 
         Raises:

@@ -31,7 +31,7 @@ _MOST_STALLS: Final = 3  # of a request that moves less than one unit
 
 
 @frozen
-class Block:
+class IoBlock:
     """A run of bytes moved by one request, in place or through a bounce."""
 
     start: int
@@ -61,7 +61,7 @@ class AbstractTransport(ABC):
         """Wait for transfers in progress and release all resources."""
 
 
-def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[Block]:
+def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[IoBlock]:
     """Yield blocks: aligned memory in place; an unaligned end, or any other memory, bounced.
 
     `zero_io.cpp` cuts by the same rule.
@@ -73,7 +73,7 @@ def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[Block]
         is_aligned = (address + start) % align == 0
         if is_aligned and size >= align:
             size -= size % align
-        yield Block(start, size, not is_aligned or size < align)
+        yield IoBlock(start, size, not is_aligned or size < align)
         start += size
 
 
@@ -131,7 +131,7 @@ class ThreadTransport(AbstractTransport):
         """Wait for transfers in progress and end the threads."""
         self._pool.shutdown()
 
-    def _serve(self, fd: int, memory: memoryview, rest: Iterator[Block], writes: bool) -> int:
+    def _serve(self, fd: int, memory: memoryview, rest: Iterator[IoBlock], writes: bool) -> int:
         try:
             return sum(self._move_block(fd, memory, block, writes) for block in rest)
         except BaseException:
@@ -139,7 +139,7 @@ class ThreadTransport(AbstractTransport):
                 pass
             raise
 
-    def _move_block(self, fd: int, memory: memoryview, block: Block, writes: bool) -> int:
+    def _move_block(self, fd: int, memory: memoryview, block: IoBlock, writes: bool) -> int:
         own = memory[block.start : block.start + block.nbytes]
         if not block.bounces:
             return min(block.nbytes, self._complete(fd, own, block, writes))
@@ -156,7 +156,7 @@ class ThreadTransport(AbstractTransport):
         finally:
             self._bounces.put(bounce)
 
-    def _complete(self, fd: int, memory: memoryview, block: Block, writes: bool) -> int:
+    def _complete(self, fd: int, memory: memoryview, block: IoBlock, writes: bool) -> int:
         """Repeat calls until all of `memory` is moved; stop early at the file's end only."""
         call = self.system.pwritev if writes else self.system.preadv
         done = retries = stalls = 0

@@ -18,7 +18,7 @@ from zero_offload.errors import TornStepError
 from zero_offload.memory.arena import HostArena
 from zero_offload.state.footprint import Footprint
 from zero_offload.state.offloaded_state import OffloadedState
-from zero_offload.state.stepper import Attributes
+from zero_offload.state.template import Attributes
 
 # NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
 # is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in

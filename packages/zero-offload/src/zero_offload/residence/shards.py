@@ -26,7 +26,7 @@ COPIES_BEHIND: Final = 2  # shards that pass to a device while the next is read 
 
 
 @frozen(eq=False)
-class Pending:
+class ShardRead:
     """An asynchronous read. `wait` blocks until it is done, or makes the current stream wait."""
 
     wait: Callable[[], object]
@@ -101,21 +101,21 @@ class OffloadedShards:
             self._keys = keys
 
     @ranged("swap_in", "arena.name")
-    def read(self, index: int, into: Tensor) -> Pending:
+    def read(self, index: int, into: Tensor) -> ShardRead:
         """Begin to copy a shard into `into`, which nobody may use until the read is done."""
         if index in self._host and not into.is_cpu:
             _let_wait(self._copies.get(index), into.device)
             event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
-            return Pending(partial(_let_wait, event, into.device))
+            return ShardRead(partial(_let_wait, event, into.device))
         memory = self._unkept.get(index) if index in self._blank else self.open(index, reads=True)
         if memory is not None:
             into.copy_(memory)
-            return Pending(lambda: None)  # it is done
+            return ShardRead(lambda: None)  # it is done
         if index not in self._ahead and into.is_cpu:
-            return Pending(self._store.read(self._keys[index], into).result)
+            return ShardRead(self._store.read(self._keys[index], into).result)
         self._read_ahead(index)
         memory, future = self._ahead.pop(index)
-        return Pending(partial(self._pass_on, memory, future, into))
+        return ShardRead(partial(self._pass_on, memory, future, into))
 
     @ranged("swap_in", "arena.name")
     def expect(self, indices: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 Parameters are cut into sub-groups (subgroups.py) that are moved and stepped together. A
 `SubGroupState` (block.py) is one sub-group at run time: its pieces, an optimizer over them
-(stepper.py chooses which: the native Adam where it fits, else torch's own), and their state in
+(template.py chooses which: the native Adam where it fits, else torch's own), and their state in
 memory. `OffloadedState` (offloaded_state.py) has all sub-groups, steps them one after the other,
 and reads and writes single entries between steps. Where state is on disk, a `SwapWindow`
 (swap_window.py) reads sub-groups ahead of their turn and writes them back behind it. staging.py

@@ -16,8 +16,8 @@ from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
 from .staging import Staging, is_here
-from .stepper import Attributes, Stepper, plain_attributes
-from .subgroups import Piece, Residence, SubGroup
+from .subgroups import ParamRange, Residence, SubGroup
+from .template import Attributes, OptimizerTemplate, plain_attributes
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class _PieceState:
     """Elements of a parameter as the sub-group's optimizer steps them."""
 
     param: nn.Parameter
-    plan: Piece
+    plan: ParamRange
     own_master: torch.dtype | None  # of the master that the sub-group keeps
     is_whole: bool = field(init=False)  # whether these are all of the parameter's
     stepped: nn.Parameter = field(init=False)
@@ -109,13 +109,13 @@ class SubGroupState:
         plan: Pieces of the sub-group, and the layout of its state.
         params: The user's parameter of each piece.
         groups: Position of each piece's param group.
-        stepper: Makes the optimizer.
+        template: Makes the optimizer.
     """
 
     plan: SubGroup
     params: Sequence[nn.Parameter]
     groups: Sequence[int]
-    stepper: Stepper
+    template: OptimizerTemplate
     on_host: bool = field(init=False)
     _pieces: list[_PieceState] = field(init=False)
     _inner: Optimizer = field(init=False)
@@ -128,7 +128,7 @@ class SubGroupState:
         self.on_host = self.plan.residence is not Residence.DEVICE or is_param_here
         self._passes = self.on_host and not is_param_here
         self._pieces = [
-            _PieceState(param, piece, self.stepper.own_master(param.dtype, on_host=self.on_host))
+            _PieceState(param, piece, self.template.own_master(param.dtype, on_host=self.on_host))
             for param, piece in zip(self.params, self.plan.pieces, strict=True)
         ]
         self._positions = sorted(set(self.groups))
@@ -138,7 +138,7 @@ class SubGroupState:
             for position in self._positions
         ]
         dtype = self.params[0].dtype
-        self._inner = self.stepper.make(groups, dtype=dtype, on_host=self.on_host)
+        self._inner = self.template.create(groups, dtype=dtype, on_host=self.on_host)
         if isinstance(self._inner, AbstractCPUOptimizer):
             self._inner.rooms = {piece.stepped: piece.views for piece in self._pieces}
 
@@ -293,7 +293,7 @@ class SubGroupState:
         """
         for piece, entries in self._among(states):
             mine, param = self._entries(piece), piece.param
-            stays = {MASTER} if self.stepper.hides_master(param.dtype) else set()
+            stays = {MASTER} if self.template.hides_master(param.dtype) else set()
             for name in mine.keys() - stays if replaces else ():
                 del mine[name]
             for name, value in entries.items():

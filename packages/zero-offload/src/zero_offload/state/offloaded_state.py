@@ -23,9 +23,9 @@ from .block import SubGroupState
 from .footprint import Footprint
 from .gradients import GradientStream, bytes_of
 from .staging import Staging, is_here, room_of
-from .stepper import Attributes, Stepper
 from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroups
 from .swap_window import SwapWindow
+from .template import Attributes, OptimizerTemplate
 
 # A tensor; mappings are invariant in their keys, and callers have Parameters.
 Param: TypeAlias = Any
@@ -41,7 +41,7 @@ class OffloadedState:
     gradients of their own; `like` makes one. Local, not thread-safe.
 
     Args:
-        steppers: One for all param groups, or one for each of several optimizers, in the order of
+        templates: One for all param groups, or one for each of several optimizers, in the order of
             their param groups.
         shares: Fractions of the state on the device, on the host and on disk.
         store: Needed if `shares.rest` is the disk; the caller's to close.
@@ -50,7 +50,7 @@ class OffloadedState:
         is_pinned: Page-lock host memory where there is an accelerator.
     """
 
-    steppers: Sequence[Stepper]
+    templates: Sequence[OptimizerTemplate]
     shares: Shares
     store: AbstractStore | None
     grads_leave: bool = field(default=False, kw_only=True)
@@ -65,7 +65,7 @@ class OffloadedState:
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
     _written: Written = field(factory=dict, init=False)  # numbers, by the last step
-    # By the stepper's id: the last sub-group that it stepped, and attributes of before the step.
+    # By the template's id: the last sub-group that it stepped, and attributes of before the step.
     _stepped: dict[int, tuple[SubGroupState, Attributes]] = field(factory=dict, init=False)
     _torn: str = field(default="", init=False)  # what has ended midway
 
@@ -109,8 +109,8 @@ class OffloadedState:
             raise ValueError(
                 f"state={resting['state']!r}, store={store!r}: a store goes with state='disk'"
             )
-        steppers = [Stepper(optimizer, own_masters) for optimizer in optimizers]
-        return cls(steppers, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
+        templates = [OptimizerTemplate(optimizer, own_masters) for optimizer in optimizers]
+        return cls(templates, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
 
     # ---- Planning ----
 
@@ -140,8 +140,8 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        steppers = [Stepper(optimizer, own_masters) for optimizer in optimizers]
-        return cls(steppers, Shares.of(**resting), None)._plan(positions, groups)[2]
+        templates = [OptimizerTemplate(optimizer, own_masters) for optimizer in optimizers]
+        return cls(templates, Shares.of(**resting), None)._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan and allocate state of further parameters; nothing is added if that fails.
@@ -157,7 +157,7 @@ class OffloadedState:
         for plan in subgroups:
             owners = [params[piece.item] for piece in plan.pieces]
             at = [positions[param] for param in owners]
-            states.append(SubGroupState(plan, owners, at, self._stepper_of(at[0])[1]))
+            states.append(SubGroupState(plan, owners, at, self._template_of(at[0])[1]))
         footprint.check(self.budget_bytes)
         self._staging.reserve(footprint.staging_bytes // 2)
         self._take_memory(dict(enumerate(states, first)))
@@ -178,12 +178,12 @@ class OffloadedState:
         """
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
-            number, stepper, own_at = self._stepper_of(at)
+            number, template, own_at = self._template_of(at)
             kind = tuple(param.shape), param.dtype, at
             if kind not in kinds:
                 numbers = numbers_of(groups[at])
-                kinds[kind] = stepper.entries(kind[0], param.dtype, numbers, own_at)
-            used = stepper.used_for(param.dtype)
+                kinds[kind] = template.entries(kind[0], param.dtype, numbers, own_at)
+            used = template.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
             place = f"{param.device}, {used.__name__} of optimizer {number}"
             items.append(Item(param.numel(), kinds[kind], is_divisible, place))
@@ -208,14 +208,14 @@ class OffloadedState:
         )
         return subgroups, list(leaving), footprint
 
-    def _stepper_of(self, position: int) -> tuple[int, Stepper, int]:
-        """Return a param group's stepper: its number, itself, and the group's position in it."""
-        if len(self.steppers) == 1:  # which may have got further groups
-            return 0, self.steppers[0], position
-        for number, stepper in enumerate(self.steppers):
-            num_groups = len(stepper.template.param_groups)
+    def _template_of(self, position: int) -> tuple[int, OptimizerTemplate, int]:
+        """Return a param group's template: its number, itself, and the group's position in it."""
+        if len(self.templates) == 1:  # which may have got further groups
+            return 0, self.templates[0], position
+        for number, template in enumerate(self.templates):
+            num_groups = len(template.template.param_groups)
             if position < num_groups:
-                return number, stepper, position
+                return number, template, position
             position -= num_groups
         raise IndexError("a param group of none of the optimizers")
 
@@ -275,7 +275,7 @@ class OffloadedState:
         Raises:
             TornStepError: Some state could not be written.
         """
-        self.check("settle()")
+        self.check("flush()")
         if self.store is None:  # all rests in memory
             return
         try:
@@ -332,17 +332,17 @@ class OffloadedState:
         """
         numbers = self.numbers(groups)
         given = self.attributes() if attributes is None else attributes
-        of_stepper = dict(zip(map(id, self.steppers), given, strict=True))
+        of_template = dict(zip(map(id, self.templates), given, strict=True))
         self._written = written = {}
 
         def step(state: SubGroupState) -> None:
             if opening is not None:
                 opening([param for param in state.params if param in grads])
             # Each sub-group begins with the numbers of before the step, as the optimizer would.
-            own = of_stepper[id(state.stepper)]
+            own = of_template[id(state.template)]
             for at, changed in state.step(numbers, grads, factor, self._staging, own).items():
                 written.setdefault(at, {}).update(changed)
-            self._stepped[id(state.stepper)] = state, own
+            self._stepped[id(state.template)] = state, own
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
@@ -362,12 +362,12 @@ class OffloadedState:
         for state, before in self._stepped.values():
             found = state.attributes().items()
             changed = {k: v for k, v in found if k not in before or before[k] != v}
-            state.stepper.write_attributes(changed)
+            state.template.write_attributes(changed)
         self._written, self._stepped = {}, {}
 
     def attributes(self) -> list[Attributes]:
         """Return plain attributes of each optimizer, in the order of the steppers."""
-        return [stepper.attributes() for stepper in self.steppers]
+        return [template.attributes() for template in self.templates]
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the current numbers of all param groups.
@@ -414,8 +414,8 @@ class OffloadedState:
     def hides_master(self, param: Tensor) -> bool:
         """Return whether a parameter has a master that is none of the optimizer's own entries."""
         numbers = self._where.get(param)  # None: nothing steps it
-        stepper = self.steppers[0] if numbers is None else self._states[numbers[0]].stepper
-        return stepper.hides_master(param.dtype)
+        template = self.templates[0] if numbers is None else self._states[numbers[0]].template
+        return template.hides_master(param.dtype)
 
     def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:
         """Return state as `read` does, but with blank large tensors: shape and dtype, no memory."""

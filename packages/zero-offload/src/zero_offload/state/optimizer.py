@@ -21,8 +21,8 @@ from zero_offload.errors import OffloadError
 
 from .footprint import Footprint
 from .offloaded_state import OffloadedState
-from .stepper import Stepper
 from .subgroups import Shares
+from .template import OptimizerTemplate
 
 
 @final
@@ -130,16 +130,16 @@ class OffloadedOptimizer(Optimizer):
                 f"state={state!r}, path={path!r}, store={store!r}: state='disk' takes one of path "
                 f"and store, state='host' none"
             )
-        stepper = Stepper.choose(optimizer, arguments)
+        template = OptimizerTemplate.choose(optimizer, arguments)
         self._offloaded: OffloadedState | None = None
         self._clip = 1.0
         self._team = Team()
-        super().__init__(params, dict(stepper.template.defaults))
+        super().__init__(params, dict(template.template.defaults))
         self.state = StateView(self)  # type: ignore[assignment]
         self._step_supports_amp_scaling = True
         self._own_store = DiskStore(Path(path)) if path is not None else None
         self._offloaded = OffloadedState(
-            [stepper],
+            [template],
             shares,
             self._own_store or store,
             grads_leave=grads == "host",

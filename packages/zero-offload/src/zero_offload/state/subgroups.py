@@ -59,7 +59,7 @@ class Item:
 
 
 @frozen
-class Piece:
+class ParamRange:
     """Elements [start, stop) of a parameter, in memory order."""
 
     item: int  # position of the parameter
@@ -87,7 +87,7 @@ class EntrySpan:
 class SubGroup:
     """Pieces that are read, stepped and written together: one value of a store, one step."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamRange, ...]
     entries: tuple[EntrySpan, ...]
     nbytes: int
     residence: Residence
@@ -168,7 +168,7 @@ def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...
         Sub-groups that cover every element once, in order.
     """
     groups: list[SubGroup] = []
-    open_pieces: list[Piece] = []
+    open_pieces: list[ParamRange] = []
     open_bytes, open_residence, open_place = 0, Residence.DEVICE, ""
 
     def close() -> None:
@@ -190,7 +190,7 @@ def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...
                     close()
                     continue
                 numel = min(CUT_NUMEL, piece.stop - start) if item.is_divisible else item.numel
-            open_pieces.append(Piece(piece.item, start, start + numel))
+            open_pieces.append(ParamRange(piece.item, start, start + numel))
             open_bytes += item.nbytes(numel)
             start += numel
             if start >= piece.stop:
@@ -204,7 +204,7 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
     return -(-nbytes // align) * align
 
 
-def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
+def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, ParamRange]]:
     """Yield the largest pieces whose state is all in one place, with that place, in order."""
     total = sum(item.numel * item.element_bytes for item in items)
     # Where the part on the device ends, and that on the host.
@@ -220,8 +220,8 @@ def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, P
             cuts = [item.numel if middle < end else 0 for end in ends]
         bounds = [0, *cuts, item.numel]
         spans = zip(residences, bounds, bounds[1:], strict=False)
-        pieces = [(where, Piece(index, a, b)) for where, a, b in spans if a < b]
-        yield from pieces or [(shares.rest, Piece(index, 0, 0))]
+        pieces = [(where, ParamRange(index, a, b)) for where, a, b in spans if a < b]
+        yield from pieces or [(shares.rest, ParamRange(index, 0, 0))]
         before += item.numel * size
 
 
@@ -242,7 +242,7 @@ def _fitting(item: Item, numel: int, room: int) -> int:
 
 
 def _lay_out(
-    pieces: Sequence[Piece], items: Sequence[Item], residence: Residence, small_bytes: int
+    pieces: Sequence[ParamRange], items: Sequence[Item], residence: Residence, small_bytes: int
 ) -> SubGroup:
     entries, offset = [], 0
     for index, piece in enumerate(pieces):

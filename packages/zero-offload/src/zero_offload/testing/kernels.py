@@ -11,7 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from zero_offload import _native
-from zero_offload._native import Kernels, NativeStatus, load
+from zero_offload._native import AdamKernels, NativeStatus, load
 from zero_offload._native.library import Formula, Rule, open_cuda_library, with_io
 from zero_offload.adam import parallel
 from zero_offload.adam.batches import Batch
@@ -55,7 +55,7 @@ def native(
     """
     chosen = None
     if library is not None:
-        chosen = Kernels(with_io(library), isa or "scalar")
+        chosen = AdamKernels(with_io(library), isa or "scalar")
     elif isa is not None:
         chosen = _of(isa)
     found = chosen, NativeStatus(chosen.isa if chosen else "", reason if chosen is None else "")
@@ -109,7 +109,7 @@ def checksums_in_pieces(piece_bytes: int) -> Iterator[None]:
         yield
 
 
-def _of(isa: str) -> Kernels:
+def _of(isa: str) -> AdamKernels:
     found = _native.kernels()
     if found is None:
         raise NativeUnavailableError(_native.native_status().reason)

@@ -19,7 +19,7 @@ Groups = Sequence[dict[str, Any]]
 Opening = Callable[[Sequence[Param]], None]
 
 
-class Footprint(Protocol):
+class OffloadedBytes(Protocol):
     """Bytes in use, by place; small things, such as step counts, are not counted."""
 
     @property
@@ -44,7 +44,7 @@ class OptimizerOffload(Protocol):
     """
 
     @property
-    def footprint(self) -> Footprint:
+    def footprint(self) -> OffloadedBytes:
         """Return the bytes in use, by place."""
 
     def step(

@@ -733,7 +733,7 @@ class GradientReducer:
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
-    _is_settled: bool = field(default=False, init=False)  # it is rank 0's
+    _has_order: bool = field(default=False, init=False)  # it is rank 0's
     _num_taken: int = field(default=0, init=False)  # turns, in this backward
     _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
     _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
@@ -972,7 +972,7 @@ class GradientReducer:
 
     def _adopt_order(self) -> None:
         """Take rank 0's order of becoming full for the backwards to come, once."""
-        if self._is_settled:
+        if self._has_order:
             return
         numbers = {id(g): number for number, g in enumerate(self.gradients)}
         full = [numbers[id(g)] for g in self._became_full]
@@ -983,7 +983,7 @@ class GradientReducer:
         if first:  # else nothing became full on rank 0: too early to say
             rest = [numbers[id(g)] for g in self._order]
             self._order = [self.gradients[n] for n in dict.fromkeys((*first, *rest))]
-            self._is_settled = True
+            self._has_order = True
 
     def _forget_turns(self) -> None:
         self._num_taken, self.has_collected = 0, False

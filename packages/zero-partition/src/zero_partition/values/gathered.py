@@ -264,7 +264,7 @@ class GatheredContext:
             tag=self.tag,
             control=True,
         )
-        self.unread.append(self._report)  # until settle() has read it
+        self.unread.append(self._report)  # until commit() has read it
 
     def commit(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""

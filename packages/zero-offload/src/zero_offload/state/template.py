@@ -35,7 +35,7 @@ _REFUSED: Final = {
 
 
 @frozen
-class Stepper:
+class OptimizerTemplate:
     """An optimizer, and the one that steps in its place on the host.
 
     Raises:
@@ -61,8 +61,8 @@ class Stepper:
         _refuse(self.asked, self.template.defaults)
 
     @classmethod
-    def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
-        """Return the stepper of a class and its arguments, without the user's parameters.
+    def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> OptimizerTemplate:
+        """Return the template of a class and its arguments, without the user's parameters.
 
         Raises:
             UnsupportedOptimizerError: An argument is refused; or as for any stepper.
@@ -97,7 +97,9 @@ class Stepper:
         stepped = self.own_master(dtype, on_host=True) or dtype
         return self.asked if is_plain and _is_narrow(stepped) else self.used
 
-    def make(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, on_host: bool) -> Optimizer:
+    def create(
+        self, groups: list[dict[str, Any]], *, dtype: torch.dtype, on_host: bool
+    ) -> Optimizer:
         """Return an optimizer over pieces of parameters of this dtype, or of those stepped like it.
 
         Numbers of its param groups are set before each step.
@@ -163,7 +165,7 @@ class Stepper:
         while True:
             param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             param.grad = torch.zeros_like(param)
-            optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
+            optimizer = self.create([{"params": [param]}], dtype=of, on_host=True)
             optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
             optimizer.state[param].update(self._first_state(position))
             try:
