@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -196,3 +197,46 @@ def test_packages_load_only_what_they_may_and_only_when_it_is_used() -> None:
     at_import = dict(reversed(of_package))
     assert not WINGS & with_shard
     assert not {name for name in at_import["zero_engine"] if name.startswith("zero_partition")}
+
+
+# Attributes of torch's and the standard library's objects that a class of ours has, too: an
+# optimizer's state, what GradScaler sets for a step, a module's forward, a record of logging.
+OTHERS: Final = {"state", "grad_scale", "found_inf", "forward", "rank"}
+
+
+def _stores(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def test_no_module_sets_an_attribute_of_another_modules_object() -> None:
+    """State that others set has no owner: to know who changes it, one must read every module.
+
+    A class gives a method for it, which says what the change means. Modules for tests may replace
+    anything. Objects are told apart by the names of their attributes alone.
+    """
+    files = [
+        file
+        for file in sorted(ROOT.glob("packages/*/src/**/*.py"))
+        if "testing" not in file.with_suffix("").parts
+    ]
+    trees = {file: ast.parse(file.read_text()) for file in files}
+    owners: dict[str, set[Path]] = {}
+    for file, tree in trees.items():
+        for of in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            fields = [node.target for node in of.body if isinstance(node, ast.AnnAssign)]
+            names = {target.id for target in fields if isinstance(target, ast.Name)}
+            names |= {store.attr for store in _stores(of) if ast.unparse(store.value) == "self"}
+            for name in names - OTHERS:
+                owners.setdefault(name, set()).add(file)
+
+    found = [
+        f"{file.relative_to(ROOT)}:{store.lineno}: {ast.unparse(store)}"
+        for file, tree in trees.items()
+        for store in _stores(tree)
+        if file not in owners.get(store.attr, {file})
+        and ast.unparse(store.value) not in ("self", "cls", "ctx")
+    ]
+
+    assert not found, found

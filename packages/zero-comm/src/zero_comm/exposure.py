@@ -29,6 +29,10 @@ class Exposure(SharedShards):
         super().__attrs_post_init__()
         self._index = {id(shard): index for index, shard in enumerate(self.shards)}
 
+    def count_on(self, group: Group) -> None:
+        """Count what is read as traffic of this group object, which has the same ranks. Local."""
+        self.group = group
+
     def gather(
         self,
         shard: Tensor,

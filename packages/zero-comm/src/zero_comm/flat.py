@@ -344,10 +344,11 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     wire = buffer.view(torch.uint8)  # gloo knows few dtypes
     launch = begin(group, "broadcast", 0, buffer.dtype, splits)
     send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
-    message = built_in(launch, send, wire, group.global_rank(src), group=group)
+    peer = -1
     if group.backend.composes_from_peers:
         # gloo's tree: all comes from `src`, which sends to the rank after it first.
-        message.peer = src if group.rank != src else (src + 1) % group.world_size
+        peer = src if group.rank != src else (src + 1) % group.world_size
+    message = built_in(launch, send, wire, group.global_rank(src), group=group, peer=peer)
     return Handle(lambda _: buffer, (message,), (buffer,))
 
 

@@ -177,7 +177,7 @@ class Group:
         elif world_size > 1:
             watch = _order_watch(process_group, where)
         if watch is not None and patience_s is not None:
-            watch.patience_s = patience_s
+            watch.wait_longer(patience_s)
         ranks = (process_group, rank, world_size)
         group = cls(*ranks, where, backend, exchanges, watch, transport)
         _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)

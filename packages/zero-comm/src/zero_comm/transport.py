@@ -24,15 +24,17 @@ from .torch_private import all_gather_single, reduce_scatter_single
 from .watch import Launch
 
 
-def built_in(launch: Launch, start: Callable[..., Any], *args: Any, group: Group) -> Message:
-    """Begin a collective of the backend's own."""
+def built_in(
+    launch: Launch, start: Callable[..., Any], *args: Any, group: Group, peer: int = -1
+) -> Message:
+    """Begin a collective of the backend's own; `peer` is the rank that it waits for, if known."""
     try:
         work = start(*args, group=group.process_group, async_op=True)
     except Exception as error:
         launch.watch.sent()  # nobody has interrupted this rank
         raise failure("the collective did not begin", error, launch, -1) from error
     launch.watch.sent()
-    return Message(work, "the collective", launch)
+    return Message(work, "the collective", launch, peer)
 
 
 def even_splits(numel: int, world_size: int) -> tuple[int, ...]:

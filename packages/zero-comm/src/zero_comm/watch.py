@@ -159,6 +159,10 @@ class Watch(ABC):
             target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
         ).start()
 
+    def wait_longer(self, patience_s: float) -> None:
+        """Look at waits of this rank only after so many seconds. Local."""
+        self.patience_s = patience_s
+
     @abstractmethod
     def look(self, *, seen: float) -> float:
         """See whether this rank waits for what cannot come.

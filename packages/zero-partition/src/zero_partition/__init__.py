@@ -1,7 +1,7 @@
 """ZeRO stages 0 to 3: which rank owns which elements of a model, and when units are gathered."""
 
 # Layers, lowest first: errors, torch_private, nested, chained, plan, dtensors, stand_in, memory,
-# init, run, sanitize, optimizer, values, enter, report, dry_run, redundancy, public, planning,
+# init, run, sanitize, optimizer, values, setup, report, dry_run, redundancy, public, planning,
 # seams.
 
 from __future__ import annotations

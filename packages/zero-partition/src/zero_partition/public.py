@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from zero_comm import collective
@@ -33,8 +33,7 @@ def finish_update(model: nn.Module) -> None:
     require_sharded(model).finish_update()
 
 
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients without reducing them. Local; all ranks must do the same.
 
     Inside, each rank keeps whole gradients of what it ran backward on, as DistributedDataParallel
@@ -44,16 +43,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         StateError: Not sharded.
     """
-    reducer = require_sharded(model).reducer
-    before = reducer.sync
-    try:
-        try:
-            reducer.sync = False
-            yield
-        finally:
-            reducer.sync = before
-    finally:  # once more: Ctrl-C may have come just before
-        reducer.sync = before
+    return require_sharded(model).reducer.no_sync()
 
 
 @contextmanager
@@ -127,9 +117,9 @@ def record_codec_errors(model: nn.Module) -> Iterator[CodecErrors]:
     units, errors = require_sharded(model).units, CodecErrors()
     before = [unit.errors for unit in units]
     for unit in units:
-        unit.errors = errors
+        unit.record_errors(errors)
     try:
         yield errors
     finally:
         for unit, outer in zip(units, before, strict=True):
-            unit.errors = outer
+            unit.record_errors(outer)

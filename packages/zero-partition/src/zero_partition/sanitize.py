@@ -74,7 +74,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     for each in (group, *sharded.routes.groups):  # for good: ranks forget models in their own time
         check_calls(each, "count", CompareLaunches())
     if sharded.exposure is not None:  # what is read is counted, and is no collective
-        sharded.exposure.group = evolve(sharded.group)
+        sharded.exposure.count_on(evolve(sharded.group))
 
 
 @define(eq=False)

@@ -251,6 +251,11 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         guard.received, guard.scale = None, scale
         return guard
 
+    def pop_received(self) -> Tensor | None:
+        """Return what autograd has added, if anything, and forget it."""
+        received, self.received = self.received, None
+        return received
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -454,6 +459,16 @@ _NORMS = {
     torch.nn.functional.normalize,
     Tensor.norm,
 }
+
+
+def note_own_write(part: Tensor) -> None:
+    """Note that only we have written to the elements of a gradient shard until now."""
+    part.is_touched = False  # type: ignore[attr-defined]
+
+
+def note_new_gradient(part: Tensor) -> None:
+    """Note that GradScaler has not yet divided a gradient shard by the loss scale."""
+    part.is_unscaled = False  # type: ignore[attr-defined]
 
 
 def _shards_in(args: tuple) -> list[GradientShard]:

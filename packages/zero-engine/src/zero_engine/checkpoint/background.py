@@ -121,7 +121,7 @@ class HostSnapshot:
             self._memory = None  # before there is more
             self._memory = self._arena.allocate(sum(aligned))
         rooms = iter(self._memory.split(aligned))
-        writer.batches = [_copied(batch, rooms, copying) for batch in writer.batches]
+        writer.read_from([_copied(batch, rooms, copying) for batch in writer.batches])
         device = writer.group.device
         if device.type != "cpu" and copying is not None:
             copying.follow(device)
@@ -364,7 +364,7 @@ class _Background:
             self.error = error
         finally:
             writer.abandon()
-            writer.batches = []
+            writer.read_from([])
 
     def _write(self) -> None:
         """Write this rank's files, then a small file that tells rank 0 of success or failure."""

@@ -178,9 +178,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
         num_tensors=_num_tensors_in(content) + num_buffers,
     )
     try:
-        writer.path = (
-            writer.folder / run_on_all_ranks(writer.make_folder, what="save()", group=group)[0]
-        )
+        writer.write_in(run_on_all_ranks(writer.make_folder, what="save()", group=group)[0])
     except BaseException:
         writer.abandon()
         raise

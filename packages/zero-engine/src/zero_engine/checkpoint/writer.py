@@ -169,6 +169,14 @@ class CheckpointWriter:
             raise
         return self.path.name
 
+    def write_in(self, name: str) -> None:
+        """Write to the partial folder of this name, which rank 0 has made. Local."""
+        self.path = self.folder / name
+
+    def read_from(self, batches: list[WriteBatch]) -> None:
+        """Write from these batches instead: copies of the values. Local."""
+        self.batches = batches
+
     def write(self) -> dict[str, Any]:
         """Write this rank's files to disk; return their pieces and checksums, for `publish`.
 

@@ -168,7 +168,7 @@ class StatePolicy:
 class StepPlan:
     """Batches of a step, with the step counts and copies of parameters that it needs besides."""
 
-    amsgrad: list[Any] = field(factory=list, init=False)  # what each group said of it
+    amsgrad: list[Any]  # the setting of each param group
     batches: dict[Any, Batch] = field(factory=dict, init=False)  # by what their tensors share
     steps: list[Tensor] = field(factory=list, init=False)  # counts that this step advances by one
     # Parameters that are not contiguous, and copies to step instead, to be copied back.

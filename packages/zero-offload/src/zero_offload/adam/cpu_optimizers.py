@@ -104,8 +104,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         plan, self._plan = self._plan, None
         amsgrad = [group.get("amsgrad") for group in self.param_groups]
         if plan is None or plan.amsgrad != amsgrad or not plan.renew(params, self.state):
-            plan = self._make_plan()
-            plan.amsgrad = amsgrad
+            plan = self._make_plan(amsgrad)
         kernels = self._kernels
         if kernels is None:
             for step in plan.steps:
@@ -125,9 +124,13 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         self._plan = plan
         torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
 
-    def _make_plan(self) -> StepPlan:
+    def use_memory(self, memory: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Make entries of the state in this memory, by parameter and name, when they are new."""
+        self._memory = memory
+
+    def _make_plan(self, amsgrad: list[Any]) -> StepPlan:
         """Check and collect what has a gradient; nothing is stepped yet."""
-        plan = StepPlan()
+        plan = StepPlan(amsgrad)
         index = 0
         for position, group in enumerate(self.param_groups):
             names = self.moments
@@ -138,7 +141,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 if param.grad is not None:
                     self._policy.check(param, where="step()")
                     grad, entries = checked_grad(param), self.state[param]
-                    self._policy.prepare(entries, param, names, first, self.rooms.get(param, {}))
+                    self._policy.prepare(entries, param, names, first, self._memory.get(param, {}))
                     plan.add(
                         param,
                         grad,
@@ -198,7 +201,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Set the attributes that no state dict and no copy has to their initial values."""
         self._kernels = _native.kernels()
         self._team = Team()
-        self.rooms: Mapping[Tensor, Mapping[str, Tensor]] = {}  # for state to be made, by parameter
+        self._memory: Mapping[Tensor, Mapping[str, Tensor]] = {}  # see `use_memory`
         self._plan: StepPlan | None = None  # of the last step
 
 

@@ -225,15 +225,15 @@ class DiskStore(AbstractStore):
             file = self._make(key, flat.nbytes)
             with self._state:
                 self._files[key] = file
-        file.form, file.fault = None, "its last write failed"
+        file.begin_write()
         with file.opened("write", self._direct.flag) as fd:
             try:
                 moved = self._transport.move(fd, flat, writes=True)
             finally:
                 file.stamp(fd)  # what a failed write has left is ours, too
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
-        file.checksum = self._checksummer.of(flat) if self._checksummer else None
-        file.form = form_of(source)
+        checksum = self._checksummer.of(flat) if self._checksummer else None
+        file.end_write(form_of(source), checksum)
 
     def _read(self, key: str, into: Tensor) -> Tensor:
         flat = self._flat(key, into)

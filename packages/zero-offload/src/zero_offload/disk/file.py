@@ -98,6 +98,14 @@ class SwapFile:
             finally:
                 self.system.close(fd)
 
+    def begin_write(self) -> None:
+        """Forget the value, until `end_write`: a write that fails leaves nothing to read."""
+        self.form, self.fault = None, "its last write failed"
+
+    def end_write(self, form: str, checksum: int | None) -> None:
+        """Note the form and the checksum of the value that was written."""
+        self.form, self.checksum = form, checksum
+
     @contextlib.contextmanager
     def opened(self, verb: str, flag: int) -> Iterator[int]:
         """Open the file, check that it is as we left it, and yield its descriptor.

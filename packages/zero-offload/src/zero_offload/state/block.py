@@ -140,7 +140,7 @@ class SubGroupState:
         dtype = self.params[0].dtype
         self._inner = self.template.create(groups, dtype=dtype, on_host=self.on_host)
         if isinstance(self._inner, AbstractCPUOptimizer):
-            self._inner.rooms = {piece.stepped: piece.views for piece in self._pieces}
+            self._inner.use_memory({piece.stepped: piece.views for piece in self._pieces})
 
     # ---- Memory ----
 

@@ -302,7 +302,8 @@ class OffloadedState:
                 self._window.lose(k)
                 self._states[k].forget()
             self._window.forget()
-        self._window.failed, self._torn = None, ""
+        self._window.forget_failure()
+        self._torn = ""
 
     def step(
         self,

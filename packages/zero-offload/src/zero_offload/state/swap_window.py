@@ -121,6 +121,10 @@ class SwapWindow:
         for self.failed, error in errors.items():
             raise error
 
+    def forget_failure(self) -> None:
+        """Forget a failed write: all values are going to be replaced."""
+        self.failed = None
+
     def forget(self) -> None:
         """Drop all expected keys, and block until the reads in progress have ended."""
         self._expected.clear()

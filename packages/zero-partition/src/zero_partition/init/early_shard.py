@@ -91,6 +91,24 @@ class EarlyShard:
         if param.numel():
             _BY_ADDRESS[param.data_ptr()] = self
 
+    def mark_blank(self) -> None:
+        """Fill this rank's part with the mark of memory that was never written."""
+        fill_blank(self.payload)
+        self.is_blank = True
+
+    def mark_written(self) -> None:
+        """Note that this rank's part has values."""
+        self.is_blank = False
+
+    def show(self, whole: Tensor) -> None:
+        """Let the parameter view its gathered values, until `hide`."""
+        self.is_gathered, self.parameter.data = True, whole
+
+    def hide(self) -> None:
+        """Let the parameter view a stand-in again."""
+        self.is_gathered, self.parameter.data = False, self.stand_in
+        self.version = version_of(self.parameter)
+
     def install_copy(self, param: nn.Parameter) -> None:
         """Let another parameter of the same shape and dtype have the same values. Local."""
         evolve(self, shard=self.shard.clone()).install(param)
@@ -183,11 +201,16 @@ def forget_early(param: nn.Parameter) -> None:
     del param.__dict__["__deepcopy__"]
 
 
-def early_shard_of(tensor: Tensor, label: str, *, group: Group) -> EarlyShard:
-    """This rank's part of such a tensor, cut evenly, as zeros. Local."""
+def early_shard_of(
+    tensor: Tensor, label: str, *, group: Group, strides: tuple[int, ...] | None = None
+) -> EarlyShard:
+    """Return this rank's part of such a tensor, cut evenly, as zeros. Local.
+
+    The user's tensor has these strides; those of `tensor` if None.
+    """
     layout = FlatLayout.plan([tensor.numel()], world_size=group.world_size, align=1)
     shard = torch.zeros(layout.splits[group.rank], dtype=tensor.dtype, device=group.device)
-    return EarlyShard(label, group, layout, shard, strides_of(tensor))
+    return EarlyShard(label, group, layout, shard, strides or strides_of(tensor))
 
 
 def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> None:
@@ -202,8 +225,7 @@ def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> 
     broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:
         whole = values.popleft()
-        strides = strides_of(param)
-        early = evolve(early_shard_of(whole, label, group=group), strides=strides)
+        early = early_shard_of(whole, label, group=group, strides=strides_of(param))
         early.install(param)
         if param.nbytes > _SMALL_BYTES:
             if group.rank:  # see NOTE(files)

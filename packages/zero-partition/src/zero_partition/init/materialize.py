@@ -87,8 +87,7 @@ def allocate_blank(tensor: Tensor, name: str, *, group: Group) -> None:
         swap_memory(tensor, memory)
         return
     early = early_shard_of(tensor, name, group=group)
-    fill_blank(early.payload)
-    early.is_blank = True
+    early.mark_blank()
     first = torch.empty((), dtype=tensor.dtype, device=group.device).expand(tensor.shape)
     swap_memory(tensor, nn.Parameter(first, requires_grad=tensor.requires_grad))
     early.install(tensor)

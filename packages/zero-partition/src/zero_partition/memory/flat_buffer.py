@@ -88,7 +88,17 @@ class FlatBuffer:
         )
         self.point_targets(None)
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
+        self.note_write()
+
+    def note_write(self) -> None:
+        """Note that `whole` has values that were not gathered into it."""
         self.is_unrounded = self.codec is not None
+
+    def publish(self) -> Handle[Tensor]:
+        """Gather replicated parameters from the ranks' shards, in place. Collective."""
+        assert self.whole is not None, "replicated parameters have a whole buffer"
+        self.is_unrounded = False
+        return self.all_gather(self.whole)
 
     @property
     def has_masters(self) -> bool:
@@ -442,7 +452,7 @@ class FlatBuffer:
         self.versions = tuple(versions)
 
 
-# NOTE(keeping): a unit's copy is taken when its slot goes to another unit, and not before: until
+# NOTE(secondary): a unit's copy is taken when its slot goes to another unit, and not before: until
 # then the slot has its values, and nobody gathers them. So units that share no slot have none, and
 # what evaluation or a further micro-batch gathers again is local too.
 
@@ -462,7 +472,7 @@ class SecondaryShards:
         return sum(part.nbytes for part in self._parts)
 
     def update(self, full: Sequence[Tensor], version: int) -> None:
-        """Copy this rank's parts of whole buffers, unless it has them. Local; see NOTE(keeping)."""
+        """Copy this rank's parts of whole buffers, if new. Local; see NOTE(secondary)."""
         if self.version == version:
             return
         pairs = zip(full, self._splits, strict=True)

@@ -72,6 +72,10 @@ class ExecutionOrder:
             self.launches.setdefault(gather.launched, []).append(gather.unit)
         return self.launches
 
+    def forget_launches(self) -> None:
+        """Plan the gathers anew before the next pass: slots have changed."""
+        self.launches = None
+
     def after(self, count: int) -> list[int]:
         """Return the units of the next `count` gathers that are not due yet."""
         start = bisect_right(self.coming, self.position, key=itemgetter(0))
@@ -399,6 +403,14 @@ class Slot(Generic[Owner]):
         """Return whether somebody beside its owners has a view of the memory."""
         return self.memory is not None and num_viewers(self.memory) > self.num_views + 1
 
+    def occupy(self, owner: Owner) -> None:
+        """Give the memory to another owner. The previous one knows that it has none."""
+        self.owner = owner
+
+    def count_views(self, num_views: int) -> None:
+        """Count further views of the memory that an owner keeps."""
+        self.num_views += num_views
+
     def vacate(self) -> None:
         """Remove the owner, and free memory of a device until `allocate`; see NOTE(free memory)."""
         self.owner = None  # first: who has it believes that it has memory
@@ -439,11 +451,14 @@ class SlotPool(Generic[Owner]):
         pool.make_ring(sorted(sizes, reverse=True)[:num_slots])
         return pool
 
-    def make_ring(self, sizes: Sequence[int]) -> None:
-        """Free all slots, and make a ring of slots of these sizes in bytes, without owners."""
+    def make_ring(self, sizes: Sequence[int], num_conflicts: int = 0) -> None:
+        """Free all slots, and make a ring of slots of these sizes in bytes, without owners.
+
+        `num_conflicts` is the number of owners that are planned to find none free.
+        """
         self.release()
         self.ring = [Slot(index, size) for index, size in enumerate(sizes)]
-        self.conflicts = 0
+        self.conflicts = num_conflicts
 
     @property
     def slots(self) -> list[Slot[Owner]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -43,7 +44,12 @@ from zero_partition.plan.slots import (
 )
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes
-from zero_partition.stand_in import GradientGuard, GradientShard
+from zero_partition.stand_in import (
+    GradientGuard,
+    GradientShard,
+    note_new_gradient,
+    note_own_write,
+)
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of
 
 from .unit import COMES_BACK, ShardState, Unit
@@ -78,11 +84,12 @@ T = TypeVar("T")
 # holds as long as nobody else has the gradient's elements, and we do not write to it, which its
 # version tells; and is void with a further backward, which adds to it.
 
-# NOTE(lending): an optimizer that needs more than single elements may take norms, which gradient
-# shards refuse, and may divide by a size, which is zero for an empty shard. So while it steps, the
-# gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
-# nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
-# all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
+# NOTE(plain grads): an optimizer that needs more than single elements may take norms, which
+# gradient shards refuse, and may divide by a size, which is zero for an empty shard. So while it
+# steps, the gradients of parameters with a cut of their own are plain tensors, and None where this
+# rank keeps nothing: every optimizer skips a parameter without a gradient. Before and after the
+# step they are all there, so that ranks make the same calls (GradScaler's check for inf is a
+# collective).
 
 # NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
 # rank happens to have: ranks that wait for each other in different order never end. So every
@@ -98,9 +105,9 @@ T = TypeVar("T")
 # (docs/decisions/0038-reductions-advance-in-step.md). A buffer that is tiny beside what is in
 # flight, such as that of a last norm after the head's, fills in no time, and nothing advances.
 
-# NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
-# while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
-# is an ordinary tensor of the host, whoever reads it.
+# NOTE(grad offload): with a home of gradients a reduced shard leaves the device as soon as it is
+# there, while backward goes on, and the end of backward waits for the last: from then on `grad` of
+# a shard is an ordinary tensor of the host, whoever reads it.
 
 
 class GradState(Enum):
@@ -177,7 +184,9 @@ class BufferGradients:
     _viewed: Tensor | None = field(default=None, init=False)  # all of what they view
     _scaling: Scaling = field(init=False)
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
-    _plain_grads: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
+    _plain_grads: dict[int, Tensor | None] = field(
+        factory=dict, init=False
+    )  # see NOTE(plain grads)
     _has_closure: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
 
     def __attrs_post_init__(self) -> None:
@@ -272,7 +281,7 @@ class BufferGradients:
         for position in self.waiting:
             grad, guard = params[position].grad, self.guards[position]
             if grad is guard:
-                grad, guard.received = guard.received, None
+                grad = guard.pop_received()
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
@@ -502,7 +511,7 @@ class BufferGradients:
         self.guard((position,))
 
     def expose_plain_grads(self, *, has_closure: bool) -> None:
-        """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
+        """The optimizer steps now, maybe after backwards of its own; see NOTE(plain grads)."""
         self._has_closure = has_closure
         self._plain_grads.clear()
         if self.parts:
@@ -542,7 +551,7 @@ class BufferGradients:
         for position, (norm, version) in self._norms.items():
             if version is None:
                 self._norms[position] = norm, version_of(self.parts[position])
-                self.parts[position].is_touched = False  # type: ignore[attr-defined]
+                note_own_write(self.parts[position])
 
     def norm_of(self, position: int) -> Tensor | None:
         """Return the cached norm, of order 2, of an offloaded gradient.
@@ -652,9 +661,9 @@ class BufferGradients:
         self.states[:], self.num_local = [NONE] * len(self.states), 0
         self._plain_grads.clear()
         for guard in self.guards:
-            guard.received = None
+            guard.pop_received()
         for part in self.parts:
-            part.is_unscaled = False  # type: ignore[attr-defined]
+            note_new_gradient(part)
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None
 
@@ -722,12 +731,12 @@ class GradientReducer:
     units: Sequence[Unit]  # whose trainable buffers have gradients
     routes: Routes
     config: PartitionConfig
-    grad_offload: GradOffload | None = None  # where reduced gradients wait; see NOTE(leaving)
+    grad_offload: GradOffload | None = None  # where reduced gradients wait; see NOTE(grad offload)
     placement: Placement = field(init=False)  # of gradients while they accumulate
     shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)
-    structured_buffers: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(lending)
+    structured_buffers: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(plain grads)
     pool: SlotPool[BufferGradients] = field(init=False)
     control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
     has_collected: bool = field(default=False, init=False)  # in this backward
@@ -822,6 +831,19 @@ class GradientReducer:
             while self._num_taken < len(order) and order[self._num_taken].is_full:
                 self._num_taken += 1
                 self._launch(order[self._num_taken - 1])
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of this rank as they are; a backward after it reduces their sum."""
+        before = self.sync
+        try:
+            try:
+                self.sync = False
+                yield
+            finally:
+                self.sync = before
+        finally:  # once more: Ctrl-C may have come just before
+            self.sync = before
 
     def collect_waiting(self) -> None:
         """Backward has ended: take what waits in every buffer."""
@@ -961,7 +983,7 @@ class GradientReducer:
         while not alone and pool.find(num_bytes) is None and any(o.slot for o in self._in_flight):
             self._advance(tuple(self._in_flight))
         slot = pool.acquire(num_bytes, alone=alone, again=True)
-        slot.owner = g
+        slot.occupy(g)
         memory = slot.allocate(pool.device)[:num_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 

@@ -380,7 +380,7 @@ def clear_grad_scale(sharded: ShardedModel, optimizer: torch.optim.Optimizer) ->
 
     Those that others have set, as GradScaler does, are left for them to remove.
     """
-    left, sharded.left_to_step = sharded.left_to_step, None
+    left = sharded.pop_found_inf()
     if left is not None and getattr(optimizer, "found_inf", None) is left:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -627,7 +627,7 @@ def _hook_optimizer(
         else:
             vars(optimizer).pop("zero_grad", None)
 
-    sharded.removers += [handle.remove for handle in handles] + [restore_zero_grad]
+    sharded.removers.extend([*(handle.remove for handle in handles), restore_zero_grad])
 
 
 def find_sharded(model: nn.Module) -> ShardedModel | None:

@@ -171,7 +171,8 @@ def unscale_and_clip_(
     can_leave_it = getattr(optimizer, "_step_supports_amp_scaling", False) and sharded.has_stepped
     if in_step and can_leave_it:  # see NOTE(in_step)
         optimizer.grad_scale = (scale / factor).to(torch.float32) if is_scaled else None
-        optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
+        optimizer.found_inf = finite.logical_not().to(torch.float32)
+        sharded.note_found_inf(optimizer.found_inf)
         return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
     if is_scaled:  # no branch on `finite`: the host waits for nothing
         _scale_(grads, torch.where(finite, factor / scale, 1.0))

@@ -189,7 +189,7 @@ class OffloadBackends:
 
 
 @define(eq=False)
-class Residence:
+class ModelOffload:
     """Backends of one sharded model's offloaded states, and what this rank has allocated there."""
 
     routes: Routes

@@ -32,11 +32,11 @@ from zero_partition.torch_private import current_backward, is_in_backward
 
 from .unit import COMES_BACK, ShardState, Unit
 
-# NOTE(dealing): slots are taken at first use, by whoever comes. When a step has shown the order,
-# they are dealt anew, so that units that should be whole at once have slots of their own and others
-# share. That happens right after the optimizer's step, when every graph is out of date and none can
-# miss the memory that its views point into. A changed order is followed when it has come twice: a
-# loop of varying length keeps its slots.
+# NOTE(assigned order): slots are taken at first use, by whoever comes. When a step has shown the
+# order, they are dealt anew, so that units that should be whole at once have slots of their own and
+# others share. That happens right after the optimizer's step, when every graph is out of date and
+# none can miss the memory that its views point into. A changed order is followed when it has come
+# twice: a loop of varying length keeps its slots.
 
 # NOTE(backward order): autograd runs ready nodes latest-created first. When the hook on an output
 # of one forward call fires, every node created after that call ended has run: calls that began
@@ -83,7 +83,7 @@ class Schedule:
     reshard_disabled: bool = field(default=False, init=False)  # see `disable_reshard`
     _sharded: list[Unit] = field(init=False)
     _trace: ExecutionOrder = field(init=False)  # of training or of evaluation
-    _assigned_order: list[Use] | None = field(default=None, init=False)  # see NOTE(dealing)
+    _assigned_order: list[Use] | None = field(default=None, init=False)  # see NOTE(assigned order)
     _candidate: list[Use] | None = field(default=None, init=False)
     _generation: int = field(default=0, init=False)  # how often slots were given back
     _clock: int = field(default=0, init=False)
@@ -135,25 +135,25 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         """Make the unit whole; launch gathers for those that follow."""
+        is_watched = False
         if unit.depth == 0:
             unit.check_untouched()
             is_recomputed = is_in_backward()
             self._use(unit, "recomputation" if is_recomputed else "forward")
-            unit.is_watched = False
             if not is_recomputed and torch.is_grad_enabled():  # see NOTE(reads)
                 if unit.index in self._called:
                     self._called_again.add(unit.index)
                 self._called.add(unit.index)
-                unit.is_watched = unit.index in self._called_again
+                is_watched = unit.index in self._called_again
         self._clock += 1
         self._starts.append(self._clock)
         self._running.append(unit)
-        unit.depth += 1
+        unit.begin_forward(is_watched=is_watched)
 
     def after_forward(self, unit: Unit, *, raised: bool = False) -> ForwardCall:
         """Reshard, and say which call this was."""
         self._clock += 1
-        unit.depth -= 1
+        unit.end_forward()
         start = self._starts.pop()
         # The model's own unit has its slot to itself and comes back first: it stays, for a loss
         # that reads its parameters. In recomputation a unit's backward follows at once.
@@ -235,6 +235,10 @@ class Schedule:
                 )
         self.reshard_disabled = True
 
+    def enable_reshard(self) -> None:
+        """Reshard units again: no graph needs their parameters."""
+        self.reshard_disabled = False
+
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
@@ -257,7 +261,7 @@ class Schedule:
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended."""
         for unit in self.units:
-            unit.depth = 0
+            unit.forget_forwards()
         self._starts.clear()
         self._running.clear()
         self.reshard_disabled = False
@@ -301,7 +305,7 @@ class Schedule:
         self.leave_memory()
         self._restart(is_training=True)
         recorded = self.training.recorded
-        if recorded is not self._assigned_order and recorded:  # see NOTE(dealing)
+        if recorded is not self._assigned_order and recorded:  # see NOTE(assigned order)
             if self._assigned_order is not None and recorded is not self._candidate:
                 self._candidate = recorded
             else:
@@ -400,7 +404,7 @@ class Schedule:
                 ]
                 param_offload.expect([buffer.index for unit in mine for buffer in unit.buffers])
 
-    # ---- Slots are dealt; see NOTE(dealing) ----
+    # ---- Slots are dealt; see NOTE(assigned order) ----
 
     def _limits_of_now(self) -> Limits:
         is_exposed = any(unit.exposure is not None for unit in self.units)
@@ -416,15 +420,15 @@ class Schedule:
             return
         for unit in self.units:
             unit.release_slot()
-        self.pool.make_ring(slot_bytes(groups, self.extents))
+        num_conflicts = slot_conflicts(groups, self.extents, self.limits)
+        self.pool.make_ring(slot_bytes(groups, self.extents), num_conflicts)
         for slot, group in zip(self.pool.ring, groups, strict=True):
             names = ", ".join(self.units[index].name for index in group)
             _LOG.debug("slot %d of %d bytes: %s", slot.index, slot.num_bytes, names)
-        self.pool.conflicts = slot_conflicts(groups, self.extents, self.limits)
         for slot, group in zip(self.pool.ring, groups, strict=True):
             for index in group:
-                self.units[index].slot = slot
-        self.training.launches = self.evaluation.launches = None
+                self.units[index].assign_slot(slot)
+        self._forget_launches()
 
     def _assign_slots_by_size(self) -> None:
         """Make a slot for each of the largest units, as many as may be unsharded at a time.
@@ -444,7 +448,11 @@ class Schedule:
             count = max(1, sum(numel <= room for numel in live))
         self.pool.make_ring([extent.num_bytes for extent in inner[:count]])
         self._assigned_order = self._candidate = None
-        self.training.launches = self.evaluation.launches = None
+        self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        for order in (self.training, self.evaluation):
+            order.forget_launches()
 
     # ---- A graph of before ----
 

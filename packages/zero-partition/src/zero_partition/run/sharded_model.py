@@ -50,7 +50,7 @@ from zero_partition.torch_private import (
 )
 
 from .gradients import GradientReducer
-from .residence import Residence
+from .residence import ModelOffload
 from .schedule import ForwardCall, Schedule
 from .step import apply_delayed_update, step_offloaded
 from .unit import ShardState, Unit, publish
@@ -480,7 +480,7 @@ class ShardedModel:
     units: tuple[Unit, ...]
     schedule: Schedule
     reducer: GradientReducer
-    residence: Residence
+    residence: ModelOffload
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
     state_dict: StateDictKind  # what it does of what is sharded
@@ -509,7 +509,7 @@ class ShardedModel:
     before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
-    left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
+    _found_inf: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _shards: list[nn.Parameter] = field(init=False)  # what the optimizer steps at stages 1 to 3
     _frozen: list[nn.Parameter] = field(init=False)  # that had no gradients when it was partitioned
     _in_groups: list[list[Tensor]] = field(init=False)  # what each of the optimizer's groups holds
@@ -948,7 +948,24 @@ class ShardedModel:
             self.exposure.end_write()
         self.outside.forget()
         for unit in self.units if only is None else (only,):
-            unit.version += 1
+            unit.mark_changed()
+
+    def note_state(self) -> None:
+        """Note that the optimizer has state, as after a step. Local."""
+        self.has_stepped = True
+
+    def note_found_inf(self, found_inf: Tensor) -> None:
+        """Note the `found_inf` that the optimizer has for its next step; NOTE(in_step). Local."""
+        self._found_inf = found_inf
+
+    def pop_found_inf(self) -> Tensor | None:
+        """Return the `found_inf` that the optimizer was given for this step, once. Local."""
+        found_inf, self._found_inf = self._found_inf, None
+        return found_inf
+
+    def park(self, parked: Parked | None) -> None:
+        """Note which states are elsewhere, by `offload_states`; None: none any more. Local."""
+        self.parked = parked
 
     def require(self, what: str, *kinds: StateKind, no: Collection[ModelPhase] = ()) -> None:
         """Raise StateError where the model is in no state for what users call `what`. Local.
@@ -1029,7 +1046,7 @@ class ShardedModel:
         self._watch_shards(is_watched=True)
         self.outside.forget()
         if not self._makes_graph:
-            self.schedule.reshard_disabled = False
+            self.schedule.enable_reshard()
         self.schedule.end_backward()
         self._move(ModelPhase.IDLE)
 

@@ -21,12 +21,12 @@ from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
 from .gradients import BufferGradients
-from .residence import Residence
+from .residence import ModelOffload
 from .unit import Unit
 
 
 def step_offloaded(
-    residence: Residence,
+    residence: ModelOffload,
     gradients: Sequence[BufferGradients],
     optimizer: torch.optim.Optimizer,
 ) -> list[tuple[nn.Parameter, Tensor]]:
@@ -67,7 +67,7 @@ def step_offloaded(
     return hidden
 
 
-def apply_delayed_update(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
+def apply_delayed_update(residence: ModelOffload, gradients: Sequence[BufferGradients]) -> None:
     """Let shards have the values that a delayed step has held back. Local, blocking."""
     if not residence.backends.is_delayed:
         return

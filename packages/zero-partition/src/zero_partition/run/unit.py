@@ -134,6 +134,45 @@ class Unit:
             and self.state is not ShardState.GATHERING
         )
 
+    def begin_forward(self, *, is_watched: bool) -> None:
+        """Count a forward of its module that begins; one inside another is not watched anew."""
+        if self.depth == 0:
+            self.is_watched = is_watched
+        self.depth += 1
+
+    def end_forward(self) -> None:
+        """Count a forward of its module that has ended."""
+        self.depth -= 1
+
+    def forget_forwards(self) -> None:
+        """Count no forward: an exception has ended them."""
+        self.depth = 0
+
+    def mark_changed(self) -> None:
+        """Note that its values have changed: whole copies of them are out of date."""
+        self.version += 1
+
+    def assign_slot(self, slot: Slot[Unit]) -> None:
+        """Use this slot from now on; it has none."""
+        self.slot = slot
+
+    def read_peers_by(self, exposure: Exposure | None) -> None:
+        """Read the peers' shards through this exposure; gather them if None."""
+        self.exposure = exposure
+
+    def record_errors(self, errors: CodecErrors | None) -> None:
+        """Record what codecs lose of it here, until called with None."""
+        self.errors = errors
+
+    def mark_gathered(self, *, is_gathered: bool) -> None:
+        """Note whether all its parameters are pinned to memory outside of its slot."""
+        self.has_gathered_values = is_gathered
+
+    def use_unsharded_cache(self, cache: ParamOffload | None) -> None:
+        """Read whole buffers from there, or gather them again if None; forget those in its slot."""
+        self.forget_values()
+        self.unsharded_cache = cache
+
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
 
@@ -333,12 +372,12 @@ class Unit:
             return
         if previous is not None:
             previous.give_up_slot()
-        self.slot.owner = self
+        self.slot.occupy(self)
         with torch.inference_mode(False):  # views outlive the mode that is on now
             memory = self.slot.allocate(pool.device, self.plan.num_bytes)
             if not self._full:
                 self._view_slot(memory)
-                self.slot.num_views += len(self._full) + sum(map(len, self._views))
+                self.slot.count_views(len(self._full) + sum(map(len, self._views)))
 
     def _view_slot(self, memory: Tensor) -> None:
         self._full = [
@@ -448,5 +487,4 @@ def _launch(unit: Unit, frozen: Collection[FlatBuffer]) -> Iterator[Handle[Tenso
             continue
         if unit.errors is not None and buffer.codec is not None:
             unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
-        buffer.is_unrounded = False
-        yield buffer.all_gather(buffer.whole)
+        yield buffer.publish()

@@ -131,8 +131,7 @@ def _install_values(
     buffer.return_params(values)
     for param, plan, value in zip(buffer.params, buffer.plan.params, values, strict=True):
         whole = sharded.routes.of(buffer.plan).whole
-        early = early_shard_of(value, plan.name, group=whole)
-        early.strides = plan.strides
+        early = early_shard_of(value, plan.name, group=whole, strides=plan.strides)
         early.keep_part_of(value)
         early.install(param)
 

@@ -55,7 +55,7 @@ from zero_partition.run.hooks import (
     install_module_hooks,
     install_optimizer_hooks,
 )
-from zero_partition.run.residence import OffloadBackends, Residence
+from zero_partition.run.residence import ModelOffload, OffloadBackends
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
@@ -80,7 +80,7 @@ _NUM_NAMED: Final = 3  # parameters in a message
 
 
 def distribute(
-    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
+    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: ModelOffload
 ) -> tuple[Unit, ...]:
     """Move parameters into flat buffers, unit by unit, with the values of rank 0. Collective."""
     routes, wire = residence.routes, config.wire
@@ -168,7 +168,7 @@ def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
         return None
     exposure = expose(shards, group=routes.shards)
     for unit in sharded:
-        unit.exposure = exposure
+        unit.read_peers_by(exposure)
     return exposure
 
 
@@ -186,7 +186,7 @@ def _build_flat_buffer(
     placement: Placement,
     *,
     wire: Wire,
-    residence: Residence,
+    residence: ModelOffload,
     is_small: bool,
     replaced: list[str],
 ) -> FlatBuffer:
@@ -466,7 +466,7 @@ def _partition(
         config, optimizer, world_size=group.world_size, offloads_params=offloads_params
     )
     placements, precision = config.placements, config.precision
-    residence = Residence(routes, backends, precision)
+    residence = ModelOffload(routes, backends, precision)
     plans = plan_model_units(
         model,
         optimizer,
@@ -525,7 +525,7 @@ def _partition(
     install_format_hooks(model, sharded)
     for module, policy in precision.kept_modules(model).values():
         if policy.has_hooks:
-            sharded.removers += install_dtype_hooks(module, policy, precision.params)
+            sharded.removers.extend(install_dtype_hooks(module, policy, precision.params))
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
@@ -576,7 +576,7 @@ def _is_own_frame(frame: FrameType) -> bool:
 
 
 def _describe(
-    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
+    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: ModelOffload
 ) -> dict[str, str]:
     """Return facts that ranks must agree on, by name; those of the optimizer are not among them."""
     placements, backends = config.placements, residence.backends

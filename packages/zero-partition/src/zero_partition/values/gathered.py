@@ -91,8 +91,8 @@ class EarlyParams:
     def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Gather them; return names, parameters and the memory of their values. Collective."""
         found = [(early.label, early.parameter, early.whole()) for early in self.shards]
-        for early, (_, param, home) in zip(self.shards, found, strict=True):
-            early.is_gathered, param.data = True, home
+        for early, (_, _, whole) in zip(self.shards, found, strict=True):
+            early.show(whole)
         return found
 
     def set_values(self, values: Iterable[Tensor]) -> None:
@@ -103,8 +103,7 @@ class EarlyParams:
     def close(self, what: str) -> None:
         """Keep this rank's part only."""
         for early in self.shards:
-            early.is_gathered, early.parameter.data = False, early.stand_in
-            early.version = version_of(early.parameter)
+            early.hide()
 
 
 @define(eq=False)
@@ -163,7 +162,7 @@ class ShardedParams:
             for param_ref in self.param_refs
             if param_ref.unit.has_gathered_values
         }:
-            unit.has_gathered_values = False
+            unit.mark_gathered(is_gathered=False)
             if unit.state is ShardState.UNSHARDED:
                 unit.reshard()  # it is whole in our memory only
         for buffer in {
@@ -195,7 +194,7 @@ class ShardedParams:
             is_whole = all(len(buffer.pinned) == len(buffer.params) for buffer in unit.buffers)
             if is_whole and unit.state is not ShardState.UNSHARDED:
                 unit.reshard()  # a gather that was launched ahead is not needed
-                unit.has_gathered_values = True
+                unit.mark_gathered(is_gathered=True)
 
 
 def _home_of(param_ref: ParamRef) -> Tensor:
@@ -565,8 +564,7 @@ def streamed(
             unit.fill_unsharded_cache(cache, wholes)
         cache.flush()
         for unit in units:
-            unit.forget_values()
-            unit.unsharded_cache = cache
+            unit.use_unsharded_cache(cache)
         sharded.open_contexts.append(what)
         try:
             yield
@@ -574,8 +572,7 @@ def streamed(
             sharded.open_contexts.remove(what)
     finally:
         for unit in units:  # ranks have read different units, and exact values
-            unit.forget_values()
-            unit.unsharded_cache = None
+            unit.use_unsharded_cache(None)
         sharded.outside.forget()
         cache.end()
 

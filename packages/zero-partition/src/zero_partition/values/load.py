@@ -112,7 +112,7 @@ class Target:
             memory.copy_(self.reader.read(kept.start, kept.stop).view(memory.shape))
         early = find_early(self.tensor)
         if early is not None:
-            early.is_blank = False
+            early.mark_written()
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -152,7 +152,7 @@ def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) 
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
             read_into(whole[span.as_slice()], reader, span.shifted(-span.start))
-        buffer.is_unrounded = buffer.codec is not None
+        buffer.note_write()
     if buffer.is_view and not buffer.has_masters:
         return
     mine = [piece for piece in buffer.pieces if piece.index in readers]
@@ -323,7 +323,8 @@ class StateLoad:
                     member.state.update(shared)
                 for member, extra in zip(members, source.extra, strict=False):
                     load_extra_entries(member, extra)
-                sharded.has_stepped = sharded.has_stepped or any(self.states.values())
+                if any(self.states.values()):
+                    sharded.note_state()
             if sharded.residence.param_offload is not None:
                 sharded.residence.param_offload.flush()
             sharded.end_write()

@@ -89,7 +89,7 @@ def offload_states(
         backup.close()
         return
     _refuse_state_dicts(sharded, parked)
-    sharded.parked = parked
+    sharded.park(parked)
     _tell_what_stays(storages)
 
 
@@ -124,7 +124,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
         store.drop()
     for remove in parked.removers:
         remove()
-    sharded.parked = None
+    sharded.park(None)
     parked.backup.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from weakref import WeakValueDictionary
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, broadcast_flat, collective
 
@@ -189,7 +189,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
                 module.register_state_dict_pre_hook(hooks.before_export),
                 module.register_state_dict_post_hook(hooks),
             ]
-        sharded.removers += [handle.remove for handle in handles]
+        sharded.removers.extend(handle.remove for handle in handles)
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
@@ -660,8 +660,8 @@ def _plan(
         where=what,
     )
     planned = plan_load(sharded, source, is_strict=True)
-    planned.states = {p: state for p, state in planned.states.items() if p.name in loaded}
-    return planned
+    mine = {ref: state for ref, state in planned.states.items() if ref.name in loaded}
+    return evolve(planned, states=mine)
 
 
 def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
@@ -677,7 +677,7 @@ def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: Shard
             hooked.register_load_state_dict_pre_hook(hooks.before_load),
             hooked.register_load_state_dict_post_hook(hooks.after_load),
         )
-        sharded.removers += [handle.remove for handle in handles]
+        sharded.removers.extend(handle.remove for handle in handles)
 
 
 @define(eq=False)
