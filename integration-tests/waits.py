@@ -102,11 +102,11 @@ SEES: Final[dict[str, list[str]]] = {
         "zero_engine/checkpoint/background.py Copying.follow: record",
         "zero_engine/checkpoint/background.py Copying._copy: wait_event",
         "zero_engine/checkpoint/background.py Copying._copy: synchronize",
-        "zero_engine/checkpoint/background.py HostSnapshot.take: synchronize",
+        "zero_engine/checkpoint/background.py HostSnapshot.capture: synchronize",
     ],
     "test_whether_a_step_was_applied_is_waited_for": [
         "zero_engine/engine/loss_scale.py PendingOverflow.of: record",
-        "zero_engine/engine/loss_scale.py PendingOverflow.settle: synchronize",
+        "zero_engine/engine/loss_scale.py PendingOverflow.resolve: synchronize",
     ],
     "test_page_locked_memory_is_given_back_after_the_copies_of_its_device": [
         "zero_offload/memory/arena.py _drop: synchronize",
@@ -145,12 +145,12 @@ NO_ORDER: Final[dict[str, list[str]]] = {
         "zero_ckpt/frame.py _wait: synchronize",
     ],
     "of times": [
-        "zero_ckpt/profile.py _Span.is_over: query",
-        "zero_ckpt/profile.py _Span.whole_s: synchronize",
+        "zero_ckpt/profile.py _TimeSpan.is_over: query",
+        "zero_ckpt/profile.py _TimeSpan.whole_s: synchronize",
         "zero_ckpt/profile.py Profile._moment: record",
         "zero_engine/observe/timeline.py Clock.__attrs_post_init__: synchronize",
         "zero_engine/observe/timeline.py Clock._now: record",
-        "zero_engine/observe/timeline.py Clock.take: synchronize",
+        "zero_engine/observe/timeline.py Clock.pop_ranges: synchronize",
     ],
     "whether a device makes progress, asked by a thread": [
         "zero_comm/order.py OrderWatch._stuck_since: query",

@@ -10,7 +10,7 @@ from zero_comm import collective
 
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ModelPhase
-from zero_partition.run.unit import CodecErrors
+from zero_partition.run.source import CodecErrors
 
 from .errors import StateError
 from .stand_in import StateKind

@@ -31,7 +31,7 @@ from zero_partition.run.residence import (
     plan_allocation,
 )
 from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel
-from zero_partition.run.unit import CodecErrors
+from zero_partition.run.source import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
 from zero_partition.values.custom_loading import StateDictLayout, describe_state_dict

@@ -1,11 +1,12 @@
 """Training steps: units are gathered, gradients are reduced, the optimizer updates shards.
 
 A `Unit` (unit.py) is what is gathered and reduced together: one or more flat buffers. It is
-sharded, being gathered, or unsharded, and knows which of several ways fills it. A `Schedule`
-(schedule.py) decides when: it records the order in which units are used, assigns them slots of
-memory, and launches gathers ahead. A `GradientReducer` (gradients.py) collects gradients by buffer,
-launches their reductions in one order on every rank, and leaves the mean where the optimizer reads
-it. A `ShardedModel` (sharded_model.py) has all three, and one phase: idle, in backward, or failed.
+sharded, being gathered, or unsharded, and its slot is filled from one source (source.py). A
+`Schedule` (schedule.py) decides when: it records the order in which units are used, assigns them
+slots of memory, and launches gathers ahead. A `GradientReducer` (gradients.py) collects gradients
+by buffer, launches their reductions in one order on every rank, and leaves the mean where the
+optimizer reads it. A `ShardedModel` (sharded_model.py) has all three, and one phase: idle, in
+backward, or failed.
 
 The way of a step:
 

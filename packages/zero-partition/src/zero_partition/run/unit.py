@@ -24,37 +24,7 @@ from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import own_parameters, plain_access, version_of
 
-
-@define(eq=False, repr=False)
-class LossByUnit:
-    """Sums of squares, by unit: of what was to be sent, and of what was lost of it."""
-
-    _sums: dict[str, Tensor] = field(factory=dict, init=False)  # of shape (2,), float64
-
-    @torch.no_grad()
-    def note(self, unit: str, codec: AbstractCodec, parts: Iterable[Tensor]) -> None:
-        """Add these, each of which is encoded apart. Encodes and decodes them once more."""
-        for part in parts:
-            exact = part.float()
-            lost = codec.decode(codec.encode(part), torch.empty_like(exact)).sub_(exact)
-            sums = torch.stack([lost.double().square().sum(), exact.double().square().sum()])
-            self._sums[unit] = self._sums[unit] + sums if unit in self._sums else sums
-
-    def relative(self) -> dict[str, float]:
-        """The norm of what was lost by that of what was to be sent; 0 of zeros. Waits for it."""
-        return {
-            unit: 0.0 if sums[1] == 0 else (sums[0] / sums[1]).sqrt().item()
-            for unit, sums in self._sums.items()
-        }
-
-
-@define(eq=False, repr=False)
-class CodecErrors:
-    """Encoding errors that `record_codec_errors()` records on this rank, by name of the unit."""
-
-    params: LossByUnit = field(factory=LossByUnit)  # of its shards, in gathers
-    gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
-
+from .source import CachedBuffers, CodecErrors, NodeGather, PeerShards, ShardGather, UnitSource
 
 COMES_BACK: Final = (
     "Backward comes back to a unit through the tensors that its module returns: return the loss, "
@@ -98,6 +68,7 @@ class Unit:
     has_gathered_values: bool = (
         False  # every parameter is whole in memory of a gather's, and no slot needed
     )
+    _source: UnitSource | None = field(default=None, init=False)  # None: not chosen yet
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
     _looks_left: int = field(default=NUM_LOOKS, init=False)  # forwards to look for writes in
     _filling: Sequence[Pending] = field(default=(), init=False)  # the slot, while on its way
@@ -151,6 +122,7 @@ class Unit:
     def mark_changed(self) -> None:
         """Note that its values have changed: whole copies of them are out of date."""
         self.version += 1
+        self._source = None
 
     def assign_slot(self, slot: Slot[Unit]) -> None:
         """Use this slot from now on; it has none."""
@@ -158,11 +130,11 @@ class Unit:
 
     def read_peers_by(self, exposure: Exposure | None) -> None:
         """Read the peers' shards through this exposure; gather them if None."""
-        self.exposure = exposure
+        self.exposure, self._source = exposure, None
 
     def record_errors(self, errors: CodecErrors | None) -> None:
         """Record what codecs lose of it here, until called with None."""
-        self.errors = errors
+        self.errors, self._source = errors, None
 
     def mark_gathered(self, *, is_gathered: bool) -> None:
         """Note whether all its parameters are pinned to memory outside of its slot."""
@@ -171,28 +143,35 @@ class Unit:
     def use_unsharded_cache(self, cache: ParamOffload | None) -> None:
         """Read whole buffers from there, or gather them again if None; forget those in its slot."""
         self.forget_values()
-        self.unsharded_cache = cache
+        self.unsharded_cache, self._source = cache, None
+
+    @property
+    def source(self) -> UnitSource:
+        """Return the source of its whole buffers, which is chosen once per version."""
+        if self._source is None:
+            if self.unsharded_cache is not None:
+                self._source = CachedBuffers(self.buffers, self.unsharded_cache)
+            elif self.exposure is not None:
+                self._source = PeerShards(self.name, self.buffers, self.exposure)
+            elif self.secondary is not None and self.secondary.version == self.version:
+                self._source = NodeGather(self.secondary)
+            else:
+                self._source = ShardGather(self.name, self.buffers, self.version, self.errors)
+        return self._source
 
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
 
         Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
         """
-        is_alone = self.exposure is not None or self.unsharded_cache is not None
-        if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
+        is_sharded = self.state is ShardState.SHARDED
+        if is_sharded and self.source.is_collective and not self.is_resident:
             self._begin_to_fill(pool)
 
     @property
     def encoded_bytes(self) -> int:
         """Bytes of encoded shards that are on their way into the slot."""
-        is_whole = self.secondary is not None and self.secondary.version == self.version
-        if self.state is not ShardState.GATHERING or is_whole:
-            return 0
-        return sum(
-            sum(map(codec.wire_bytes, buffer.plan.layout.splits))
-            for buffer in self.buffers
-            if (codec := buffer.gather_codec) is not None
-        )
+        return self.source.encoded_bytes if self.state is ShardState.GATHERING else 0
 
     def unshard(self, pool: SlotPool[Unit]) -> None:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
@@ -231,6 +210,7 @@ class Unit:
         has_values = self._slot_version == self.version and self.unsharded_cache is None
         if self.secondary is not None and has_values:
             self.secondary.update(self._full, self.version)
+            self._source = None
         self._slot_version = -1
 
     def forget_values(self) -> None:
@@ -261,6 +241,7 @@ class Unit:
             self.slot = None
         if self.secondary is not None:
             self.secondary.release()
+            self._source = None
 
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
         """Give views of its parameters among its forward's outputs memory of their own.
@@ -390,45 +371,11 @@ class Unit:
 
     @ranged("gather", "name")
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
-        """Fill the slot from copies on this rank, peers' memory, the node's ranks, or all ranks."""
+        """Begin to fill the slot from the unit's source."""
         self.state = ShardState.GATHERING
         self._take_slot(pool)
-        pairs = list(zip(self.buffers, self._full, strict=True))
-        if self.unsharded_cache is not None:
-            self._filling = [
-                self.unsharded_cache.read(buffer.index, full) for buffer, full in pairs
-            ]
-        elif self.exposure is not None:
-            self._read_peers(self.exposure)
-        elif self.secondary is not None and self.secondary.version == self.version:
-            self._filling = self.secondary.gather(self._full)
-        else:
-            reads = [buffer.model_shard.fetch(buffer.own_of(full)) for buffer, full in pairs]
-            for read in reads:
-                if read is not None:
-                    read.wait()
-            if self.errors is not None:
-                self._note_errors(self.errors)
-            self._filling = [
-                buffer.all_gather(full, shard=buffer.model_shard.sent, version=self.version)
-                for buffer, full in pairs
-            ]
+        self._filling = self.source.start(self._full)
         self._slot_version = self.version
-
-    def _read_peers(self, exposure: Exposure) -> None:
-        for buffer, full in zip(self.buffers, self._full, strict=True):
-            layout, shard = buffer.plan.layout, buffer.model_shard.memory
-            assert shard is not None, "it could not be read else"
-            try:
-                exposure.gather(
-                    shard,
-                    full,
-                    splits=layout.splits,
-                    payload=layout.payload_splits,
-                    tag=buffer.gather_tag,
-                )
-            except CommError as error:
-                raise CommError(f"gathering unit {self.name!r}: {error}") from error
 
     @ranged("gather wait", "name")
     def _wait(self) -> None:
@@ -442,13 +389,6 @@ class Unit:
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
         self._slot_version = version
-
-    def _note_errors(self, errors: CodecErrors) -> None:
-        for buffer, full in zip(self.buffers, self._full, strict=True):
-            codec, shard = buffer.gather_codec, buffer.model_shard.sent
-            if codec is not None and buffer.model_shard.codec is None:  # else lost long ago
-                own = buffer.own_of(full) if shard is None else shard
-                errors.params.note(self.name, codec, [own])
 
     def fill_unsharded_cache(
         self, cache: ParamOffload, full: Sequence[Tensor] | None = None
