@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -14,6 +16,7 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import AgreementError, CommError, Group
 from zero_engine import ConfigError
+from zero_engine.checks import say_alone
 from zero_partition import PartitionError, StateError
 
 SOON_S = 10.0
@@ -40,6 +43,10 @@ def test_a_stage_that_does_not_exist_is_refused(stage: Any) -> None:
         ({"units": "blocks.0"}, r"ZeroConfig\.units: expected module names.*'blocks\.0'"),
         ({"units": (1, 2)}, r"ZeroConfig\.units: expected module names"),
         ({"state_dict": "full"}, r"state_dict: expected 'names' or 'gather', got 'full'"),
+        (
+            {"offload": "cpu"},
+            r"expected Offload or None, such as Offload\(optimizer='host'",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -67,6 +74,31 @@ def test_arguments_of_the_wrong_type_are_refused(arguments: tuple, message: str)
     """In any order of mistakes, the first thing said is what was expected."""
     with pytest.raises(ConfigError, match=message):
         zero_engine.shard(*arguments)
+
+
+def test_a_setting_that_is_given_to_shard_itself_is_refused_with_the_call_that_works() -> None:
+    """It looks like an option of `shard`, and the whole call can be said."""
+    with pytest.raises(ConfigError, match=r"got stage=3; .*optimizer, ZeroConfig\(stage"):
+        zero_engine.shard(nn.Linear(2, 2), None, stage=3)  # type: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "launched", "is_said"), [(8, None, True), (1, None, False), (8, "1", False)]
+)
+def test_a_process_that_trains_alone_beside_further_devices_says_so(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, launched: str | None, is_said: bool
+) -> None:
+    """Whoever forgot torchrun would train on one of eight devices, in silence."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("WORLD_SIZE", launched)
+    module = SimpleNamespace(device_count=lambda: num_devices)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        say_alone(torch.device("cuda", 0))
+
+    assert ["torchrun --nproc-per-node 8" in str(each.message) for each in said] == [True] * is_said
 
 
 @pytest.mark.parametrize(("world_size", "is_refused"), [("2", True), ("1", False), ("two", False)])
@@ -154,7 +186,9 @@ def _matrix_state(group: Group) -> None:
 
 
 REFUSED: dict[Callable[[Group], None], str] = {
-    _foreign_parameter: r"param group 0 of the AdamW: parameter 0 of shape \(4, 3\) is not in",
+    _foreign_parameter: (
+        r"param group 0 of the AdamW: parameter 0 of shape \(4, 3\) is not in.*nn\.ModuleList\("
+    ),
     _inside_of_another: r"this Sequential, or a module inside it, is sharded already",
     _expanded: r"up\.weight': expected memory for each.*\(1, 0\), as expand\(\) makes it; assign",
     _sparse: r"'mask': expected a dense tensor, got layout torch\.sparse_coo; convert it",
@@ -253,7 +287,7 @@ DISAGREEMENTS: dict[Callable[[Group], None], str] = {
     _one_more_layer: r"only rank 2 has parameter '2\.weight'|rank 2 has parameter '2\.weight'",
     _another_dtype: r"parameter 'weight': rank 0 has .*float32.*rank 2 has .*bfloat16",
     _frozen_on_one: r"parameter 'bias': rank 0 has .*trainable.*rank 2 has .*frozen",
-    _another_stage: r"placement of parameters: rank 0 has replicated, rank 2 has sharded",
+    _another_stage: r"the stage, .* of parameters: rank 0 has replicated, rank 2 has sharded",
     _another_window: r"window: rank 0 has 2, rank 2 has 3",
     _another_optimizer: r"optimizer: rank 0 has AdamW, rank 2 has SGD",
     _another_weight_decay: r"weight_decay: rank 0 has 0\.1, rank 2 has 0\.2",

@@ -44,6 +44,17 @@ def _sharded(
     return plain, model, optimizer
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_is_built_after_shard_is_told_so(group: Group, stage: int) -> None:
+    """FSDP2's habit; here the optimizer steps shards, which `shard` gives it."""
+    _, model, _ = _sharded(group, stage)
+    late = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _loss_of(model, 0).backward()
+
+    with pytest.raises(StateError, match=r"(?s)built after shard\(\).*shard\(model, optimizer\)"):
+        late.step()
+
+
 # ---- Gradients ----
 
 

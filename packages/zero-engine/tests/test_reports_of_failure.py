@@ -100,7 +100,7 @@ def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
     tmp_path: Path, job: Job, zero, capsys, *, way: str, error: str, says: str
 ) -> None:
     """Of the user's own errors there is none; who waits for that rank has one of ours."""
-    job(way).wait(timeout=100)
+    said = job(way).communicate(timeout=100)[0]
 
     reports = _reports(tmp_path)
     kinds = [report["report"]["why"].split(":")[0] for report in reports.values()]
@@ -111,6 +111,7 @@ def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
         assert report["schedule"]["updates"] == "2"
         assert int(report["memory"]["params_bytes"]) == len(UNITS) * 65 * 64 * 4 // 2
     path = tmp_path / "reports" / "zero-report-rank0.txt"
+    assert f"\nreport: {path}; run: zero report {path.parent}\n" in said  # after the traceback
     text = path.read_text()
     path.write_text(re.sub("\npython = .*", "\npython = 2.7", text))
     assert zero("report", path.parent) == 0

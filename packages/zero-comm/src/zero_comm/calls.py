@@ -22,7 +22,7 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 UNEVEN: Final = (
     "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
-    "many"
+    "many, or backward_without_batch(model) and a step where one has no batch"
 )
 _CAUSES: Final = (
     "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -50,10 +51,14 @@ def install(model: Any, group: Group, write: Write) -> None:
 
     def around(hook: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> None:
+            written: Path | None = None
             if (ours := _ours(error := error_of(*given))) is not None:
                 trace = "".join(traceback.format_exception(error))
-                _report(f"{type(ours).__name__}: {ours}\n{trace}", write)
+                written = _report(f"{type(ours).__name__}: {ours}\n{trace}", write)
             hook(*given)
+            if ours is not None and written is not None:
+                folder = shlex.quote(str(written.parent))
+                print(f"report: {written}; run: zero report {folder}", file=sys.stderr)
 
         return run
 
@@ -99,14 +104,17 @@ def _ours(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _report(why: str, write: Write) -> None:
-    folder = Path(os.environ.get(SWITCH) or ".")
+def _report(why: str, write: Write) -> Path | None:
+    """Write a report; return its path, None if this process writes none."""
+    path = Path(os.environ.get(SWITCH) or ".") / f"zero-report-rank{rank_of_job()}.txt"
     try:
         if _process == os.getpid():
-            folder.mkdir(parents=True, exist_ok=True)
-            write(folder / f"zero-report-rank{rank_of_job()}.txt", why, dict(_MODELS))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, why, dict(_MODELS))
+            return path
     except Exception:  # the program's own error is what counts
         traceback.print_exc()
+    return None
 
 
 def describe_launches(group: Group) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,14 +55,18 @@ def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | No
     return check
 
 
-def is_kind(*kinds: type | None) -> Any:
-    """Return an attrs validator: an instance of one of `kinds`; None among them allows None."""
+def is_kind(*kinds: type | None, such_as: str = "") -> Any:
+    """Return an attrs validator: an instance of one of `kinds`; None among them allows None.
+
+    Its error has an example of one, if given.
+    """
+    example = f", such as {such_as}" if such_as else ""
 
     def check(owner: Any, attribute: Attribute, value: Any) -> None:
         if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
             names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
             raise ConfigError(
-                f"{type(owner).__name__}.{attribute.name}: expected {names}, got {value!r}"
+                f"{type(owner).__name__}.{attribute.name}: expected {names}{example}, got {value!r}"
             )
 
     return check
@@ -88,6 +93,7 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
         params = [] if model is None else [param.device for param in model.parameters()]
         device = next((device for device in params if device.type != "meta"), None)
         group = Group.solo(torch.get_default_device() if device is None else device)
+        say_alone(group.device)
     launched = os.environ.get("WORLD_SIZE", "1")  # what is no number says nothing
     if group.world_size == 1 and launched.isdecimal() and int(launched) > 1:
         raise ConfigError(
@@ -96,3 +102,17 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
             "group=Group.solo() if this process is to be alone"
         )
     return group
+
+
+def say_alone(device: torch.device) -> None:
+    """Say that this process trains alone, where the machine has further devices. Local."""
+    if device.type == "cpu" or "WORLD_SIZE" in os.environ:
+        return
+    num_devices = torch.get_device_module(device).device_count()
+    if num_devices > 1:
+        warnings.warn(
+            f"this process trains alone on {device}, and the machine has {num_devices} devices: "
+            f"to use all, start it by `torchrun --nproc-per-node {num_devices}` and call "
+            "zero_comm.init(); pass group=Group.solo() if it is meant to be alone",
+            stacklevel=4,
+        )

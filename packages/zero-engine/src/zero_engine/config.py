@@ -28,6 +28,9 @@ def _check_stage(value: Any) -> Stage:
     return Stage(value)
 
 
+_HOST = "Offload(optimizer='host')"
+
+
 def _check_units(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
     if value is None:
         return
@@ -187,7 +190,9 @@ class ZeroConfig:
         default="names", converter=_as_state_dict, kw_only=True
     )
     offload: Offload | None = field(
-        default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True
+        default=None,
+        validator=[is_kind(Offload, None, such_as=_HOST), _check_offload],
+        kw_only=True,
     )
     wire: Wire = field(default=Wire(), validator=[is_kind(Wire), _check_wire], kw_only=True)
     groups: Mapping[str, AnyRanks] = field(

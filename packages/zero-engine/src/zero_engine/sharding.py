@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import zero_partition
@@ -38,6 +38,7 @@ def shard(
     config: ZeroConfig | None = None,
     *,
     group: AnyRanks | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Model, AnyOptimizer]:
     """Distribute a model and its optimizer over all ranks; the training loop stays as it is.
 
@@ -60,6 +61,7 @@ def shard(
             dimension, or of two, of which the first has replicas and the second shards (as
             `Wire.replicas` does, too). All ranks when None, or just this process if
             torch.distributed was not initialised.
+        **unknown: Nothing; a setting given here, such as `stage=3`, is refused by name.
 
     Returns:
         The same model and the same optimizer.
@@ -71,6 +73,12 @@ def shard(
         zero_comm.AgreementError: Ranks have different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
+    if unknown:
+        named = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+        raise ConfigError(
+            f"shard(): expected model, optimizer, config and group, got {named}; settings are in "
+            f"the configuration: shard(model, optimizer, ZeroConfig({named}))"
+        )
     is_bare = config is None and optimizer is None and isinstance(model, nn.Module)
     if is_bare and find_sharded(model) is not None:
         return model, optimizer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, LocoErrors, Traffic
 
@@ -45,6 +45,16 @@ class MemoryReport:
     trained_bytes_per_rank: tuple[int, ...]  # bytes of trainable parameters in ranks' shards
     host_bytes: int  # host memory of offloaded state, and of its transfers
     disk_bytes: int  # files of offloaded state
+
+    def __str__(self) -> str:
+        """Return a line for each kind that there is, in MB (10^6 bytes), and their sum."""
+        kinds = {
+            name.removesuffix("_bytes"): value
+            for name, value in asdict(self).items()
+            if name.endswith("_bytes") and value
+        }
+        lines = [f"{kind:<12}{value / 1e6:>12,.3f} MB" for kind, value in kinds.items()]
+        return "\n".join([*lines, f"{'on device':<12}{self.total_bytes / 1e6:>12,.3f} MB"])
 
     @property
     def model_state_bytes(self) -> int:

@@ -294,7 +294,8 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
             "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). An "
             "optimizer that steps inside backward, by a hook, has no reduced gradients there: let "
-            "it step after backward."
+            "it step after backward. One that was built after shard() steps no shards: build it "
+            "before, and pass it, shard(model, optimizer)."
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -553,6 +554,12 @@ class AtRest(StandIn):
         """Call the function with gathered values in place of parameters whose values it uses."""
         if attribute == "data":
             return _guard_data(args[0], plain_call(func, args, kwargs))
+        if name in _PRINTS and not (owner := _owner_of(args[0])).is_gathered:
+            ranks, param = owner.group.world_size, args[0]
+            return (
+                f"{owner.name!r}: sharded over {ranks} rank{'s' * (ranks > 1)}, shape "
+                f"{tuple(param.shape)}, {param.dtype}; full_param(param) gathers it"
+            )
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
         if name in _LIKE and not isinstance(args[0], AtRest):

@@ -378,7 +378,8 @@ def check_optimizer(
                 raise PartitionError(
                     f"param group {index} of the {type(optimizer).__name__}: parameter {position} "
                     f"of shape {tuple(param.shape)} is not in the model; build the optimizer from "
-                    "model.parameters() of the very model that is sharded, and shard once"
+                    "model.parameters() of the very model that is sharded, and shard once. For one "
+                    "optimizer over two models, shard them as one: nn.ModuleList([first, second])"
                 )
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param.requires_grad for param in given):

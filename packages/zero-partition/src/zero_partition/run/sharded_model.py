@@ -366,7 +366,9 @@ class OutsideUses:
         raise AtRestError(
             f"{what}() would write to parameter {param_ref.name!r} while it rests sharded, and the "
             f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
-            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
+            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). If an "
+            "optimizer's step wrote to it, that optimizer was built after shard(): build it "
+            "before, and pass it, shard(model, optimizer)"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:

@@ -589,9 +589,9 @@ def _describe(
     ]
     found = zlib.crc32(" ".join(early).encode())
     return {
-        "placement of parameters": placements.params.value,
-        "placement of gradients": placements.grads.value,
-        "placement of optimizer state": placements.optim.value,
+        "the stage, which says the placement of parameters": placements.params.value,
+        "the stage, which says the placement of gradients": placements.grads.value,
+        "the stage, which says the placement of optimizer state": placements.optim.value,
         **{name: str(value) for name, value in asdict(config.limits).items()},
         **describe_parameters(plans, ""),
         **describe_others(plans, of_groups),
