@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, Final
 
 import zero_engine
+from sphinx.errors import ExtensionError
 
 ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = (
@@ -26,6 +29,19 @@ BLOCKS: Final = {  # what may be imported besides what a package's `__init__` li
 # "See `that`" or "As `that`" says it by a link, in the first line of a docstring.
 WHO_CALLS: Final = re.compile(r"collective|every rank|\blocal|\A.*\b(see|as) `", re.IGNORECASE)
 METHODS_ARE: Final = re.compile(r"methods are [a-z]+")
+FOUND_BY: Final = {  # query -> pages, each of which must be among the first three results
+    "out of memory": ("docs/guides/offload",),
+    "resume": ("docs/guides/checkpoints",),
+    "offload": ("docs/guides/offload",),
+    "checkpoint": ("docs/guides/checkpoints",),
+    "qlora": ("docs/guides/fine-tuning",),
+    "ema": ("docs/guides/ema",),
+    "hang": ("docs/guides/hangs",),
+    "slurm": ("docs/guides/multi-node",),
+    "tensor parallelism": ("docs/guides/composition",),
+    "clip_grad_norm_": ("docs/api/zero_engine", "docs/guides/accumulation"),
+    "shard": ("docs/api/zero_engine",),
+}
 
 project = "zero"
 version = release = zero_engine.__version__
@@ -34,19 +50,23 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "packages/*/*.md", "benchmarks/README.md", "*.md"]
 exclude_patterns = ["docs/_build"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["sphinx_copybutton", "sphinx_design"]
 
+myst_enable_extensions = ["colon_fence"]  # which GitHub shows as text, with its links
 myst_heading_anchors = 3
 default_role = "py:obj"  # a name in backticks links to where it is documented
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 html_theme = "furo"
 html_title = "zero"
 html_static_path = ["static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_extra_path = ["site"]  # index.html, which leads to `root_doc`
+html_search_scorer = str(ROOT / "docs/search/scorer.js")
+copybutton_prompt_text = "$ "
 
 
 def write_api(_: Any) -> None:
@@ -54,7 +74,8 @@ def write_api(_: Any) -> None:
     folder = ROOT / "docs" / "api"
     folder.mkdir(exist_ok=True)
     homes: dict[int, str] = {}
-    for package in reversed(PACKAGES):  # a name that two list is described where it comes from
+    # A name that several list is described by zero_engine, else where it comes from.
+    for package in (PACKAGES[0], *reversed(PACKAGES[1:])):
         for block in ("", *BLOCKS[package]):
             module = import_module(".".join(filter(None, (package, block))))
             page = folder / f"{module.__name__}.rst"
@@ -66,8 +87,11 @@ def _page(module: Any, homes: dict[int, str]) -> list[str]:
     lines = [name, "=" * len(name), "", f".. currentmodule:: {name}", ""]
     lines += [str(module.__doc__).partition("\n")[0], ""]
     lines += ["Names are there since 0.1.0, but where they say another version.", ""]
+    uses = num_pages_that_name(name, module.__all__)
+    if any(uses.values()):
+        lines += ["Those that most guides name come first.", ""]
     elsewhere = []
-    for public in sorted(module.__all__, key=str.lower):
+    for public in sorted(module.__all__, key=lambda each: (-uses[each], each.lower())):
         value = getattr(module, public)
         home = homes.setdefault(id(value), f"{name}.{public}")
         if public.startswith("__"):
@@ -82,6 +106,20 @@ def _page(module: Any, homes: dict[int, str]) -> list[str]:
     if elsewhere:
         lines += ["Also here", "---------", "", *elsewhere, ""]
     return lines
+
+
+def num_pages_that_name(module: str, names: list[str]) -> dict[str, int]:
+    """Count the guides whose code or text has each name, qualified or imported from the module."""
+    folders = (ROOT / "docs", ROOT / "docs/guides", ROOT / "docs/coming-from")
+    pages = [page.read_text() for folder in folders for page in sorted(folder.glob("*.md"))]
+    found = dict.fromkeys(names, 0)
+    for text in pages:
+        imported = re.findall(rf"from {re.escape(module)} import ([^\n(]+|\([^)]+)", text)
+        shown = {*re.findall(r"\w+", " ".join(imported))}
+        shown |= {*re.findall(rf"\b{re.escape(module)}\.(\w+)", text)}
+        for name in shown & found.keys():
+            found[name] += 1
+    return found
 
 
 def mark_local(*event: Any) -> None:
@@ -105,8 +143,30 @@ def mark_code(*event: Any) -> None:
             lines[at:at] = ["::", ""]
 
 
+def check_search(app: Any, error: Exception | None) -> None:
+    """Ask the built search for `FOUND_BY`, where node can run it; then print where the site is.
+
+    Raises:
+        ExtensionError: A page is not among the first three results for its query.
+    """
+    if error is not None or app.builder.name != "html":
+        return
+    if node := shutil.which("node"):
+        script = ROOT / "docs/search/first.js"
+        wrong = []
+        for query, pages in FOUND_BY.items():
+            command = [node, str(script), str(app.outdir), query]
+            ran = subprocess.run(command, capture_output=True, text=True, check=True)
+            first = ran.stdout.splitlines()
+            wrong += [f"{query!r}: {page} is not in {first}" for page in pages if page not in first]
+        if wrong:
+            raise ExtensionError("\n".join(["docs/search/scorer.js ranks guides wrongly:", *wrong]))
+    print(f"The site: {Path(app.outdir, 'index.html')}")
+
+
 def setup(app: Any) -> None:
-    """Connect what runs before pages are read, and before docstrings are."""
+    """Connect what runs around the reading of pages and docstrings, and after the build."""
     app.connect("builder-inited", write_api)
+    app.connect("build-finished", check_search)
     app.connect("autodoc-process-docstring", mark_local, priority=300)
     app.connect("autodoc-process-docstring", mark_code, priority=400)

@@ -15,6 +15,9 @@ from typing import Any, Final
 import pytest
 import scripts
 import torch
+import zero_engine
+from zero_engine import Precision, ZeroConfig
+from zero_partition import PartitionError
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = sorted(
@@ -233,6 +236,74 @@ def test_a_page_links_the_first_use_of_a_word_of_ours(page: Path) -> None:
     assert not unexplained
 
 
+# ---- Bytes ----
+
+
+def _rows(page: str, column: str) -> list[list[str]]:
+    """Cells of the table of a page whose head has the column, below the head."""
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", (ROOT / page).read_text())
+    [table] = [table for table in tables if column in table.partition("\n")[0]]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
+def _bytes_of_gpt(world_size: int, stage: int) -> float:
+    """Bytes per parameter of the GPT of `hatch run bench step`, with gradients and buffers."""
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.append(str(ROOT / "benchmarks"))
+    benchmark = import_module("model")
+    with torch.device("meta"):
+        model = benchmark.GPT(benchmark.SHAPES["25m"])
+    config = ZeroConfig(stage=stage)
+    plan = zero_engine.plan(model, config, world_size=world_size, device="cpu")
+    return plan.memory.before_step.total_bytes / plan.numel
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_bytes_with_buffers_are_those_that_a_plan_says(stage: int) -> None:
+    """Who chooses a stage by the formula of model state alone runs out of memory at stage 1."""
+    planned = [f"{_bytes_of_gpt(world_size, stage):.1f}" for world_size in (2, 8)]
+    size = zero_engine.planning.GPTSize(32, 4096, params=7 * 10**9, dtype=torch.bfloat16)
+    config = ZeroConfig(stage=stage, precision=Precision(params=torch.bfloat16))
+
+    assert _rows("README.md", "sharded at rest")[stage][3:5] == planned
+    *of_gpt, of_large = _rows("docs/memory.md", "bytes per parameter, with")
+    assert [row[1 + stage] for row in of_gpt] == planned
+    if stage == 0:
+        assert of_large[1] == "refused"
+        with pytest.raises(PartitionError):
+            zero_engine.plan(size, config, world_size=8)
+        return
+    peak = zero_engine.plan(size, config, world_size=8).memory.step_peak_bytes
+    assert of_large[1 + stage] == f"{peak / size.params:.1f} ({peak / 1e9:.0f} GB)"
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize(
+    ("precision", "sizes"),
+    [
+        pytest.param(Precision(), {"p": 4, "g": 4, "o": 8}, id="fp32"),
+        pytest.param(Precision(params=torch.bfloat16), {"p": 2, "g": 4, "o": 12}, id="bf16"),
+    ],
+)
+def test_the_formulas_of_bytes_are_those_of_a_plan(
+    precision: Precision, sizes: dict[str, int], world_size: int
+) -> None:
+    """To the byte, of a model of equal units; flags and padding are apart."""
+    for stage, _, formula, _ in _rows("docs/memory.md", "with gradients and buffers, in a step"):
+        if stage == "0" and precision.params is not None:
+            continue  # there are no masters
+        with torch.device("meta"):
+            pairs = [[torch.nn.Linear(64, 64, bias=False) for _ in range(2)] for _ in range(8)]
+            model = torch.nn.Sequential(*(torch.nn.Sequential(*pair) for pair in pairs))
+        config = ZeroConfig(stage=int(stage), precision=precision, min_unit_bytes=0)
+        plan = zero_engine.plan(model, config, world_size=world_size, device="cpu")
+        report = plan.memory.before_step
+        written = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula.replace("*", ""))
+
+        expected = eval(written, {**sizes, "N": world_size, "P": plan.numel, "U": 2 * 64 * 64})
+        assert report.total_bytes - report.scalars_bytes - report.padding_bytes == expected
+
+
 # ---- Pictures ----
 
 
@@ -357,3 +428,41 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom_on_two_ranks(
         assert re.search(PRINTED.get(page.stem, ""), printed), printed
     for shown in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S):
         assert " ".join(shown.split()) in " ".join(printed.split()), printed
+
+
+INDEX: Final = (ROOT / "docs/index.md").read_text()
+TABS: Final = dict(re.findall(r"(?ms)^:::\{tab-item\} ([^\n]*)\n```python\n(.*?)^```", INDEX))
+
+
+@pytest.mark.parametrize(
+    "tab",
+    [
+        pytest.param(
+            tab,
+            marks=[pytest.mark.cpu_only(CPU_ONLY[tab.lower()])] if tab.lower() in CPU_ONLY else [],
+        )
+        for tab in TABS
+    ],
+)
+def test_the_loop_of_each_tab_of_the_index_runs_on_two_ranks(
+    tab: str, ranks, tmp_path: Path
+) -> None:
+    """What a reader sees first is a whole program."""
+    script = tmp_path / "loop.py"
+    enter = f"import os\nhere = os.getcwd()\nos.chdir({str(tmp_path)!r})"
+    script.write_text("\n".join([enter, TABS[tab], "os.chdir(here)"]))
+
+    scripts.on_ranks(ranks)(str(script), [])
+
+
+def test_the_index_names_every_guide_in_a_card_and_in_the_menu() -> None:
+    """A page that no task leads to is not read."""
+    cards, _, menu = INDEX.partition("## The loop")
+    guides = {
+        f"{folder}/{page.stem}"
+        for folder in ("guides", "coming-from")
+        for page in ROOT.glob(f"docs/{folder}/*.md")
+    }
+
+    assert guides <= {*re.findall(r"\]\(([\w/-]+)\.md[)#]", cards)}
+    assert guides <= {*re.findall(r"(?m)<([\w/-]+)>$", menu)}
