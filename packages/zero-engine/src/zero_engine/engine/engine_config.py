@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from attrs import Attribute, field, frozen
@@ -180,8 +180,22 @@ class EngineConfig:
         )
 
     def table(self) -> str:
-        """Return a table to print of all keys in the file, and of all inferred or default ones."""
-        rows = [(each.key, each.value, each.origin, each.meaning) for each in self.sources]
+        """Return a table of all keys, given or not, at most 100 columns wide."""
+        rows = [
+            (_in_lines(each.key), each.value, each.origin, each.meaning) for each in self.sources
+        ]
         return as_table(
-            rows, headers=["key", "value", "from", "meaning"], missingval="-", disable_numparse=True
+            rows,
+            headers=["key", "value", "from", "meaning"],
+            missingval="-",
+            disable_numparse=True,
+            maxcolwidths=[_KEY_WIDTH, 18, 8, 27],
         )
+
+
+_KEY_WIDTH: Final = 41
+
+
+def _in_lines(key: str) -> str:
+    """Return a key, in two lines if it is longer than its column."""
+    return key if len(key) <= _KEY_WIDTH else ".\n".join(key.rsplit(".", 1))
