@@ -16,7 +16,7 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from split_models import adamw, build_split, mesh_of, train_split
+from split_models import build_split, mesh_of, train_split
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Precision
