@@ -147,6 +147,7 @@ def _plain_losses(num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.cpu_only("agents of torchrun start ranks of their own")
 def test_training_goes_on_with_the_hosts_that_there_are(tmp_path: Path) -> None:
