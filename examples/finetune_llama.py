@@ -7,7 +7,7 @@
 It learns to write docstrings. Examples are the functions of Python's standard library: the code is
 the prompt, and the first paragraph of the docstring is the answer. Without `--base` it first makes
 a base to start from, in the place of a model that is downloaded: a tokenizer and a small Llama,
-trained on the same sources for a minute and saved as a Hugging Face folder.
+trained on other modules for a minute and saved as a Hugging Face folder.
 
 A run folder that has checkpoints is gone on with, at any number of ranks. It needs transformers and
 peft. What ZeRO asks of a plain program is on the lines marked `# zero`.
