@@ -173,7 +173,8 @@ assert not os.wait()[1]
 """
 WINGS: Final = {
     *("zero_engine.checkpoint", "zero_engine.engine", "zero_engine.planning"),
-    *("zero_engine.integrations", "zero_engine.cli", "zero_deepspeed", "tabulate"),
+    *("zero_engine.integrations", "zero_engine.cli", "zero_engine.commands"),
+    *("zero_deepspeed", "tabulate"),
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import zero_engine
 from zero_engine import ZeroConfig
-from zero_engine.planning import GPTSize
+from zero_engine.planning import GPTSize, estimate_activations
 
 SIZE = ["--layers", "4", "--hidden", "256"]
 
@@ -45,7 +48,8 @@ def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
 
     out = capsys.readouterr().out
     assert status == 0
-    assert "stage 3 + host optimizer, 3,145,728 parameters, AdamW, rank 0 of 8" in out
+    heading = "3,145,728 parameters, AdamW, bf16, fp32 masters: yes, rank 0 of 8"
+    assert f"stage 3 + host optimizer, {heading}" in out
     assert "blocks.*" in out
     assert "of it to other nodes" in out
     # What room there is was given to know whether it fits.
@@ -129,9 +133,99 @@ def test_sizes_are_decimal_but_for_those_with_an_i(zero, capsys) -> None:
     outs = set()
     for text, num_bytes in (("0.038GB", 38 * 10**6), ("36.5 MiB", 73 * 2**19), ("7b", 7)):
         said = []
-        for size in (text, num_bytes):
+        for size in (text, f"{num_bytes}B"):
             assert zero("plan", *SIZE, "--world-size", "8", "--device-memory", size) == 0
             said.append(capsys.readouterr().out)
         assert said[0] == said[1]
         outs.add(said[0])
     assert len(outs) == 3
+
+
+def test_memory_without_a_unit_is_in_gib_and_is_shown_so(zero, capsys) -> None:
+    """Devices are known by a number; a number for bytes would be taken for much more."""
+    plan = ["plan", *SIZE, "--world-size", "8", "--device-memory"]
+    outs = []
+    for size in ("80", "80GiB", "80 GB"):
+        assert zero(*plan, size) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+    assert "there is 85.9 GB (80 GiB) of a device" in outs[0]
+    assert "there is 80.0 GB of a device" in outs[2] and "GiB" not in outs[2]
+    assert zero(*plan, str(80 * 10**9)) == 2
+    assert "for bytes, write 80000000000B" in capsys.readouterr().err
+
+
+def test_the_heading_says_dtypes_and_masters(zero, capsys) -> None:
+    """Masters take more than twice what 16-bit parameters do: a plan says if they are in it."""
+    plan = ["plan", *SIZE, "--world-size", "8"]
+    for dtype, further, expected in (
+        ("bf16", [], "AdamW, bf16, fp32 masters: yes, 8 ranks"),
+        ("fp16", ["--no-masters"], "AdamW, fp16, fp32 masters: no, 8 ranks"),
+        ("fp32", [], "AdamW, fp32, 8 ranks"),
+        ("bf16", ["--optimizer", "none"], "none, bf16, 8 ranks"),
+        ("bf16", ["--stage", "2"], "AdamW, bf16, fp32 masters: yes, rank 0 of 8"),
+    ):
+        assert zero(*plan, "--dtype", dtype, *further) == 0
+        assert expected in capsys.readouterr().out.partition("\n")[0]
+
+
+@pytest.mark.slow
+def test_activations_of_a_configuration_are_estimated_and_called_so(
+    zero, capsys, tmp_path: Path
+) -> None:
+    """The model of a 16-bit configuration is planned as shard() would take it: without masters."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
+    path.write_text(json.dumps(config))
+    plan = ["plan", path, "--world-size", "2"]
+    size = ["--batch-size", "2", "--sequence-length", "16"]
+    expected = estimate_activations(path, batch_size=2, sequence_length=16)
+
+    assert zero(*plan, *size) == 0
+    out = capsys.readouterr().out
+    assert "bf16, fp32 masters: no" in out.partition("\n")[0]
+    assert "fits with estimated activations" in out
+    assert "for activations (an estimate), and not what" in out
+    assert zero(*plan, *size, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["activations_bytes"], found["activations_are_estimated"]) == (expected, True)
+    wide = estimate_activations(path, batch_size=2, sequence_length=16, dtype=torch.float32)
+    assert zero(*plan, *size, "--json", "--dtype", "fp32") == 0
+    assert json.loads(capsys.readouterr().out)["activations_bytes"] == wide > expected
+    for wrong in (size[:2], [*size, "--activations-memory", "2MB"]):
+        assert zero(*plan, *wrong) == 1
+        assert "expected --batch-size with --sequence-length, or" in capsys.readouterr().err
+
+
+COMMAND = [sys.executable, "-m", "zero_engine"]
+
+
+def test_help_is_shown_without_torch() -> None:
+    """Torch takes a second or two to import, at each typing error."""
+    for arguments in (["--help"], ["plan", "--help"], ["plan", "--world-size", "eight"]):
+        program = f"""
+import sys
+from zero_engine.cli import main
+try:
+    main({arguments})
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
+        assert "usage: zero" in ran.stdout + ran.stderr
+        assert "False\n" in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
+    """`zero plan --json | head` is no error."""
+    plan = [*COMMAND, "plan", *SIZE, "--world-size", "8", "--json"]
+    with subprocess.Popen(plan, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
+        assert ran.stdout is not None and ran.stderr is not None
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+    assert ran.returncode == 128 + 13  # as of a program that SIGPIPE ended

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 
 MODULE = """
-import os, torch
+import os, time, torch
 
 seed = 3
 
@@ -27,6 +28,25 @@ def other():
         torch.manual_seed(int.from_bytes(os.urandom(4)))
         return torch.nn.Linear(4, 1)
     return same() | {"build_model": build}
+
+def lacking():
+    given = same()
+    del given["batches"], given["build_optimizer"]
+    return given
+
+def misspelt():
+    return same() | {"batch": []}
+
+def grouped():
+    return same() | {"group": None}
+
+def slow():
+    given = same()
+    build = given["build_model"]
+    def build_slowly():
+        time.sleep(0.8)
+        return build()
+    return given | {"build_model": build_slowly}
 
 def fails():
     raise AttributeError("of the user's")
@@ -50,6 +70,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine:other", 1, "step 0, initial weight of 'weight'"),
         ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
         ("mine:seed", 1, "expected a function that returns a dict or tuple of what"),
+        ("mine:lacking", 1, "missing a required argument: 'build_optimizer'; got 'build_model'"),
+        ("mine:misspelt", 1, "got an unexpected keyword argument 'batch'; got 'build_model', "),
+        ("mine:grouped", 1, "got multiple values for keyword argument 'group'"),
         ("nothing:same", 1, "No module named 'nothing'"),
     ],
 )
@@ -58,6 +81,27 @@ def test_the_status_says_what_differs(zero, function: str, status: int, said: st
     assert zero("verify", function) == status
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mine")
+def test_a_terminal_is_told_what_takes_long(zero, capsys, monkeypatch) -> None:
+    """A log is not: it would have a line for each change."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal := _Terminal())
+        assert zero("verify", "mine:slow") == 0
+    shown = terminal.getvalue()
+    assert "\rzero: verify(): building models\x1b[K" in shown
+    assert shown.endswith("\r\x1b[K")  # erased
+    assert "are equal in every bit" in capsys.readouterr().out
+
+    assert zero("verify", "mine:slow") == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("mine")

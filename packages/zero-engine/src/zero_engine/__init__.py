@@ -2,7 +2,7 @@
 
 # Layers, lowest first: errors, moved, torch_private, checks, offload, readers, config,
 # state_offload, reports, failure, planning, sharding, checkpoint, observe, engine, integrations,
-# cli, testing.
+# commands, cli, testing.
 
 from __future__ import annotations
 

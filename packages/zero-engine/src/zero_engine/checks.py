@@ -44,6 +44,17 @@ def check_number(
     return value
 
 
+def own_masters(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return whether an optimizer keeps masters of 16-bit parameters by itself.
+
+    None: it has no such setting. zero-offload's `CPUAdam` and `FusedAdam` have one, and so do
+    optimizers with `masters` in their groups.
+    """
+    said = [group["masters"] for group in optimizer.param_groups if "masters" in group]
+    kept: bool | None = getattr(optimizer, "keeps_masters", any(said) if said else None)
+    return kept
+
+
 def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | None = None) -> Any:
     """Return an attrs validator: a number in [minimum, below), or None if that is the default."""
 

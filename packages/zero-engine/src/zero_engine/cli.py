@@ -1,53 +1,22 @@
-"""The `zero` command."""
+"""The `zero` command: its arguments, which are read without torch. `commands` carries them out."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pkgutil import resolve_name
-from typing import Any, Final
-
-import attrs
-import torch
-import zero_comm
-from zero_comm import Loco
-from zero_offload import StoreError
-from zero_partition import PartitionError, Precision, Wire
-
-from zero_engine.checkpoint.export import export
-from zero_engine.checkpoint.ranges import CODES
-from zero_engine.failure import summary
-from zero_engine.observe.verify import verify
-from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
-from zero_engine.planning.plan import plan
-from zero_engine.planning.sources import GPTSize
-from zero_engine.planning.tables import (
-    options_table,
-    plan_table,
-    recommendation,
-    save_picture,
-)
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from .__about__ import __version__
-from .config import ZeroConfig
-from .errors import ConfigError, FileError
-from .offload import Offload
 
-DTYPES: Final = {
-    **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+if TYPE_CHECKING:
+    import torch
 
 
 def dtype_of(text: str) -> torch.dtype:
     """Return a floating-point dtype by its name; raise ArgumentTypeError otherwise."""
+    from .commands import DTYPES  # noqa: PLC0415  # needs torch
+
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(
             f"expected one of {', '.join(sorted(DTYPES))}, got {text!r}"
@@ -77,8 +46,20 @@ def num_bytes_of(text: str) -> int:
     return size
 
 
+def memory_of(text: str) -> int:
+    """Return the bytes of a memory's size: a number without a unit, such as 80, is in GiB."""
+    if not re.fullmatch(r"\d+(?:\.\d+)?", text.strip()):
+        return num_bytes_of(text)
+    if float(text) >= _MOST_GIB:
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 80 (GiB) or 80GB, got {text!r}, which would be GiB; for "
+            f"bytes, write {text.strip()}B"
+        )
+    return num_bytes_of(f"{text.strip()}GiB")
+
+
+_MOST_GIB: Final = 10**6  # above, a number without a unit is taken for bytes, and refused
 _PLACES: Final = ("device", "host", "disk")
-_SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # of options, as JSON
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -99,7 +80,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument(
         "--params", type=_number, help="of all, embeddings included: 7.5e9; 12 x layers x hidden^2"
     )
-    model.add_argument("--dtype", type=dtype_of, help="of parameters, such as bf16")
+    model.add_argument(
+        "--dtype",
+        type=dtype_of,
+        help="of parameters, such as bf16, with fp32 masters; without it, that of MODEL, without",
+    )
     model.add_argument(
         "--no-masters", action="store_true", help="without fp32 masters of 16-bit parameters"
     )
@@ -128,7 +113,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         ("disk", "of each machine's disk"),
         ("activations", "of each device, for what a plan does not know"),
     ):
-        room.add_argument(f"--{name}-memory", type=num_bytes_of, metavar="SIZE", help=what)
+        said = f"{what}; 80 is 80 GiB" if name == "device" else what
+        room.add_argument(f"--{name}-memory", type=memory_of, metavar="SIZE", help=said)
+    for name, what in (
+        ("batch-size", "sequences of a rank in a micro-batch, to estimate activations of MODEL"),
+        ("sequence-length", "tokens of each"),
+    ):
+        room.add_argument(f"--{name}", type=_number, metavar="N", help=what)
     room.add_argument(
         "--reserve",
         type=share_of,
@@ -138,96 +129,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("--json", action="store_true", help="as JSON, in place of tables")
     parser.add_argument("--picture", metavar="FILE", help="stacked bars of memory, as PNG")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> None:
-    arguments: dict[str, Any] = {
-        "world_size": options.world_size,
-        "ranks_per_node": options.ranks_per_node,
-        "optimizer": None if options.optimizer == "none" else options.optimizer,
-        "device": options.device,
-    }
-    room = Room(
-        device=options.device_memory,
-        host=options.host_memory,
-        disk=options.disk_memory,
-        activations=options.activations_memory or 0,
-        reserve=options.reserve,
-    )
-    model, detailed = _model(options), _detailed(options)
-    if detailed is not None:
-        planned = plan(model, detailed, **arguments)
-        one = Option.of(planned, room, options.ranks_per_node or options.world_size)
-        every, table = (one,), f"{plan_table(planned)}\n\n{recommendation((one,), room)}"
-        found: dict[str, Any] = planned.to_dict() | {"fits": one.fits}
-    else:
-        every = plan_options(model, _config(options), room=room, **arguments)
-        chosen, table = recommend(every), options_table(every, room)
-        found = {
-            "options": [
-                {name: getattr(each, name) for name in _SAID} | {"plan": each.plan.to_dict()}
-                for each in every
-            ],
-            "activations_bytes": room.activations,
-            "reserve": room.reserve,
-            "recommended": None if chosen is None else chosen.name,
-        }
-    if options.picture is not None:
-        save_picture([each.plan for each in every], options.picture)
-    print(json.dumps(found, indent=1) if options.json else table)
-
-
-def _model(options: argparse.Namespace) -> Any:
-    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "params")}
-    given = [f"--{name}" for name, value in sizes.items() if value is not None]
-    if options.model is not None:
-        if given:
-            raise ConfigError(
-                f"expected MODEL or --layers and --hidden, got both: {options.model!r} and "
-                + ", ".join(given)
-            )
-        return options.model
-    if options.layers is None or options.hidden is None:
-        raise ConfigError(
-            "expected MODEL (a config.json of transformers), or --layers and --hidden, with or "
-            f"without --params; got {', '.join(given) or 'none of them'}"
-        )
-    return GPTSize(
-        options.layers, options.hidden, options.params, dtype=options.dtype or torch.float32
-    )
-
-
-def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
-    """Return the one configuration to plan in detail; None to plan all of them."""
-    rests = (options.optimizer_rests, options.params_rest)
-    if options.config is not None:
-        asked = options.stage is not None or _config(options).wire != Wire()
-        if asked or rests != ("device", "device"):
-            raise ConfigError("expected --config, or --stage and what rests where, got both")
-        return ZeroConfig.from_deepspeed(options.config)
-    if options.stage is None:
-        if rests != ("device", "device"):
-            raise ConfigError("expected --stage with --optimizer-rests and --params-rest")
-        return None
-    return attrs.evolve(
-        _config(options), stage=options.stage, offload=offload_at(*rests, like=Offload())
-    )
-
-
-def _config(options: argparse.Namespace) -> ZeroConfig:
-    """Return the configuration of precision and wire, which applies to every stage planned."""
-    precision, masters = None, None if options.no_masters else torch.float32
-    if options.dtype is not None:
-        precision = Precision(params=options.dtype, masters=masters)
-    wire = Wire(
-        secondary=options.secondary,
-        replicas=options.replicas,
-        params=options.encode_params,
-        gradients=options.encode_gradients,
-        loco=Loco() if options.loco else None,
-    )
-    return ZeroConfig(precision=precision, wire=wire)
 
 
 def _number(text: str) -> int:
@@ -250,50 +151,6 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     what = "a dict or tuple of what zero_engine.verify() takes"
     parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"returns {what}")
-    parser.set_defaults(run=_run_verify)
-
-
-def _run_verify(options: argparse.Namespace) -> int:
-    group, text = zero_comm.init(), options.function
-    sys.path.insert(0, "")  # the working directory, as for `python -m`
-    try:
-        function = resolve_name(text)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
-    given: Any = function() if callable(function) else None
-    if not isinstance(given, Mapping | tuple):
-        raise ConfigError(
-            f"{text}: expected a function that returns a dict or tuple of what "
-            f"zero_engine.verify() takes, got {function if given is None else given!r}"
-        )
-    is_named = isinstance(given, Mapping)
-    found = verify(**given, group=group) if is_named else verify(*given, group=group)
-    if group.rank == 0:
-        print(found)
-    return 0 if found.is_equal or found.is_chosen else 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `zero` command with these arguments; with those of the process when None.
-
-    Returns the exit status: 0; 1 after an error, which is printed as one line on stderr, or if
-    `zero verify` found a difference that was not chosen. Arguments that cannot be parsed exit
-    with 2 at once.
-    """
-    parser = argparse.ArgumentParser(
-        prog="zero",
-        description="Look ahead to training with zero_engine, and after what it left behind.",
-    )
-    parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in _COMMANDS:
-        add(commands)
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options) or 0
-    except (ConfigError, FileError, PartitionError, StoreError) as error:
-        print(f"zero: {error}", file=sys.stderr)
-        return 1
 
 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -306,30 +163,11 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     parser.add_argument("--format", choices=["safetensors"], default="safetensors")
-    parser.add_argument(
-        "--dtype", type=dtype_of, help=f"of floating-point tensors: {', '.join(sorted(DTYPES))}"
-    )
+    parser.add_argument("--dtype", type=dtype_of, help="of floating-point tensors, such as bf16")
     parser.add_argument(
         "--max-shard-size", type=num_bytes_of, default="5GB", metavar="SIZE", help="such as 5GB"
     )
     parser.add_argument("--tag", help="of the checkpoint; the newest complete one if not given")
-    parser.set_defaults(run=_run_export)
-
-
-def _run_export(options: argparse.Namespace) -> None:
-    with _progress_bar() as progress:
-        report = export(
-            options.checkpoint,
-            options.out,
-            tag=options.tag,
-            dtype=options.dtype,
-            max_shard_bytes=options.max_shard_size,
-            progress=progress,
-        )
-    print(
-        f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in "
-        f"{len(report.files)} {'file' if len(report.files) == 1 else 'files'}"
-    )
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -340,19 +178,27 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "that ends the program, and at SIGUSR1; say how they differ, and whom to look at first.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="where they are: what ZERO_REPORT says")
-    parser.set_defaults(run=lambda options: print(summary(options.folder)))
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int], object] | None]:
-    """Yield a function to call with the number of bytes written; None if tqdm is missing."""
-    try:
-        from tqdm import tqdm  # noqa: PLC0415  # no dependency of ours
-    except ImportError:
-        yield None
-        return
-    with tqdm(unit="B", unit_scale=True, disable=None) as bar:
-        yield bar.update
 
 
 _COMMANDS: Final = (_add_export, add_plan, _add_report, _add_verify)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the `zero` command with these arguments; with those of the process when None.
+
+    Returns the exit status: 0; 1 after an error, which is printed as one line on stderr, or if
+    `zero verify` found a difference that was not chosen; 141, as of a program that SIGPIPE ended,
+    if the reader of stdout went away. Arguments that cannot be parsed exit with 2 at once.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero",
+        description="Look ahead to training with zero_engine, and after what it left behind.",
+    )
+    parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in _COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    from .commands import run  # noqa: PLC0415  # help needs no torch
+
+    return run(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,9 +17,9 @@ from zero_comm import AnyRanks, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement, ranks_of
-from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded
+from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded, members_of
 
-from .checks import default_group
+from .checks import default_group, own_masters
 from .config import ZeroConfig
 from .errors import ConfigError
 from .offload import backends_of
@@ -28,6 +29,7 @@ AnyOptimizer = TypeVar(
     "AnyOptimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 )
 
+_NARROW: Final = {torch.bfloat16, torch.float16}
 _LOG: Final = logging.getLogger("zero_engine")
 
 
@@ -56,7 +58,8 @@ def shard(
             is not elementwise restricts how parameters are cut, or is refused: `ZeroConfig.cut`.
             Several in a list are stepped, zeroed and clipped one by one, in any order, as those of
             a GAN; optimizers that step together are one `ChainedOptimizer`.
-        config: `ZeroConfig()`, stage 3, when None.
+        config: `ZeroConfig()`, stage 3, when None. Without a `precision`, 16-bit parameters have no
+            fp32 masters, which rank 0 warns of.
         group: The ranks to distribute over: a Group, a ProcessGroup, or a DeviceMesh of one
             dimension, or of two, of which the first has replicas and the second shards (as
             `Wire.replicas` does, too). All ranks when None, or just this process if
@@ -110,6 +113,8 @@ def shard(
         except Exception as error:  # partition() refuses what is wrong with a model
             line = f"what it will take is not known ({error!r})"
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
+    if config.precision is None and group.rank == 0:
+        _warn_without_masters(chosen)
     failure.install(model, group, _write_report)
     offload = config.offload
     if config.sanitize and offload is not None and offload.path is not None:
@@ -118,6 +123,24 @@ def shard(
     backends = partial(backends_of, offload, group.device)
     partition(model, chosen, config.for_partition, group=group, backends=backends)
     return model, optimizer
+
+
+def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
+    """Warn that 16-bit parameters are updated as they are, where nobody has said so."""
+    for each in members_of(optimizer):
+        params = (param for group in each.param_groups for param in group["params"])
+        narrow = {param.dtype for param in params if param.requires_grad} & _NARROW
+        if narrow and own_masters(each) is None:
+            dtypes = ", ".join(sorted(map(str, narrow)))
+            warnings.warn(
+                f"shard(): {type(each).__name__} updates parameters of {dtypes} without fp32 "
+                "masters, so that an update below half of a parameter's last bit is "
+                "lost: with a learning rate of 1e-5, most are. Pass ZeroConfig(precision="
+                "Precision()), at stage 1, 2 or 3, which keeps masters with the optimizer's state; "
+                "Precision(masters=None) says that none are wanted, without this warning",
+                stacklevel=3,
+            )
+            return
 
 
 def _as_one(

@@ -5,10 +5,12 @@ Each exists in every version that `docs/versions.md` lists, unless a comment say
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch._subclasses
 
 # Getters in C: they cost a call of a Python function less than one of our own.
 own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
@@ -24,6 +26,14 @@ foreach_sub_: Final = torch._foreach_sub_
 
 # Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now: None if not.
 is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which tensors of any device have no memory, and operators no values.
+
+    Unlike the meta device, each operator is the one that torch takes on the tensors' device.
+    """
+    return torch._subclasses.FakeTensorMode()
 
 
 def current_backward() -> int:

@@ -124,7 +124,8 @@ class _Trainer:
     loss: Callable[[nn.Module, Any], Any]
     group: Group
     rngs: Mapping[str, Tensor]  # where building and training begin
-    doing: str = "while models were built"
+    progress: Callable[[str], object] | None = None
+    doing: str = ""
 
     def compare(
         self, config: ZeroConfig | None, like_us: Sequence[str] = ()
@@ -154,6 +155,7 @@ class _Trainer:
         return tuple(Difference(*row) for row in rows)
 
     def _run(self, config: ZeroConfig | None, like_us: Sequence[str]) -> _Run:
+        self._begin("building models")
         restore_rngs(self.rngs, self.group.device)
         model = self.build_model()
         if any(map(is_dtensor, model.parameters())):
@@ -192,7 +194,7 @@ class _Trainer:
             for run in runs:
                 restore_rngs(before, self.group.device)
                 plain = "the plain model" if run.called is run.model else _DDP
-                self.doing = f"in step {step} under {_OURS if run.is_sharded else plain}"
+                self._begin(f"in step {step} under {_OURS if run.is_sharded else plain}")
                 losses.append(self._backward(run, batch))
                 after.append(capture_rngs(self.group.device))
             before, others = after
@@ -200,11 +202,16 @@ class _Trainer:
             yield step, "random numbers", "", None, None if is_same else losses[0]
             yield step, "loss", "", *losses
             yield from of_params(step, "gradient")
-            self.doing = f"in step {step}, where optimizers step"
+            self._begin(f"in step {step}, where optimizers step")
             for run in runs:
                 run.optimizer.step()
                 run.optimizer.zero_grad()
             yield from of_params(step, "weight")
+
+    def _begin(self, doing: str) -> None:
+        self.doing = doing
+        if self.progress is not None:
+            self.progress(f"verify(): {doing}")
 
     def _backward(self, run: _Run, batch: Any) -> Tensor:
         loss = self.loss(run.called, copy.deepcopy(batch))  # which may be changed in place
@@ -249,6 +256,7 @@ def verify(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     num_steps: int = 3,
     group: AnyRanks | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> VerificationResult:
     """Train a model under DistributedDataParallel and under `config`, and compare. Collective.
 
@@ -266,6 +274,7 @@ def verify(
             `loss` of something.
         num_steps: At most, of one batch each.
         group: As for `shard`; this process alone is on torch's default device when None.
+        progress: Called with a description of each part of a step before it begins.
 
     Raises:
         ConfigError: There is no loss, ranks do not have as many batches, or two models share
@@ -284,9 +293,13 @@ def verify(
         numbers = all_gather_json(len(given), group=group)
         if len(set(numbers)) > 1 or not given:
             raise ConfigError(f"verify(): expected as many batches on every rank, got {numbers}")
-        trainer = _Trainer(build_model, build_optimizer, given, loss or _own_loss, group, rngs)
+        trainer = _Trainer(
+            build_model, build_optimizer, given, loss or _own_loss, group, rngs, progress
+        )
         with warnings.catch_warnings():  # DDP's, of gradients that autograd made
             warnings.filterwarnings("ignore", "Grad strides do not match")
+            # DDP has no masters either, and a run is no training.
+            warnings.filterwarnings("ignore", ".* without fp32 masters")
             try:
                 return _explained(trainer, config)
             except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -10,7 +10,7 @@ import attrs
 from attrs import field, frozen
 from zero_partition import PartitionError
 
-from zero_engine.checks import at_least, names_fields
+from zero_engine.checks import at_least, is_kind, names_fields
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
@@ -47,6 +47,7 @@ class Room:
         host: Of each machine, for all ranks on it.
         disk: Likewise.
         activations: Of each device, taken by activations and what else a plan does not know.
+        activations_are_estimated: Whether `estimate_activations` says so; tables then do, too.
         reserve: Share of each device that is left free, for what is not known even so.
 
     Raises:
@@ -57,6 +58,7 @@ class Room:
     host: int | None = field(default=None, validator=at_least(0, int))
     disk: int | None = field(default=None, validator=at_least(0, int))
     activations: int = field(default=0, validator=at_least(0, int))
+    activations_are_estimated: bool = field(default=False, validator=is_kind(bool))
     reserve: float = field(default=0.0, validator=at_least(0, (int, float), below=1))
 
     @property
@@ -115,6 +117,7 @@ def plan_options(
     world_size: int,
     room: Room | None = None,
     ranks_per_node: int | None = None,
+    progress: Callable[[str], object] | None = None,
     **arguments: Any,
 ) -> tuple[Option, ...]:
     """Plan every stage and residence that is possible, the cheapest first. Local.
@@ -125,6 +128,7 @@ def plan_options(
         world_size: Number of ranks.
         room: What there is; no bounds when None.
         ranks_per_node: Ranks that share a machine, its host memory and its disk; all when None.
+        progress: Called with the name of each option before it is planned.
         arguments: Further ones of `plan`.
 
     Raises:
@@ -139,6 +143,8 @@ def plan_options(
             continue
         try:
             each = attrs.evolve(config, stage=stage, offload=offload)
+            if progress is not None:
+                progress(name_of(each))
             planned = plan(
                 model, each, world_size=world_size, ranks_per_node=ranks_per_node, **arguments
             )

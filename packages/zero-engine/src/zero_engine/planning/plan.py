@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -34,6 +35,7 @@ from zero_partition.planning import (
 )
 from zero_partition.seams import OffloadAllocation, members_of, plan_allocation
 
+from zero_engine.checks import own_masters
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload, backends_of, shares_of
@@ -134,6 +136,7 @@ class Plan:
     rank: int  # whose: the one with most, if none was asked for
     config: ZeroConfig
     optimizer: str  # its class, or "none"
+    dtypes: str  # of parameters, and whether 16-bit ones have masters: "bf16, fp32 masters: no"
     numel: int  # parameters of the model, each once
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
@@ -270,6 +273,7 @@ def plan(
         rank=rank,
         config=config,
         optimizer="none" if made is None else type(made).__name__,
+        dtypes=_dtypes(planned, made),
         numel=sum(param.numel() for param in model.parameters()),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         memory=plan_memory(planned, rank, **backends),
@@ -278,6 +282,36 @@ def plan(
         traffic=traffic,
         units=_rows(planned, rank, traffic),
     )
+
+
+_WORDS: Final = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+def _dtypes(planned: ModelPlan, optimizer: torch.optim.Optimizer | None) -> str:
+    """Return dtypes of parameters in words, and whether trained 16-bit ones have masters."""
+    buffers = [buffer for unit in planned.units for buffer in unit.buffers]
+    sizes = Counter[torch.dtype]()
+    for buffer in buffers:
+        sizes[buffer.dtype] += buffer.layout.numel
+    text = " and ".join(_in_words(dtype) for dtype, _ in sizes.most_common())
+    trained = {buffer.dtype for buffer in buffers if buffer.trainable}
+    narrow = trained & {torch.bfloat16, torch.float16}
+    if optimizer is None or not narrow:
+        return text
+    masters = {planned.precision.master_of(dtype) for dtype in narrow} - {None}
+    if masters:
+        return f"{text}, {' and '.join(map(_in_words, masters))} masters: yes"
+    owns = any(own_masters(each) for each in members_of(optimizer))
+    return f"{text}, fp32 masters: {'in the optimizer' if owns else 'no'}"
+
+
+def _in_words(dtype: Any) -> str:
+    return _WORDS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _rows(

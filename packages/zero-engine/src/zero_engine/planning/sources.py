@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from zero_engine.checks import at_least
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.readers import find_reader
 
-_LONGEST: Final = 300  # characters of an error of others: some list all there is
+LONGEST: Final = 300  # characters of an error of others: some list all there is
 
 _OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor")
 
@@ -89,9 +90,9 @@ def model_of(source: Any) -> nn.Module:
     if isinstance(source, GPTSize):
         return source.build()
     if isinstance(source, str | Path):
-        source = _read_config(Path(source))
+        source = read_config(Path(source))
     if isinstance(source, Mapping) or hasattr(source, "model_type"):
-        return _hugging_face_model(source)
+        return hugging_face_model(source)
     raise ConfigError(
         "plan(): expected a torch module, a GPTSize, or a configuration of transformers (object, "
         f"dict, config.json or its folder), got {source!r} of type {type(source).__name__}"
@@ -143,7 +144,12 @@ def read_json(path: Path, expected: str = "") -> Any:
         raise FileError(f"{path}: expected JSON, got something else: {error}") from error
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the content of a config.json of transformers, or of the folder with it.
+
+    Raises:
+        FileError: There is none, or it is something else.
+    """
     path = path / "config.json" if path.is_dir() else path
     found = read_json(path, "; expected a config.json of transformers, or a folder with one")
     if not isinstance(found, Mapping) or "model_type" not in found:
@@ -154,7 +160,16 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _hugging_face_model(config: Any) -> nn.Module:
+def hugging_face_model(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a new model on meta of a configuration of transformers: an object or a dict. Local.
+
+    Args:
+        config: The configuration.
+        dtype: Dtype of the parameters; the configuration's when None.
+
+    Raises:
+        ConfigError: transformers is missing, or builds no model of it.
+    """
     try:
         import transformers  # noqa: PLC0415  # no dependency of ours
     except ImportError as error:
@@ -166,6 +181,9 @@ def _hugging_face_model(config: Any) -> nn.Module:
         if isinstance(config, Mapping):
             given = {key: value for key, value in config.items() if key != "model_type"}
             config = transformers.AutoConfig.for_model(config["model_type"], **given)
+        if dtype is not None:
+            config = copy.deepcopy(config)
+            config.dtype = dtype
         names = getattr(config, "architectures", None) or ()
         classes = (getattr(transformers, name, None) for name in names)
         kind = next((found for found in classes if found is not None), None)
@@ -177,5 +195,5 @@ def _hugging_face_model(config: Any) -> nn.Module:
         text = re.sub(r"\s+", " ", str(error))
         raise ConfigError(
             f"plan(): transformers {transformers.__version__} builds no model of this "
-            f"configuration: {type(error).__name__}: {text[:_LONGEST]}"
+            f"configuration: {type(error).__name__}: {text[:LONGEST]}"
         ) from error

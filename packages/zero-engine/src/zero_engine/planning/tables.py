@@ -54,8 +54,8 @@ def plan_table(plan: Plan) -> str:
     across = f", {in_units(plan.across_bytes)} of it to other nodes" if plan.across_bytes else ""
     passing = f" (and at most {in_units(plan.passing_bytes)} in transit)" * bool(plan.passing_bytes)
     return (
-        f"{name_of(plan.config)}, {plan.numel:,} parameters, {plan.optimizer}, rank {plan.rank} of "
-        f"{plan.world_size}\n\n{memory}\n\n"
+        f"{name_of(plan.config)}, {_what(plan)}, rank {plan.rank} of {plan.world_size}\n\n"
+        f"{memory}\n\n"
         f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
         f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
         "the device\n"
@@ -128,9 +128,15 @@ def options_table(options: Sequence[Option], room: Room) -> str:
         for option in options
     ]
     headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step"]
-    headers.append("fits with activations" if room.activations else "fits, activations apart")
+    estimated = "estimated " * room.activations_are_estimated
+    with_or_apart = f"fits with {estimated}activations"
+    headers.append(with_or_apart if room.activations else "fits, activations apart")
     table = as_table(rows, headers=headers, disable_numparse=True)
-    return f"{table}\n\n{recommendation(options, room)}"
+    first = options[0].plan
+    ranks = "1 rank" if first.world_size == 1 else f"{first.world_size:,} ranks"
+    there_is = _there_is(room)
+    heading = f"{_what(first)}, {ranks}" + f"; there is {there_is}" * bool(there_is)
+    return f"{heading}\n\n{table}\n\n{recommendation(options, room)}"
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:
@@ -145,14 +151,15 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
                 f"host memory and {in_units(least.disk_bytes)} of its disk."
             )
         else:
-            where = "" if room.device is None else f" in {in_units(room.device)}"
+            where = "" if room.device is None else f" in {_bound(room.device)}"
             lines.append(f"{chosen.name} fits{where}: {_needs(chosen)}.")
             if room.device is not None and chosen.plan.memory.init_peak_bytes > room.device:
                 lines.append(
                     "Build the model under zero_engine.Init: whole on one device, it would not fit."
                 )
     lines.append(_smallest(options, room))
-    apart = f"In it are {in_units(room.activations)} for activations, and not what"
+    estimated = " (an estimate)" if room.activations_are_estimated else ""
+    apart = f"In it are {in_units(room.activations)} for activations{estimated}, and not what"
     apart = apart if room.activations else "Not in it are activations, and what"
     lines.append(
         f"{apart} the optimizer's step and libraries take; {room.reserve:.0%} of each device is "
@@ -190,8 +197,18 @@ def _smallest(options: Sequence[Option], room: Room) -> str:
 
 def _there_is(room: Room) -> str:
     bounds = ((room.device, "a device"), (room.host, "host memory"), (room.disk, "disk"))
-    said = [f"{in_units(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
+    said = [f"{_bound(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
     return ", ".join(said)
+
+
+def _bound(num_bytes: int) -> str:
+    """Return a size of memory; one of whole GiB in these, too, as it was likely said."""
+    gib = f" ({num_bytes // 2**30} GiB)" if num_bytes % 2**30 == 0 else ""
+    return f"{in_units(num_bytes)}{gib}"
+
+
+def _what(plan: Plan) -> str:
+    return f"{plan.numel:,} parameters, {plan.optimizer}, {plan.dtypes}"
 
 
 def _needs(option: Option) -> str:

@@ -1,0 +1,306 @@
+"""Commands of `zero`, run once `cli` has read the arguments: export, plan, report, verify."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from threading import Event, Thread
+from typing import Any, Final
+
+import attrs
+import torch
+import zero_comm
+from zero_comm import Loco
+from zero_offload import StoreError
+from zero_partition import PartitionError, Precision, Wire
+
+from zero_engine.checkpoint.export import export
+from zero_engine.checkpoint.ranges import CODES
+from zero_engine.failure import summary
+from zero_engine.observe.verify import verify
+from zero_engine.planning.activations import estimate_activations
+from zero_engine.planning.options import (
+    Option,
+    Room,
+    name_of,
+    offload_at,
+    plan_options,
+    recommend,
+)
+from zero_engine.planning.plan import plan
+from zero_engine.planning.sources import GPTSize
+from zero_engine.planning.tables import (
+    options_table,
+    plan_table,
+    recommendation,
+    save_picture,
+)
+
+from .config import ZeroConfig
+from .errors import ConfigError, FileError
+from .offload import Offload
+
+DTYPES: Final = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+_SECONDS_UNSAID: Final = 1.0  # a command that ends sooner shows no progress
+_SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # of options, as JSON
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command that `options.command` names, print what it says, return its exit status."""
+    try:
+        text, status = _COMMANDS[options.command](options)
+    except (ConfigError, FileError, PartitionError, StoreError) as error:
+        print(f"zero: {error}", file=sys.stderr)
+        return 1
+    try:
+        if text:
+            print(text, flush=True)
+    except BrokenPipeError:  # the reader has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # is flushed at exit again
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _plan(options: argparse.Namespace) -> tuple[str, int]:
+    with _status_line("building the model") as say:
+        return _planned(options, say), 0
+
+
+def _planned(options: argparse.Namespace, say: Callable[[str], object]) -> str:
+    arguments: dict[str, Any] = {
+        "world_size": options.world_size,
+        "ranks_per_node": options.ranks_per_node,
+        "optimizer": None if options.optimizer == "none" else options.optimizer,
+        "device": options.device,
+    }
+    model, detailed = _model(options), _detailed(options)
+    room = _room(options, model, detailed or _config(options), say)
+    if detailed is not None:
+        say(f"planning {name_of(detailed)}")
+        planned = plan(model, detailed, **arguments)
+        one = Option.of(planned, room, options.ranks_per_node or options.world_size)
+        every, table = (one,), f"{plan_table(planned)}\n\n{recommendation((one,), room)}"
+        found: dict[str, Any] = planned.to_dict() | {"fits": one.fits}
+    else:
+        every = plan_options(
+            model,
+            _config(options),
+            room=room,
+            progress=lambda name: say(f"planning {name}"),
+            **arguments,
+        )
+        chosen, table = recommend(every), options_table(every, room)
+        found = {
+            "options": [
+                {name: getattr(each, name) for name in _SAID} | {"plan": each.plan.to_dict()}
+                for each in every
+            ],
+            "activations_bytes": room.activations,
+            "activations_are_estimated": room.activations_are_estimated,
+            "reserve": room.reserve,
+            "recommended": None if chosen is None else chosen.name,
+        }
+    if options.picture is not None:
+        save_picture([each.plan for each in every], options.picture)
+    return json.dumps(found, indent=1) if options.json else table
+
+
+def _room(
+    options: argparse.Namespace, model: Any, config: ZeroConfig, say: Callable[[str], object]
+) -> Room:
+    """Return the memory that there is, and in it what activations take: as given, or estimated."""
+    given, tokens = options.activations_memory, (options.batch_size, options.sequence_length)
+    if any(tokens) and (given is not None or not all(tokens)):
+        raise ConfigError(
+            "expected --batch-size with --sequence-length, or --activations-memory, got "
+            + ", ".join(
+                f"--{name.replace('_', '-')}"
+                for name in ("activations_memory", "batch_size", "sequence_length")
+                if getattr(options, name) is not None
+            )
+        )
+    if all(tokens):
+        say("estimating activations")
+        dtype = None if config.precision is None else config.precision.params
+        given = estimate_activations(
+            model, batch_size=tokens[0], sequence_length=tokens[1], dtype=dtype
+        )
+    return Room(
+        device=options.device_memory,
+        host=options.host_memory,
+        disk=options.disk_memory,
+        activations=given or 0,
+        activations_are_estimated=all(tokens),
+        reserve=options.reserve,
+    )
+
+
+def _model(options: argparse.Namespace) -> Any:
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "params")}
+    given = [f"--{name}" for name, value in sizes.items() if value is not None]
+    if options.model is not None:
+        if given:
+            raise ConfigError(
+                f"expected MODEL or --layers and --hidden, got both: {options.model!r} and "
+                + ", ".join(given)
+            )
+        return options.model
+    if options.layers is None or options.hidden is None:
+        raise ConfigError(
+            "expected MODEL (a config.json of transformers), or --layers and --hidden, with or "
+            f"without --params; got {', '.join(given) or 'none of them'}"
+        )
+    return GPTSize(
+        options.layers, options.hidden, options.params, dtype=options.dtype or torch.float32
+    )
+
+
+def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
+    """Return the one configuration to plan in detail; None to plan all of them."""
+    rests = (options.optimizer_rests, options.params_rest)
+    if options.config is not None:
+        asked = options.stage is not None or _config(options).wire != Wire()
+        if asked or rests != ("device", "device"):
+            raise ConfigError("expected --config, or --stage and what rests where, got both")
+        return ZeroConfig.from_deepspeed(options.config)
+    if options.stage is None:
+        if rests != ("device", "device"):
+            raise ConfigError("expected --stage with --optimizer-rests and --params-rest")
+        return None
+    return attrs.evolve(
+        _config(options), stage=options.stage, offload=offload_at(*rests, like=Offload())
+    )
+
+
+def _config(options: argparse.Namespace) -> ZeroConfig:
+    """Return the configuration of precision and wire, which applies to every stage planned."""
+    precision, masters = None, None if options.no_masters else torch.float32
+    if options.dtype is not None or options.no_masters:
+        precision = Precision(params=options.dtype, masters=masters)
+    wire = Wire(
+        secondary=options.secondary,
+        replicas=options.replicas,
+        params=options.encode_params,
+        gradients=options.encode_gradients,
+        loco=Loco() if options.loco else None,
+    )
+    return ZeroConfig(precision=precision, wire=wire)
+
+
+def _verify(options: argparse.Namespace) -> tuple[str, int]:
+    is_first = os.environ.get("RANK", "0") == "0"  # of ranks that share a terminal, one writes
+    with _status_line("waiting for ranks", is_shown=is_first) as say:
+        return _verified(options.function, say)
+
+
+def _verified(text: str, say: Callable[[str], object]) -> tuple[str, int]:
+    group = zero_comm.init()
+    sys.path.insert(0, "")  # the working directory, as for `python -m`
+    try:
+        function = resolve_name(text)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
+    given: Any = function() if callable(function) else None
+    if not isinstance(given, Mapping | tuple):
+        raise ConfigError(
+            f"{text}: expected a function that returns a dict or tuple of what "
+            f"zero_engine.verify() takes, got {function if given is None else given!r}"
+        )
+    ours = {"group": group, "progress": say}
+    by_name, by_place = (given, ()) if isinstance(given, Mapping) else ({}, given)
+    try:
+        called = inspect.signature(verify).bind(*by_place, **by_name, **ours)
+    except TypeError as error:
+        raise ConfigError(
+            f"{text}: expected a dict or tuple of what zero_engine.verify() takes: {error}; got "
+            f"{', '.join(map(repr, by_name)) if by_name else f'{len(by_place)} values'}"
+        ) from error
+    found = verify(*called.args, **called.kwargs)
+    return str(found) if group.rank == 0 else "", int(not (found.is_equal or found.is_chosen))
+
+
+def _export(options: argparse.Namespace) -> tuple[str, int]:
+    with _progress_bar() as progress:
+        report = export(
+            options.checkpoint,
+            options.out,
+            tag=options.tag,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_size,
+            progress=progress,
+        )
+    files = f"{len(report.files)} {'file' if len(report.files) == 1 else 'files'}"
+    return f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in {files}", 0
+
+
+def _report(options: argparse.Namespace) -> tuple[str, int]:
+    return summary(options.folder), 0
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int], object] | None]:
+    """Yield a function to call with the number of bytes written; None if tqdm is missing."""
+    try:
+        from tqdm import tqdm  # noqa: PLC0415  # no dependency of ours
+    except ImportError:
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, disable=None, delay=_SECONDS_UNSAID) as bar:
+        yield bar.update
+
+
+@contextmanager
+def _status_line(text: str, *, is_shown: bool = True) -> Iterator[Callable[[str], object]]:
+    """Say on a terminal's stderr what is being done, from the second second on.
+
+    Yields a function to call with the next text. The line is erased at the end.
+    """
+    said, is_done = [text], Event()
+    if not (is_shown and sys.stderr.isatty()):
+        yield said.append
+        return
+
+    def write(text: str) -> None:
+        fitting = text[: shutil.get_terminal_size().columns - 1]
+        print(f"\r{fitting}\x1b[K", end="", file=sys.stderr, flush=True)  # \x1b[K: erase the rest
+
+    def show() -> None:
+        shown, pause = "", _SECONDS_UNSAID
+        while not is_done.wait(pause):
+            if said[-1] != shown:
+                write(f"zero: {(shown := said[-1])}")
+            pause = 0.1
+        if shown:
+            write("")
+
+    thread = Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield said.append
+    finally:
+        is_done.set()
+        thread.join()
+
+
+_COMMANDS: Final[dict[str, Callable[[argparse.Namespace], tuple[str, int]]]] = {
+    "export": _export,
+    "plan": _plan,
+    "report": _report,
+    "verify": _verify,
+}
