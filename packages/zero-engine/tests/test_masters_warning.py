@@ -53,6 +53,17 @@ def test_parameters_without_masters_are_warned_of_once(make: Made, name: str) ->
     assert "Precision(masters=None)" in said  # how to say that it is meant so
 
 
+def test_the_most_of_the_elements_says_what_a_model_is() -> None:
+    """A 16-bit model may keep its norms in fp32; an fp32 model may have some 16-bit weights."""
+    for large, warned in ((torch.bfloat16, True), (torch.float32, False)):
+        small = torch.float32 if warned else torch.bfloat16
+        model = nn.Sequential(nn.Linear(8, 8, dtype=large), nn.LayerNorm(8, dtype=small))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            zero_engine.shard(model, _adamw(model), ZeroConfig(2))
+        assert len(found) == warned
+
+
 @pytest.mark.parametrize(
     ("make", "precision", "dtype"),
     [

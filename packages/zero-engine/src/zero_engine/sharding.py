@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -58,7 +60,7 @@ def shard(
             is not elementwise restricts how parameters are cut, or is refused: `ZeroConfig.cut`.
             Several in a list are stepped, zeroed and clipped one by one, in any order, as those of
             a GAN; optimizers that step together are one `ChainedOptimizer`.
-        config: `ZeroConfig()`, stage 3, when None. Without a `precision`, 16-bit parameters have no
+        config: `ZeroConfig()`, stage 3, when None. Without a `precision`, a 16-bit model has no
             fp32 masters, which rank 0 warns of.
         group: The ranks to distribute over: a Group, a ProcessGroup, or a DeviceMesh of one
             dimension, or of two, of which the first has replicas and the second shards (as
@@ -126,17 +128,23 @@ def shard(
 
 
 def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
-    """Warn that 16-bit parameters are updated as they are, where nobody has said so."""
+    """Warn that 16-bit parameters are updated as they are, where nobody has said so.
+
+    A few of them among others are a choice of the model's: no warning.
+    """
     for each in members_of(optimizer):
-        params = (param for group in each.param_groups for param in group["params"])
-        narrow = {param.dtype for param in params if param.requires_grad} & _NARROW
-        if narrow and own_masters(each) is None:
-            dtypes = ", ".join(sorted(map(str, narrow)))
+        numel = Counter[torch.dtype]()
+        for group in each.param_groups:
+            for param in group["params"]:
+                numel[param.dtype] += param.numel() * param.requires_grad
+        dtype, most = max(numel.items(), key=itemgetter(1), default=(None, 0))
+        is_narrow = dtype in _NARROW and 2 * most > numel.total()
+        if is_narrow and own_masters(each) is None:
             warnings.warn(
-                f"shard(): {type(each).__name__} updates parameters of {dtypes} without fp32 "
-                "masters, so that an update below half of a parameter's last bit is "
-                "lost: with a learning rate of 1e-5, most are. Pass ZeroConfig(precision="
-                "Precision()), at stage 1, 2 or 3, which keeps masters with the optimizer's state; "
+                f"shard(): {type(each).__name__} updates parameters of {dtype} without fp32 "
+                "masters, so that an update below half of a parameter's last bit is lost: with a "
+                "learning rate of 1e-5, most are. Pass ZeroConfig(precision=Precision()), at "
+                "stage 1, 2 or 3, which keeps masters with the optimizer's state; "
                 "Precision(masters=None) says that none are wanted, without this warning",
                 stacklevel=3,
             )
