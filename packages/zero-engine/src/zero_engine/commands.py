@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
         if text:
             print(text, flush=True)
     except BrokenPipeError:  # the reader has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # is flushed at exit again
+        # Python flushes stdout again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
 
@@ -204,7 +205,8 @@ def _config(options: argparse.Namespace) -> ZeroConfig:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    is_first = os.environ.get("RANK", "0") == "0"  # of ranks that share a terminal, one writes
+    # Of ranks that share a terminal, one writes.
+    is_first = os.environ.get("RANK", "0") == "0"
     with _status_line("waiting for ranks", is_shown=is_first) as say:
         return _verified(options.function, say)
 

@@ -15,6 +15,7 @@ import torch._subclasses
 # Getters in C: they cost a call of a Python function less than one of our own.
 own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
 non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")  # names, of a module
+storage_id: Final = attrgetter("_cdata")  # of an UntypedStorage; unique while it lives
 version_of: Final = attrgetter("_version")  # how often a tensor's memory was written in place
 
 # Of a list of tensors in one call each, as torch's own optimizers do.

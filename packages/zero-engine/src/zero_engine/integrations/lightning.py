@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from attrs import evolve
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import (
@@ -25,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from zero_partition import AS_IT_IS
 from zero_partition.seams import find_sharded
 
 import zero_engine
@@ -118,7 +120,11 @@ class _Zero:
         real = [optimizer for optimizer in optimizers if optimizer.param_groups]
         given: Any = real[0] if len(real) == 1 else real or None
         over = None if self.device_mesh is None else self.device_mesh["data_parallel"]
-        zero_engine.shard(module, given, self.config, group=over)
+        config = self.config
+        if name != "Precision":
+            # Lightning's "bf16-true" says that there are no masters: no warning.
+            config = evolve(config, precision=AS_IT_IS)
+        zero_engine.shard(module, given, config, group=over)
         sharded: Any = find_sharded(module)
         for optimizer in real:
             restore = partial(setattr, optimizer, "__class__", type(optimizer))

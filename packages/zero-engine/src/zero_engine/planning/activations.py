@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_engine.checks import check_number
 from zero_engine.errors import ConfigError
-from zero_engine.torch_private import fake_tensors
+from zero_engine.torch_private import fake_tensors, storage_id
 
 from .sources import LONGEST, hugging_face_model, read_config
 
@@ -62,13 +62,14 @@ def estimate_activations(
         )
     with fake_tensors():
         model.to_empty(device="cpu")
-        tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long, device="cpu")
         given = {name: tokens for name in ("input_ids", "labels") if name in takes}
-        saved: dict[int, UntypedStorage] = {}  # by address; kept, so that no address comes twice
+        # By id; a storage that is kept here keeps its id from coming twice.
+        saved: dict[int, UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
+            saved[storage_id(storage)] = storage
             return tensor
 
         try:
@@ -80,5 +81,6 @@ def estimate_activations(
                 f"estimate_activations(): a {type(model).__name__} does not run without values: "
                 f"{type(error).__name__}: {text[:LONGEST]}; {_INSTEAD}"
             ) from error
-        own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        kept = (*model.parameters(), *model.buffers())
+        own = {storage_id(each.untyped_storage()) for each in kept}
     return sum(storage.nbytes() for key, storage in saved.items() if key not in own)
