@@ -32,9 +32,10 @@ is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which tensors of any device have no memory, and operators no values.
 
-    Unlike the meta device, each operator is the one that torch takes on the tensors' device.
+    Unlike the meta device, each operator is the one that torch takes on the tensors' device. Those
+    made outside may be used inside.
     """
-    return torch._subclasses.FakeTensorMode()
+    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def current_backward() -> int:
