@@ -23,8 +23,11 @@ from .torch_private import modules_being_called
 class _CheckpointedForward:
     """Callable in a module's own dict that replaces its `forward`; hooks run outside of it."""
 
-    _module: ref[nn.Module]  # which owns it; weak, as there would be a cycle through parameters
-    _own: Callable[..., Any] | None  # a forward that the instance had before, not of its class
+    # The module whose dict has this object. Weak: in a cycle, the module's parameters would stay
+    # allocated until the garbage collector runs.
+    _module: ref[nn.Module]
+    # The `forward` that the module's dict had before; None if it had none, and its class's is used.
+    _own: Callable[..., Any] | None
     checkpointer: Checkpointer
     is_active: bool = field(default=True, init=False)
 
@@ -40,8 +43,9 @@ class _CheckpointedForward:
         assert module is not None, "it is in the module's own dict"
         return module
 
+    # Libraries inspect which arguments a `forward` takes.
     @property
-    def __signature__(self) -> inspect.Signature:  # libraries look which arguments there are
+    def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._inside(self.module))
 
     def _caller(self) -> nn.Module:

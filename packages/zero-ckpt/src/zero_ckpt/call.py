@@ -17,9 +17,11 @@ from .errors import CheckpointError
 from .torch_private import version_of
 
 _SEQUENCES: Final = (tuple, list)
-_MAPPINGS: Final = (dict, MutableMapping)  # a dict is one too, but that takes longer to find out
+# A dict is a MutableMapping too, but isinstance finds that out more slowly.
+_MAPPINGS: Final = (dict, MutableMapping)
 _GROWING: Final = (dict, set, deque)
-_PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
+# Types of values that contain no other values.
+_PLAIN: Final = (type(None), bool, int, float, str)
 
 
 def replace_in(
@@ -81,14 +83,16 @@ class _Input(NamedTuple):
 
     requires_grad: bool
     version: int
-    kind: type[Tensor] | None  # a subclass without dispatch of its own; else None
+    # The class, where it is a subclass without a dispatch of its own; else None.
+    kind: type[Tensor] | None
     attributes: dict[str, Any]
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Input:
         kind, attributes = type(tensor), {}
         if kind is Tensor or kind.__torch_dispatch__ is not _NO_DISPATCH:
-            kind = None  # a wrapper of other tensors puts itself on again
+            # A subclass with a dispatch of its own (DTensor) stays what it is through `detach`.
+            kind = None
         else:
             attributes = dict(vars(tensor))
         return cls(tensor.requires_grad, version_of(tensor), kind, attributes)
@@ -115,8 +119,10 @@ class Call:
     function: Callable[..., Any]
     _arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
     _inputs: list[_Input]
-    params: dict[nn.Parameter, int]  # with their versions before the first call
-    _sizes: dict[str, int]  # see `_sizes_in`; before the first call
+    # Parameter among the arguments -> its version before the first call.
+    params: dict[nn.Parameter, int]
+    # The result of `_sizes_in` before the first call.
+    _sizes: dict[str, int]
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, list[Tensor]]:

@@ -36,7 +36,8 @@ from .rng import (
 from .torch_private import is_transformed, uncompiled
 from .verify import Checksums, Verification, Witness
 
-_OFFSET: Final = 2718  # Megatron's, between the two seeds of a rank
+# Difference of Megatron between the default seed and the model-parallel one of rank 0.
+_OFFSET: Final = 2718
 
 
 @final
@@ -94,7 +95,9 @@ class Checkpointer:
         self._configuration = Configuration(synchronize=synchronizes, profile=profiles)
         self._profile = Profile() if profiles else None
         self._model_parallel = ModelParallel.of(None)
-        self._other_saver: AbstractSaver | None = None  # see checkpoint_distributed
+        # Saver for the other value of `partition_activations` than the configuration's. Made at the
+        # first `checkpoint_distributed` that asks for it, and dropped by `_configure`.
+        self._other_saver: AbstractSaver | None = None
         self._is_configured = False
         self.stops_early = stops_early
         self.keeps = keeps
@@ -197,7 +200,8 @@ class Checkpointer:
                 and self._profile is None
                 and not self.tracker.is_initialized()
                 and not self._configuration.synchronize
-            ):  # no more than torch's own
+            ):
+                # No option is set that torch's checkpoint lacks, and the compiler knows that one.
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
             return self._record_uncompiled(saver, function, args, kwargs)
         if is_transformed():
@@ -214,7 +218,8 @@ class Checkpointer:
         call, inputs = Call.of(function, args, kwargs)
         layer = self._layers.of(function)
         name = f"checkpoint of {layer.name}"
-        # A call made while an outer one is computed again is not the one that backward asks.
+        # A call made while an outer one is computed again is neither measured nor verified: it
+        # belongs to that recomputation.
         is_outermost = not self._lock.is_mine
         timed, copying = None, nullcontext
         if self._profile is not None and is_outermost:

@@ -20,8 +20,8 @@ from .errors import CheckpointError
 if TYPE_CHECKING:
     from zero_comm import Group
 
-# The words in an mpu's getters, those of ranks that split single layers first: Megatron's now,
-# DeepSpeed's grid of pipelines, Megatron's before there were pipelines.
+# Words in the names of an mpu's getters, in the order in which they are looked for: Megatron's of
+# today, those of DeepSpeed's pipeline grid, and Megatron's before it had pipelines.
 _AXES: Final = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 _GETTERS: Final = ("get_{}_rank", "get_{}_world_size", "get_{}_group")
 
@@ -32,7 +32,7 @@ class ModelParallel:
 
     rank: Callable[[], int]
     world_size: Callable[[], int]
-    process_group: Callable[[], Any]  # torch's
+    process_group: Callable[[], Any]
 
     @classmethod
     def of(cls, mpu: Any) -> ModelParallel:
@@ -68,7 +68,8 @@ class ModelParallel:
         process_group = self.process_group()
         try:
             group = kind.from_process_group(process_group)
-        except (TypeError, ValueError) as error:  # what torch says of a group it does not know
+        except (TypeError, ValueError) as error:
+            # torch raises these for a process group that it does not know.
             raise CheckpointError(
                 "configure(mpu_=): expected its group to be a process group of torch.distributed, "
                 f"got {process_group!r}"
@@ -90,7 +91,8 @@ def _is_mesh(value: Any) -> bool:
 
 
 _SECTION: Final = "activation_checkpointing"
-_KEYS: Final = {  # of the section, by argument of `configure`
+# Argument of `configure` -> key in the section of DeepSpeed's file.
+_KEYS: Final = {
     "partition_activations": "partition_activations",
     "contiguous_checkpointing": "contiguous_memory_optimization",
     "num_checkpoints": "number_checkpoints",
@@ -166,7 +168,7 @@ def _section_of(source: Any) -> Mapping[str, Any]:
         source = _read(Path(source))
     if isinstance(source, Mapping):
         section = source.get(_SECTION)
-    elif hasattr(source, f"{_SECTION}_config"):  # DeepSpeed's own object
+    elif hasattr(source, f"{_SECTION}_config"):  # a DeepSpeedConfig
         section = getattr(source, f"{_SECTION}_config")
     else:
         raise CheckpointError(
@@ -195,7 +197,8 @@ def _section_of(source: Any) -> Mapping[str, Any]:
 def _read(path: Path) -> Any:
     try:
         source = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: no JSON, and undecodable bytes
+    except (OSError, ValueError) as error:
+        # A ValueError says that the text is no JSON, or that the bytes are no UTF-8.
         raise CheckpointError(
             f"configure(deepspeed_config=): expected the path of a JSON file, got {str(path)!r}: "
             f"{error}"

@@ -28,15 +28,16 @@ from .torch_private import (
 )
 from .verify import Witness
 
-# NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
-# number. When backward asks for one of them, the function runs again, under hooks that count in the
-# same order and keep what the numbers stand for. Nothing depends on which inputs require gradients,
-# hooks fire once, and autograd.grad() works: unlike in a backward of its own for each segment.
+# NOTE(frame): autograd passes each tensor that it saves to `_pack`, and saves the _Placeholder that
+# `_pack` returns: a number. When backward asks for one of them, the function runs again, under
+# hooks that count in the same order and keep the tensors of these numbers. No segment runs a
+# backward of its own, so it does not matter which inputs require gradients, hooks fire once, and
+# autograd.grad() works.
 
 # NOTE(stop): the second run may end as soon as the last tensor is saved. But a node saves inputs
-# before its kernel runs, and some kernels fill one of them (RReLU its noise, and no version tells).
-# So it runs on where the last node saves what a kernel may fill: floating-point memory that needs
-# no gradient and that nobody has written to.
+# before its kernel runs, and some kernels fill one of them without a new version (RReLU fills its
+# noise). So the second run does not end early where the last node saves a tensor that a kernel may
+# fill: floating-point memory that needs no gradient and that nobody has written to.
 
 
 class AbstractCompanion(ABC):
@@ -76,7 +77,8 @@ class RecomputeLock:
     """Lock of the thread that recomputes: one thread at a time, as generators are shared."""
 
     _lock: RLock = field(factory=RLock, init=False)
-    _holders: list[int] = field(factory=list, init=False)  # its thread id, once per nested entry
+    # Id of the thread that has the lock, once per nested entry; empty if no thread has it.
+    _holders: list[int] = field(factory=list, init=False)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -129,7 +131,7 @@ class _Placeholder:
 class Frame:
     """One call; lives as long as autograd may ask for any of its saved tensors."""
 
-    layer: str  # for messages
+    layer: str
     call: Call
     kept: AbstractKept
     rng: RngSnapshot
@@ -137,16 +139,22 @@ class Frame:
     companions: list[AbstractCompanion]
     witness: Witness | None
     stops_early: bool
-    copying: Callable[[], AbstractContextManager[Any]]  # around what restores the inputs
+    # Makes a context for the restoring of inputs; it measures this if calls are profiled.
+    copying: Callable[[], AbstractContextManager[Any]]
     autocast: tuple[AutocastState, ...] = field(factory=AutocastState.capture, init=False)
     _saved: list[weakref.ref[_Placeholder]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
-    # What was computed again and is not yet asked for, with its memory's version at that time.
+    # Index of a saved tensor -> the tensor computed again, and its version at that time. `find`
+    # takes a tensor out.
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
-    _backward: int = field(default=-1, init=False)  # number of the backward that `_found` is for
-    _is_over: bool = field(default=False, init=False)  # whether the first run has ended
-    _last_node: int = field(default=-1, init=False)  # the number of the node that saved last
-    _may_stop: bool = field(default=True, init=False)  # right after the last save; see NOTE(stop)
+    # Number of the backward for which `_found` was computed; -1 outside of any.
+    _backward: int = field(default=-1, init=False)
+    # Whether the first run has ended.
+    _is_over: bool = field(default=False, init=False)
+    # Sequence number of the autograd node that saved the last tensor in the first run.
+    _last_node: int = field(default=-1, init=False)
+    # Whether the second run may end right after it saves the last tensor; see NOTE(stop).
+    _may_stop: bool = field(default=True, init=False)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function for the first time."""
@@ -154,7 +162,8 @@ class Frame:
             stack.enter_context(self.rng.tracker.restored())
             for companion in self.companions:
                 stack.enter_context(companion.forward())
-            if self.witness is not None:  # the innermost: it sees what the function does
+            # The witness is the innermost mode, so it sees every operator that the function calls.
+            if self.witness is not None:
                 stack.enter_context(self.witness)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             outputs = self.call.function(*args, **kwargs)
@@ -181,7 +190,8 @@ class Frame:
             if backward == -1 or backward != self._backward:
                 self._found.clear()
             self._backward = backward
-            if saved.index not in self._found:  # also where autograd asks twice
+            # This recomputes too where autograd asks twice for one tensor.
+            if saved.index not in self._found:
                 self._recompute()
             tensor, version = self._found.pop(saved.index)
             if version_of(tensor) != version:
@@ -195,20 +205,24 @@ class Frame:
 
     def _recompute(self) -> None:
         self.call.check_params(self.layer, "after it was called")
-        with self.copying() if self._is_over else without_modes():  # which note the first run
+        # In a backward within the first run, modes that record that run must not see the restoring.
+        with self.copying() if self._is_over else without_modes():
             inputs = self.kept.restore()
         count = 0
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
             facts = self._compare(count, tensor) if count < len(self._saved) else None
-            tensor = tensor.detach()  # an output would hold its node, and its node the output
+            # Without `detach`, an output would refer to its node, and the node to the output.
+            tensor = tensor.detach()
             if facts is not None and self._saved[count]() is not None:
                 if self.witness is not None:
                     self.witness.compare(count, tensor, facts.address, str(facts))
                 self._found[count] = tensor, version_of(tensor)
             count += 1
-            may_stop = self._may_stop or not self._is_over  # within the first run it must
+            # A backward within the first run stops here in any case: the function, if it went on,
+            # would call that backward again.
+            may_stop = self._may_stop or not self._is_over
             if self.stops_early and may_stop and count == len(self._saved):
                 raise _Stop(self)
             return tensor
@@ -217,7 +231,8 @@ class Frame:
             with ExitStack() as stack:
                 stack.enter_context(self.rng.drawn_again())
                 stack.enter_context(torch.enable_grad())
-                # To leave an autocast empties its cache, which takes as long as a small operator.
+                # Leaving an autocast empties its cache, which takes as long as a small operator, so
+                # the present state is not entered anew if it is right.
                 states = self.autocast
                 if any(state.enabled for state in states) or states != AutocastState.capture():
                     for state in states:
@@ -247,7 +262,7 @@ class Frame:
                 f"and is {new} when it is computed again. {_WHY}"
             )
         is_written = new.address == old.address and new.version != old.version and new.address
-        # The memory may have been freed, and used again, for what counts its writes differently.
+        # The memory may have been freed and given to a tensor with another version counter.
         if is_written and (self.witness is None or self.witness.is_same(index, tensor)):
             raise CheckpointError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} ({old}) was written in "

@@ -42,12 +42,17 @@ from .torch_private import (
 class _KeptOutput:
     """Output of one call of an operator; its bytes are in the ledger for as long as it lives."""
 
-    arguments: tuple[Any, ...]  # shapes and dtypes
-    _output: Any  # aliases: the tensors refer to their graph, and that to us
-    _generators: Mapping[torch.device, Tensor]  # states after the call, if it may draw
+    # Shape and dtype of each tensor among the arguments.
+    arguments: tuple[Any, ...]
+    # What the operator returned, with aliases in place of tensors: the tensors themselves refer to
+    # their graph, and the graph to this object.
+    _output: Any
+    # Device -> state of its generator after the call; empty if the operator draws no numbers.
+    _generators: Mapping[torch.device, Tensor]
     _storages: Storages
     _ledger: Ledger
-    _watched: list[tuple[Tensor, int]] = field(factory=list, init=False)  # and their versions
+    # Aliases of the output, each with its version when it was recorded.
+    _watched: list[tuple[Tensor, int]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.watch(tensors_in(self._output))
@@ -80,13 +85,13 @@ class _KeptOutput:
 class Keeping(AbstractCompanion):
     """Outputs of operators that a policy keeps in the first run, and later runs return."""
 
-    layer: str  # for messages
+    layer: str
     policy: OperatorPolicy
     ledger: Ledger
     # The calls of the first run, in order, of operators of which any call is kept.
     _calls: list[tuple[OpOverload, _KeptOutput | None]] = field(factory=list, init=False)
-    # Whether the first run was in inference mode at times. A copy of what was made there counts
-    # its writes otherwise below a dispatch mode, so that the second run needs the mode too.
+    # Whether the first run was in inference mode at times. Below a dispatch mode, versions of a
+    # copy of an inference tensor are counted differently, so the second run needs the mode too.
     _has_inference: bool = field(default=False, init=False)
 
     @contextmanager
@@ -136,7 +141,8 @@ class Keeping(AbstractCompanion):
 
     def _watch(self, views: Iterable[Tensor]) -> None:
         memory = storages_in(views)
-        for _, kept in reversed(self._calls):  # most views are of what was returned last
+        # Most views are of the output that was returned last, so it is looked at first.
+        for _, kept in reversed(self._calls):
             if kept is not None and kept.lies_in(memory):
                 kept.watch(map(alias_of, views))
                 return
@@ -152,7 +158,8 @@ class Keeping(AbstractCompanion):
             return None
         storages = storages_in(output)
         if not storages.keys().isdisjoint(storages_in((args, kwargs))):
-            return None  # an alias that does not say so
+            # The output is an alias of an argument, though the operator's schema says otherwise.
+            return None
         devices = (_CPU, *devices_of(tensors)) if may_draw(operator) else ()
         return _KeptOutput(
             _facts_of(args, kwargs),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from .frame import AbstractCompanion
 from .torch_private import own_buffers, own_modules, version_of
 
-# A module's own call; also of a forward that is a function put in the place of its own.
+# Names of methods that are the call of a module itself; the last is that of a function that was put
+# in the place of `forward`.
 _FORWARD: Final = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "<lambda>")
 
 
@@ -27,8 +28,10 @@ class Layer:
     """Name and calls of a module, of another method of one, or of all functions of one name."""
 
     name: str
-    index: int  # in the order of first calls
-    calls: Iterator[int] = field(factory=count, init=False)  # counts those outside recomputations
+    # Number of layers whose first call was earlier.
+    index: int
+    # Counts the calls outside of recomputations; `next` returns the number of earlier ones.
+    calls: Iterator[int] = field(factory=count, init=False)
 
 
 @final
@@ -39,7 +42,7 @@ class Layers:
     _modules: WeakKeyDictionary[nn.Module, dict[str, Layer]] = field(
         factory=WeakKeyDictionary, init=False
     )
-    # What to call them, said before their first call; or else the class, and a number.
+    # Module -> its name in messages: one given before its first call, or its class and a number.
     names: WeakKeyDictionary[nn.Module, str] = field(factory=WeakKeyDictionary, init=False)
     _functions: dict[str, Layer] = field(factory=dict, init=False)
     _num_of_class: Counter[str] = field(factory=Counter, init=False)
@@ -60,7 +63,7 @@ class Layers:
             self.names.setdefault(module, kind if number == 1 else f"{kind} {number}")
         method = getattr(function, "__name__", _FORWARD[0])
         key = "" if method in _FORWARD else method
-        if key in layers:  # nearly always: names are looked up once
+        if key in layers:
             return layers[key]
         return self._among(layers, key, ".".join(filter(None, (self.names[module], key))))
 
@@ -89,9 +92,10 @@ def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# Kernels write some buffers behind the version's back (batch norm's statistics), and those are
-# small. A larger one is put back only where its version says that forward wrote to it.
+# Kernels write some buffers without a new version (batch norm's statistics), and those are small. A
+# larger one is restored only where its version says that forward wrote to it.
 _SMALL_BYTES: Final = 1 << 16
+# Types of values that are a module or may refer to one.
 _LEAD_ON: Final = (nn.Module, FunctionType, MethodType, partial)
 
 
@@ -134,7 +138,9 @@ class OnceWritten(AbstractCompanion):
         finally:
             with torch.no_grad():
                 for buffer, value in zip(self._written, before, strict=True):
-                    buffer.data.copy_(value)  # through .data: nobody saved what comes between
+                    # `.data` does not raise the buffer's version: a tensor that autograd saved must
+                    # not count as written in place because its old value was restored.
+                    buffer.data.copy_(value)
 
 
 def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -169,7 +175,8 @@ def _modules_behind(given: Iterable[Any]) -> Iterable[nn.Module]:
         if isinstance(value, nn.Module):
             found[value] = None
         elif isinstance(value, list | tuple):
-            if value and isinstance(value[0], _LEAD_ON):  # a list may be long, and of numbers
+            # The first item decides, since a list may have very many numbers.
+            if value and isinstance(value[0], _LEAD_ON):
                 look_at(value)
         elif isinstance(value, partial):
             look_at((value.func, *value.args, *value.keywords.values()))
@@ -179,6 +186,7 @@ def _modules_behind(given: Iterable[Any]) -> Iterable[nn.Module]:
             look_at(value.__defaults__ or ())
             look_at((value.__kwdefaults__ or {}).values())
             for cell in value.__closure__ or ():
-                with suppress(ValueError):  # the name has no value yet, or was deleted
+                # A cell is empty if its variable has no value yet, or was deleted.
+                with suppress(ValueError):
                     look_at([cell.cell_contents])
     return found

@@ -35,7 +35,8 @@ class OperatorCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
-    kept_bytes: int  # that the checkpointer keeps already, over all functions
+    # Bytes of outputs that the checkpointer keeps already, those of other functions included.
+    kept_bytes: int
 
     @property
     def name(self) -> str:
@@ -135,7 +136,8 @@ def inside(model: nn.Module, policy: ModulePolicy) -> OperatorPolicy:
 
 _OPERATOR_POLICIES: Final = (_ByOperator, _WithinBytes, _Inside)
 
-# What matrix units compute: dear in time, and small beside what lies between.
+# Operators that matrix units compute. They take long, and their outputs are small compared with
+# those of the operators between them.
 MATMULS: Final[OperatorPolicy] = _ByOperator(
     frozenset(
         f"aten::{name}"

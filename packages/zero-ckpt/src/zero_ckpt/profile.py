@@ -15,10 +15,11 @@ from torch import Tensor
 from .errors import CheckpointError
 from .frame import AbstractCompanion
 
-_MAX_PENDING: Final = 1024  # measurements, before those that are over are added up
+# Number of pending measurements above which those that are over are added up.
+_MAX_PENDING: Final = 1024
 
 
-# What time is spent on: fields of `Timing`.
+# Fields of `Timing`, by which a measurement says what the time was spent on.
 Part = Literal["forward_s", "recompute_s", "gather_s", "copy_s"]
 
 
@@ -42,7 +43,8 @@ class Timing:
     copy_s: float
 
 
-_Moment = Any  # seconds of the host, or an event of a stream, for which nobody need wait
+# Seconds of the host's clock (a float), or an event of a stream, which the host does not wait for.
+_Moment = Any
 
 
 @define(eq=False)
@@ -78,7 +80,8 @@ class Profile:
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
-        self._open = local()  # the spans that a thread is in
+        # `spans` is the stack of spans that a thread is in, innermost last.
+        self._open = local()
         self._pending: list[_TimeSpan] = []
         self._timings: dict[str, Timing] = {}
 

@@ -47,7 +47,8 @@ def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 
-# Of the checkpoints that this code runs inside of, by thread: whose rngs their second runs restore.
+# Trackers whose rngs are restored in the second runs of the checkpoints around the running code,
+# outermost first. Each thread has its own.
 _restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
 
 
@@ -152,7 +153,8 @@ class RngTracker:
             self._states[name] = get_state(lent.device)
             self._lent = outer
             set_state(lent.device, before)
-            if outer is not None:  # it may be the one inside too, and have moved on there
+            # A fork inside another one of the same name has drawn from the outer fork's rng.
+            if outer is not None:
                 set_state(outer.device, self._states[outer.name])
 
     def get_states(self) -> dict[str, Tensor]:
@@ -233,7 +235,8 @@ class RngTracker:
     def _seed(self, where: str, name: str, seed: Any) -> None:
         checked = seed_of(f"RngTracker.{where}({name!r})", seed)
         others = [other for other, used in self._seeds.items() if used == checked and other != name]
-        # A name without a state had its rng taken away by set_states: its numbers may be in use.
+        # A name that has a seed but no state lost its rng by `set_states`, after numbers of this
+        # seed may have been used.
         if others or (name not in self._states and self._seeds.get(name) == checked):
             raise SeedInUseError(
                 f"RngTracker.{where}({name!r}): seed {checked} is in use, and would give the "
@@ -297,7 +300,8 @@ class RngTracker:
 def seed_of(where: str, seed: Any) -> int:
     """Return the seed as an int; CheckpointError if `torch.manual_seed` would not take it."""
     try:
-        value = operator.index(seed)  # numpy's integers too
+        # `index` accepts integers of numpy too.
+        value = operator.index(seed)
     except TypeError:
         value = None
     if value is None or isinstance(seed, bool) or not -(2**63) <= value < 2**64:
@@ -331,7 +335,8 @@ class RngSnapshot:
     tracker: RngTracker
     _devices: Mapping[torch.device, Tensor]
     _tracked: Mapping[str, Tensor]
-    _lent: ForkedRng | None  # tracked rng that `fork` had in use, if any
+    # The rng of the `fork` that this was captured in; None outside of any.
+    _lent: ForkedRng | None
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:

@@ -24,10 +24,13 @@ class LateHost:
     The target of a copy is NaN until its `wait` is called, which shows reads that are too early.
     """
 
-    log: list[tuple[str, int]] = field(factory=list)  # event, and number of the copied tensor
-    read_from: list[int] = field(factory=list)  # addresses of what was copied away
+    # Events in order: "away", "away is over", "back" or "back is over", and the tensor's number.
+    log: list[tuple[str, int]] = field(factory=list)
+    # Addresses of the sources of copies to the host, in order.
+    read_from: list[int] = field(factory=list)
     num_allocations: int = 0
-    _numbers: dict[int, int] = field(factory=dict)  # by address on the host
+    # Address on the host -> number of the tensor that was copied there last.
+    _numbers: dict[int, int] = field(factory=dict)
 
     def takes(self, tensor: Tensor) -> bool:
         """Return True: tensors of any device are copied."""

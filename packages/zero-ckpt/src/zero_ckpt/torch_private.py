@@ -23,17 +23,20 @@ from torch.utils._python_dispatch import (
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
-OpOverload: TypeAlias = torch._ops.OpOverload  # torch.ops.aten.add.Tensor
-OpOverloadPacket: TypeAlias = torch._ops.OpOverloadPacket  # torch.ops.aten.add
+# The classes of `torch.ops.aten.add.Tensor` and of `torch.ops.aten.add`.
+OpOverload: TypeAlias = torch._ops.OpOverload
+OpOverloadPacket: TypeAlias = torch._ops.OpOverloadPacket
 
-# Getters in C: they cost a call of a Python function less than one of our own.
-own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
-own_modules: Final = attrgetter("_modules")  # of a module: name -> child
-schema_of: Final = attrgetter("_schema")  # of an operator: its name, arguments and returns
-overload_name: Final = attrgetter("_overloadname")  # of an operator
+# Getters in C, which save the call of a Python function. The first two return dicts of a module's
+# own buffers and children by name, without those of its children; the others an operator's schema
+# (name, arguments and returns) and the name of its overload.
+own_buffers: Final = attrgetter("_buffers")
+own_modules: Final = attrgetter("_modules")
+schema_of: Final = attrgetter("_schema")
+overload_name: Final = attrgetter("_overloadname")
 
 
-# What the autograd node made next on this thread will have as its number.
+# Returns the sequence number of the autograd node that this thread makes next.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr
 
 
@@ -100,7 +103,8 @@ def is_plain(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_meta
         and not tensor.is_quantized
-        and "FakeTensor" not in type(tensor).__name__  # its module takes a while to import
+        # By name, as the module of FakeTensor takes long to import.
+        and "FakeTensor" not in type(tensor).__name__
     )
 
 
@@ -138,7 +142,8 @@ class OperatorMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way is to put a function around, which imports the compiler
+        # If True, torch wraps `__torch_dispatch__` in a function that imports the compiler.
+        return False
 
 
 def modules_being_called() -> Iterator[nn.Module]:

@@ -26,8 +26,10 @@ from .torch_private import (
     without_modes,
 )
 
-_CHUNK_NUMEL: Final = 1 << 19  # words of 8 bytes that are mixed at a time, in 4 MiB
-_ODD: Final = (-0x61C8864680B583EB, -0x3B314601E57A13AD)  # they spread bits, and are invertible
+# Number of 8-byte words that are mixed at a time: 4 MiB.
+_CHUNK_NUMEL: Final = 1 << 19
+# Factors that spread the bits of a word's position. They are odd, so no information is lost.
+_ODD: Final = (-0x61C8864680B583EB, -0x3B314601E57A13AD)
 
 
 # NOTE(verify): gradients depend on the second run through saved tensors and nothing else, so an
@@ -68,7 +70,8 @@ class Verification:
 class _SavedMemory(NamedTuple):
     """Memory of a tensor that autograd saved in forward; `Witness` keeps its checksum apart."""
 
-    order: tuple[int, ...]  # of its dimensions in memory; a later sum follows the same
+    # The tensor's dimensions, largest stride first; the second run's checksum uses the same order.
+    order: tuple[int, ...]
     storage: StorageWeakRef | None
     address: int
 
@@ -83,7 +86,9 @@ class Witness(OperatorMode):
         super().__init__()
         self._layer, self._checksums = layer, checksums
         self._saved: list[_SavedMemory] = []
-        self._sums: list[Tensor | None] = []  # not yet read; earlier ones are in _values
+        # Checksums of saved tensors by index: `_values` has those that were read to the host,
+        # `_sums` all later ones, on their devices. None for a tensor that is not compared.
+        self._sums: list[Tensor | None] = []
         self._values: list[int | None] = []
         self._blank: dict[int, StorageWeakRef] = {}
 
@@ -123,7 +128,8 @@ class Witness(OperatorMode):
         """
         old = self._saved[index]
         if self.is_same(index, tensor) and old.address == address:
-            return  # it has been there all the time: backward has its value of now anyway
+            # The memory was never freed: backward reads its present value, recomputed or not.
+            return
         self._values += read(self._sums)
         self._sums.clear()
         if self._values[index] is None:
@@ -197,7 +203,7 @@ class Checksums:
 
     def _mixed(self, words: Tensor) -> Tensor:
         weights = self._weights_on(words.device)
-        # A flip of the highest bit alone would vanish with the next such flip: it is spread first.
+        # Bits are spread first: two flips of the highest bit alone would cancel out in the sum.
         sums = [
             (chunk.bitwise_xor(chunk >> 32).mul_(weights[: chunk.numel()])).sum()
             for chunk in words.split(_CHUNK_NUMEL)
@@ -250,10 +256,12 @@ def _dense(tensor: Tensor, order: Sequence[int]) -> Tensor:
     if tensor.numel() == 0:
         return tensor.reshape(-1)
     rest = [i for i in range(tensor.dim()) if i not in order]
-    for dim in rest:  # of size 1, or all along it is the same memory
+    # These dimensions have size 1, or stride 0: all their elements are the same memory.
+    for dim in rest:
         tensor = tensor.narrow(dim, 0, 1)
     tensor = tensor.permute((*rest, *order)).contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,))  # a lone element may have any stride
+    # The stride is set to 1 since a lone element may have any.
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _words(flat: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-Storages = dict[tuple[torch.device, int], int]  # bytes, by device and address
+# (device, address) of a storage -> its bytes.
+Storages = dict[tuple[torch.device, int], int]
 
 
 def storages_in(value: Any) -> Storages:
@@ -68,7 +69,8 @@ class Ledger:
     _lock: Lock = field(factory=Lock, init=False)
     _holders: Counter[tuple[torch.device, int]] = field(factory=Counter, init=False)
     _num_bytes: int = field(default=0, init=False)
-    # Memory is given up in finalizers, which may run anywhere, also inside our lock.
+    # Storages to subtract from the count. Finalizers append to it without the lock, since they may
+    # run anywhere, also where this thread has the lock.
     _given_up: deque[Storages] = field(factory=deque, init=False)
 
     @property

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from zero_comm import Group
 
 
-# NOTE(copies): a copy runs on a stream of its own, and reads or writes memory of the device that
-# was allocated on the stream of the computation. That memory is held until the latter stream has
-# been told to wait for the copy: from then on whoever is given it next comes after the copy.
+# NOTE(copies): a copy runs on a side stream, and reads or writes memory of the device that was
+# allocated on the stream of the computation. That memory is not freed before the latter stream
+# waits for the copy: whatever uses the memory next is then ordered after the copy.
 
 
 @define(eq=False)
@@ -37,8 +37,10 @@ class Copy:
     target: Tensor
     source: Tensor | None  # None once `wait` has returned
     _wait: Callable[[], None]
-    stream: Any = None  # of the computation that made the tensor, and will use it
-    is_torn: bool = field(default=False, init=False)  # the source was written in place meanwhile
+    # The stream on which the source was computed, and on which `wait` makes the copy usable.
+    stream: Any = None
+    # Whether the source was written in place between the start of the copy and `wait`.
+    is_torn: bool = field(default=False, init=False)
     _version: int = field(
         default=Factory(lambda self: version_of(self.source), takes_self=True), init=False
     )
@@ -104,9 +106,10 @@ class PinnedHost:
 class _Slab:
     """Slots for inputs at one position of a call, of one device; layers have the same sizes."""
 
-    memory: Tensor  # (slots, elements of one)
+    memory: Tensor  # [slots, elements of a slot]
     free: list[int]
-    users: dict[int, Any] = field(factory=dict, init=False)  # streams that used them last
+    # Slot -> the stream that used it last; for memory of a device only.
+    users: dict[int, Any] = field(factory=dict, init=False)
 
 
 @final
@@ -161,8 +164,10 @@ class PackedSaver(AbstractSaver):
         self._split = None if group is None or group.world_size == 1 else EvenSplit(group)
         self._host = PinnedHost() if on_host else None
         self._num_slots = num_slots
-        self._slabs: dict[tuple[int, torch.device], _Slab] = {}  # by position among inputs
-        self._live: WeakValueDictionary[int, _PackedInputs] = WeakValueDictionary()  # by number
+        # (position among the inputs of a call, device) -> slots for these inputs.
+        self._slabs: dict[tuple[int, torch.device], _Slab] = {}
+        # Number of a call -> its inputs, for as long as its graph lives.
+        self._live: WeakValueDictionary[int, _PackedInputs] = WeakValueDictionary()
         self._num_calls = 0
         self._lock = RLock()
 
@@ -277,7 +282,8 @@ class PackedSaver(AbstractSaver):
             if slab.users.get(slot, stream) != stream:
                 stream.wait_stream(slab.users[slot])
             slab.users[slot] = stream
-        return slab.memory.data[slot]  # .data: a write to one slot is none to the others
+        # `.data` gives each slot a version of its own: writing to one is no write to the others.
+        return slab.memory.data[slot]
 
     def _free_copied(self) -> None:
         """Free the inputs of the last call that were copied to the host.
@@ -302,12 +308,16 @@ class _PackedInput:
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    version: int  # of the input
-    splits: tuple[int, ...] | None  # elements per rank, if this is a shard
+    # The input's version, which the restored tensor gets too.
+    version: int
+    # Elements per rank if the input is split; None if this rank keeps all of it.
+    splits: tuple[int, ...] | None
     is_slot: bool
+    # The host that the input is copied to, and that copy. None if it stays where it is.
     host: PinnedHost | None = field(default=None, init=False)
-    leaving: Copy | None = field(default=None, init=False)  # to the host
-    arriving: Copy | None = field(default=None, init=False)  # from there, ahead of use
+    leaving: Copy | None = field(default=None, init=False)
+    # The copy back, from its start, which may be ahead of use, until `fetch`.
+    arriving: Copy | None = field(default=None, init=False)
 
     def prefetch(self) -> None:
         """Start the copy back to the device, if the input is on the host and none was started."""
@@ -341,8 +351,10 @@ class _PackedInputs(AbstractKept):
     _saver: PackedSaver
     _number: int
     _layer: str
-    _held: AbstractKept  # all of them, packed or not
-    packed: Mapping[int, _PackedInput]  # by position
+    # Keeps one tensor for each input: its packed form, or the input itself.
+    _held: AbstractKept
+    # Position among the inputs -> how the input is packed.
+    packed: Mapping[int, _PackedInput]
     storages: Storages
     _is_hooked: bool
     _measuring: Measuring = field(default=nullcontext, init=False)
@@ -389,7 +401,8 @@ def _can_be_copied(tensor: Tensor) -> bool:
         tensor.is_floating_point()
         and _is_dense(tensor)
         and tensor.numel() > 0
-        and not tensor.is_neg()  # a copy is not: operators would be called on it otherwise
+        # A copy would not be lazily negated, so the second run would call other operators.
+        and not tensor.is_neg()
         and not stays_as_it_is(tensor)
     )
 
@@ -409,7 +422,8 @@ def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     if numel > tensor.numel():
         core = tensor
         for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # expanded: once is enough
+            # An expanded dimension has the same memory all along: one element is copied.
+            if stride == 0:
                 core = core.narrow(dim, 0, 1)
         tensor = core.clone(memory_format=torch.preserve_format).expand(tensor.shape)
         numel = _memory_numel(tensor)

@@ -15,12 +15,13 @@ from zero_ckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from zero_comm import Group
 
-# Ranks that come for inputs of different calls, or of different sizes, meet in no message, and are
-# told so (gloo would end the process). Tags of parameters, on a group that does both, lie below;
-# all of them are few, because the group remembers each.
+# Tags of messages consist of the call's number modulo `_NUM_CALLS` and a checksum of the inputs'
+# sizes modulo `_NUM_SIZES`. Ranks that gather inputs of different calls or sizes thus exchange no
+# message, and get an error (gloo would end the process). A group may gather parameters too, with
+# tags below `_FIRST_TAG`. There are few tags, because the group remembers each.
 _FIRST_TAG: Final = 1 << 20
-_NUM_CALLS: Final = 512  # told apart, counted round
-_NUM_SIZES: Final = 64  # likewise, by a checksum
+_NUM_CALLS: Final = 512
+_NUM_SIZES: Final = 64
 
 _REMEDY: Final = (
     "every rank of the group must make the same checkpointed calls on the same inputs, and run "
