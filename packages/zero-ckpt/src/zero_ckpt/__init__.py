@@ -89,7 +89,7 @@ __all__ = [
     "within_bytes",
 ]
 
-# Where a name is; loaded on first use.
+# Module -> public names that it has; a module is loaded on first use.
 _NAMES: Final = {
     "zero_ckpt.apply": "CheckpointedModules checkpoint_modules",
     "zero_ckpt.checkpointer": "Checkpointer",

@@ -33,9 +33,9 @@ from .torch_private import (
 )
 
 # NOTE(keep): both runs pass through a dispatch mode, which sees operators below autograd: nodes are
-# recorded as ever, only kernels need not run. To run an operator after all is always right, as its
-# arguments are there; so whatever is in doubt (memory that was written to since, a second backward
-# over a graph that was not retained) is not kept, or not used.
+# recorded as without it, only kernels need not run. Running an operator is always right, as its
+# arguments exist. So an output is not kept, or not used, wherever it may be wrong: if its memory
+# was written to since, or in a second backward over a graph that was not retained.
 
 
 @define(eq=False)

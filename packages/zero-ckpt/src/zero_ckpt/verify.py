@@ -34,7 +34,7 @@ _ODD: Final = (-0x61C8864680B583EB, -0x3B314601E57A13AD)
 
 # NOTE(verify): gradients depend on the second run through saved tensors and nothing else, so an
 # error is raised if and only if one of these has other bits. A counter of batches, or a table that
-# only the first run has to make, disturbs nobody.
+# only the first run has to make, raises no error.
 
 
 @final
