@@ -17,11 +17,13 @@ OFFER, DONE = 1, 2  # kinds of entries
 
 Entry = tuple[int, int, int]  # kind, tag, address
 
-_WORD: Final = 8
+_WORD: Final = 8  # bytes
 _ENTRY_WORDS: Final = 3
-_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
-_CONSUMED: Final = 3  # then one count per rank, then the ring
-_CAPACITY: Final = 1024  # entries that peers may lag behind
+# A journal has three words of header, then a word per rank (how many entries of that rank's journal
+# this rank has read), then a ring of `_CAPACITY` entries.
+_TOKEN, _HEAD, _LEAVING = 0, 1, 2
+_CONSUMED: Final = 3
+_CAPACITY: Final = 1024
 
 
 @frozen
@@ -30,7 +32,8 @@ class JournalAddress:
 
     pid: int
     address: int
-    token: int  # first word of the journal: proof that it is the right process
+    # First word of the journal, by which a reader knows that this process made it.
+    token: int
 
 
 @define(eq=False)
@@ -40,8 +43,10 @@ class Journal:
     world_size: int
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
     _words: ctypes.Array[ctypes.c_int64] = field(init=False)
-    _outbox: dict[int, Entry] = field(factory=dict, init=False)  # by number, until all are seen
-    _read_by_all: int = field(default=0, init=False)  # entries; a lower bound
+    # Number of an entry -> the entry; kept until the ring has all of them.
+    _outbox: dict[int, Entry] = field(factory=dict, init=False)
+    # Every peer has read at least so many entries.
+    _read_by_all: int = field(default=0, init=False)
     _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -86,9 +91,10 @@ class Journal:
                     return
             start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
             self._words[start : start + _ENTRY_WORDS] = self._outbox[head]
-            self.fence()  # neither the data nor the entry may be seen after the head
+            # Peers that see the new head must see the data and the entry too.
+            self.fence()
             self._words[_HEAD] = head + 1
-        self._outbox.clear()  # all are seen
+        self._outbox.clear()
 
     def note_read(self, rank: int, num_entries: int) -> None:
         """Say how many entries of a peer's journal this rank has read."""
@@ -128,7 +134,7 @@ def read_entries(seen: int, head: int, world_size: int, where: JournalAddress) -
     start = _CONSUMED + world_size + first * _ENTRY_WORDS
     words = _read(where, start, count * _ENTRY_WORDS)
     ring = iter(words)
-    return list(zip(ring, ring, ring, strict=True))  # _ENTRY_WORDS each
+    return list(zip(ring, ring, ring, strict=True))
 
 
 def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
@@ -142,7 +148,8 @@ def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctyp
     return words
 
 
-# A peer may look once more after its group is gone here: journals stay, a page each and few.
+# A peer may read a journal after its group was freed here, so its memory is never freed. Journals
+# are few, and 24 KiB each.
 _CLOSED: Final[list[ctypes.Array[ctypes.c_int64]]] = []
 
 

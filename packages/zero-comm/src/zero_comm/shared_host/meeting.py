@@ -27,7 +27,7 @@ from .process_memory import SWITCH, allow_readers, is_supported
 from .reads import Reads
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_TAG: Final = (1 << 24) - 1  # before those of the compositions
+_TAG: Final = (1 << 24) - 1  # just below the tags of other collectives
 
 
 class _ReadStatus(IntEnum):
@@ -51,10 +51,12 @@ _REASONS: Final = {
 class Meeting:
     """Facts that the ranks of one process group found out together."""
 
-    memory: PeerMemory | None  # None: they cannot read each other
-    reason: str  # for that, in one line
+    # None if the ranks cannot read each other's memory; `reason` says why, in one line.
+    memory: PeerMemory | None
+    reason: str
     watch: Watch
-    hosts: tuple[int, ...]  # by rank; one number per host
+    # By rank, a number of the host, which is equal for ranks of one host.
+    hosts: tuple[int, ...]
 
     def exchanges_of(self, process_group: Any, rank: int, world_size: int) -> Messages:
         """Return how these ranks exchange parts of buffers."""
@@ -97,21 +99,24 @@ def _find_out(table: _Table) -> Meeting:
     hello = table.tell_all(mine)
     hosts = tuple(row[1] for row in hello)
     interrupt = partial(break_connections, ref(table.process_group))
-    is_leaving = WeakMethod(peers.is_leaving)  # no circle: a group that is dropped goes at once
+    # Weak, as a cycle would keep a dropped group alive until the garbage collector runs.
+    is_leaving = WeakMethod(peers.is_leaving)
 
     def has_ended(rank: int) -> bool:
         return (ask := is_leaving()) is not None and ask(rank)
 
-    name = f"{hello[0][-1]:x}"  # that no group had before
+    # The random token of rank 0's journal is a name that no group had before.
+    name = f"{hello[0][-1]:x}"
     watch = peers.watch = CircleWatch(name, table.rank, interrupt, has_ended=has_ended)
     if all(row[0] == _ReadStatus.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _ReadStatus.OTHER_HOST
         else:
-            # Launchers start all ranks: their descendants are enough, and no other process.
+            # If one launcher has started all ranks, only its descendants are allowed to read.
             is_launched = all(row[2] == mine[2] for row in hello)
             allow_readers(os.getppid() if is_launched else None)
-    verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
+    # After this exchange, all ranks have allowed the others to read.
+    verdicts = table.tell_all([verdict])
     if all(row == [_ReadStatus.OK] for row in verdicts):
         try:
             peers.meet([JournalAddress(*row[3:]) for row in hello])

@@ -46,7 +46,8 @@ from .process_memory import read_into, read_word, why
 class RemoteBuffer:
     """A peer's buffer, which this rank may read until it says that it is done."""
 
-    lender: int  # rank
+    # Rank whose buffer it is, and rank that reads it.
+    lender: int
     reader: int
     pid: int
     address: int
@@ -73,12 +74,15 @@ class PeerTransfer:
 
     tag: int
     buffer: Tensor
-    carry_out: Callable[[dict[int, RemoteBuffer]], None]  # receives every peer's buffer, by rank
+    # Receives every peer's buffer, by rank.
+    carry_out: Callable[[dict[int, RemoteBuffer]], None]
     is_carried_out: bool = False
-    done_by: set[int] = field(factory=set)  # peers
+    # Peers that have read all they need of `buffer`.
+    done_by: set[int] = field(factory=set)
     error: Exception | None = None
-    launch: Launch | None = None  # where the group's watch counts it
-    done_entry: int = 0  # how many entries the journal has when it says that this rank is done
+    launch: Launch | None = None
+    # Number of the journal's entries up to the one that says that this rank is done.
+    done_entry: int = 0
 
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
@@ -100,14 +104,19 @@ class PeerMemory:
     timeout_s: float
     watch: Watch | None = field(default=None, kw_only=True)
     _peers: dict[int, JournalAddress] = field(factory=dict, init=False)
-    _gone: set[int] = field(factory=set, init=False)  # their processes have ended
+    # Peers whose processes have ended.
+    _gone: set[int] = field(factory=set, init=False)
     _journal: Journal = field(init=False)
-    _seen: dict[int, int] = field(factory=dict, init=False)  # entries read of each peer's journal
+    # Peer -> number of entries of its journal that this rank has read.
+    _seen: dict[int, int] = field(factory=dict, init=False)
+    # By tag, in order: offers of each peer, transfers that this rank has launched and not carried
+    # out, and transfers that it has carried out and not every peer is done with.
     _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
-    _waiting: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)  # by tag, in order
-    _lent: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)  # carried out here only
+    _waiting: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)
+    _lent: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)
     _is_advancing: bool = field(default=False, init=False)
-    is_broken: bool = field(default=False, init=False)  # an interrupt came in between
+    # Whether an exception came in the midst of `_advance`, which leaves transfers half done.
+    is_broken: bool = field(default=False, init=False)
     _lock: threading.RLock = field(default=Factory(threading.RLock), init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -165,13 +174,13 @@ class PeerMemory:
             missing[:] = self._missing(transfer)
             if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
                 raise self._failure(transfer, what, "and cannot", missing)
-            # Once this rank has left the wait, nobody says for it that it is done.
+            # Peers must see that this rank is done: after the wait, it may publish nothing more.
             is_done = transfer.is_carried_out and not missing
             return is_done and self._journal.head >= transfer.done_entry
 
         def lacks() -> Wait | None:
-            # Also when peers have launched it and need only read: a rank that is not seen to wait
-            # does not hear that others have diverged.
+            # A wait counts too where peers have launched the transfer and have yet to read: only
+            # while a rank waits does its watch look whether others have diverged.
             if transfer.launch is None or not missing:
                 return None
             return Wait(transfer.launch, missing[0], is_launched=transfer.is_carried_out)
@@ -201,7 +210,7 @@ class PeerMemory:
         start, looks = time.monotonic(), 0
         with SeenWait(self.watch, lacks) as seen_wait:
             while True:
-                # Of every group: a peer may wait for this rank in one, this rank in another.
+                # All groups advance, since a peer may wait for this rank in another one.
                 for peers in tuple(_ALL):
                     if peers is self or not peers.is_over:
                         peers._advance()
@@ -260,17 +269,18 @@ class PeerMemory:
         return [
             rank
             for rank in self._peers
-            if rank not in self._gone  # it will not read any more
-            and rank not in transfer.done_by
+            # A peer that has ended reads no more.
+            if rank not in self._gone and rank not in transfer.done_by
         ]
 
     def _advance(self) -> None:
         """Read the news of all peers, and carry out what has become possible."""
         if self.is_broken or not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return
         try:
+            # A signal handler or a garbage collection may call this inside of itself.
             if self._is_advancing:
-                return  # called from within, by a signal handler or a garbage collection
+                return
             self._is_advancing = True
             for rank in self._peers:
                 if rank not in self._gone:
@@ -280,7 +290,8 @@ class PeerMemory:
             self._journal.publish(self._read_by_all)
             self._is_advancing = False
         except BaseException:
-            # Something is lost on the way. Nobody shall wait for it: peers take us for gone.
+            # A transfer may be half done. Without a valid journal, peers take this rank for ended
+            # and do not wait for it.
             self.is_broken = True
             self._journal.void()
             raise
@@ -301,7 +312,8 @@ class PeerMemory:
             return
         token, head, is_leaving = header
         if token != self._peers[rank].token:
-            self._gone.add(rank)  # its number was given to another process
+            # The process has ended, and its id was given to another one.
+            self._gone.add(rank)
             return
         while (seen := self._seen[rank]) < head:
             news = self._look_at(rank, partial(read_entries, seen, head, self.world_size))
@@ -311,7 +323,8 @@ class PeerMemory:
             self._journal.note_read(rank, self._seen[rank])
             for entry in news:
                 self._hear(rank, *entry)
-        if is_leaving:  # it will write no more, and has read what it wants
+        # A peer that leaves writes no more, and has read all that it needs.
+        if is_leaving:
             self._gone.add(rank)
 
     def _look_at(self, rank: int, question: Callable[[JournalAddress], T]) -> T | None:
@@ -320,7 +333,8 @@ class PeerMemory:
         try:
             return question(where)
         except OSError as error:
-            if error.errno not in (ESRCH, EFAULT):  # ended, or is just ending
+            # With one of these errors, the process has ended or is ending.
+            if error.errno not in (ESRCH, EFAULT):
                 raise CommError(
                     f"rank {self.rank} can no longer read the memory of rank {rank} (process "
                     f"{where.pid}): {why(error)}"
@@ -334,7 +348,8 @@ class PeerMemory:
             self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
             self._carry_out(tag)
             return
-        # It was offered before the peer could be done with it, and each peer keeps a tag's order.
+        # Peers are done with the transfers of a tag in order, and with none before it is offered:
+        # this is the first that the peer was not done with.
         for transfer in (*self._lent.get(tag, ()), *self._waiting.get(tag, ())):
             if rank not in transfer.done_by:
                 transfer.done_by.add(rank)
@@ -348,9 +363,11 @@ class PeerMemory:
             transfer = waiting.popleft()
             buffers = {rank: offers[rank].popleft() for rank in self._peers}
             try:
-                with torch.inference_mode():  # whatever mode the code that waits is in
+                # Any wait may come here, in any mode. Inference tensors may be written in this one.
+                with torch.inference_mode():
                     transfer.carry_out(buffers)
-            except Exception as error:  # of this transfer, whoever is waiting: told in its wait()
+            except Exception as error:
+                # Raised by the wait for this transfer, which may be another one than the present.
                 transfer.error = error
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
@@ -393,7 +410,8 @@ class PeerMemory:
             state = f"rank {missing[0]} has not {verb} its part"
         if gone:
             state = f"the process of rank {gone[0]} ({self._peers[gone[0]].pid}) has ended"
-        told = None if self.watch is None else self.watch.error()  # before it ended, say
+        # A peer may have told of a divergence before it ended.
+        told = None if self.watch is None else self.watch.error()
         blame = ""
         if self.watch is not None and told is None and missing:
             blame = self.watch.blame((gone or missing)[0])

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from zero_comm.calls import UNEVEN
 
-SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
+# Environment variable; with 0, ranks send messages in place of reading memory.
+SWITCH: Final = "ZERO_COMM_PEER_MEMORY"
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
@@ -54,7 +55,8 @@ def allow_readers(ancestor: int | None) -> None:
         ancestor: Process id; None lets every process of the same user.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:  # without Yama it fails, and is not needed
+    # Where there is no Yama, the call fails and is not needed.
+    if prctl is not None:
         who = _PR_SET_PTRACER_ANY if ancestor is None else ctypes.c_ulong(ancestor)
         prctl(_PR_SET_PTRACER, who, 0, 0, 0)
 
@@ -67,7 +69,8 @@ def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
         OSError: Not permitted, or no such memory there.
     """
     done = 0
-    while done < num_bytes:  # the kernel stops at 2 GiB, and may stop earlier
+    # One call reads 2 GiB at most, and may read less.
+    while done < num_bytes:
         rest = num_bytes - done
         local, remote = _IoVector(into + done, rest), _IoVector(address + done, rest)
         count = _READ(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)

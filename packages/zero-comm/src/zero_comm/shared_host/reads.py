@@ -16,7 +16,8 @@ from zero_comm.watch import Launch
 
 from .peer_memory import PeerMemory, RemoteBuffer
 
-_READ_BYTES: Final = 2**18  # a piece of every rank stays in cache until it is added
+# A piece of this size stays in cache until it is added.
+_READ_BYTES: Final = 2**18
 
 T = TypeVar("T")
 
@@ -63,13 +64,14 @@ class Reads(Messages):
     ) -> Handle[Tensor]:
         """See `Messages`."""
         # `carry_out` must not hold `self`, which holds the process group. The group keeps its
-        # PeerMemory, which keeps `carry_out` where ranks have parted: nothing would free them.
+        # PeerMemory, which keeps `carry_out` if ranks have diverged: nothing would free them.
         rank, world_size, own = self.rank, self.world_size, chunks[self.rank]
         item_bytes, offset = buffer.element_size(), offset_of(own, buffer)
         size = min(own.numel(), _READ_BYTES // item_bytes)
 
         def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-            scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
+            # The two rows alternate: one has the partial sum, the other the values to add.
+            scratch = own.new_empty(2, size)
             for first in range(0, own.numel(), max(1, size)):
                 piece = slice(first, min(first + size, own.numel()))
                 total = own
@@ -79,7 +81,8 @@ class Reads(Messages):
                         row = own[piece]
                     else:
                         buffers[other].read_into(row, offset=offset + first * item_bytes)
-                    if other == world_size - 1:  # only now: `out` may be `own`
+                    # Only the last sum goes to `out`, which may be `own` and is read before.
+                    if other == world_size - 1:
                         target = out[piece]
                     total = row if other == 0 else torch.add(total, row, out=target)
                 finish_mean(total, op=op, world_size=world_size)

@@ -21,7 +21,8 @@ from zero_comm.watch import Launch, Wait, Watch
 from .peer_memory import PeerMemory
 from .process_memory import why
 
-HAS_LEFT: Final = 2**62  # in place of the newest version that a rank reads no more: it reads none
+# Value of a rank's `_CLOSED` word once it reads no version any more.
+HAS_LEFT: Final = 2**62
 
 _LOOK_S: Final = 0.02
 _LINGER_S: Final = 60.0
@@ -34,15 +35,16 @@ class SharedShardLifetime:
     shards: tuple[Tensor, ...]
     words: ctypes.Array[ctypes.c_int64]
     peers: PeerMemory
-    addresses: dict[int, int]  # of each peer's words
+    # Peer that may still read -> address of its words; `are_needed` removes those that do not.
+    addresses: dict[int, int]
     pid: int = Factory(os.getpid)
     has_lingered: bool = False
 
     def __attrs_post_init__(self) -> None:
         with _LOCK:
             _ALIVE.append(self)
-        # It serves where atexit does, and in processes of multiprocessing, which know none. Those
-        # that were forked have forgotten what was registered before: hence once per exposure.
+        # A Finalize runs where atexit functions do, and in processes of multiprocessing, which run
+        # none. A forked process has lost those of its parent, so each exposure registers one.
         Finalize(None, _wait_for_readers_at_exit, exitpriority=10)
 
     def are_needed(self) -> bool:
@@ -59,10 +61,12 @@ class SharedShardLifetime:
 
 
 _ALIVE: Final[list[SharedShardLifetime]] = []
-_LEFT: Final[list[SharedShardLifetime]] = []  # their exposure is gone
-# A peer may look at the words after the shards were given back: two words per exposure stay.
+# Lifetimes whose `SharedShards` is deleted, and whose shards peers may still read.
+_LEFT: Final[list[SharedShardLifetime]] = []
+# A peer may read the words after the shards were freed: the two words of an exposure stay.
 _WORDS: Final[list[Any]] = []
-_LOCK: Final = threading.RLock()  # a garbage collection may run leave() anywhere
+# Reentrant, since a garbage collection may call `stop_reading` anywhere, also under the lock.
+_LOCK: Final = threading.RLock()
 
 
 def stop_reading(lifetime: SharedShardLifetime) -> None:
@@ -82,7 +86,8 @@ def _wait_for_peers() -> None:
     while True:
         time.sleep(_LOOK_S)
         with _LOCK:
-            for lifetime in tuple(_LEFT):  # leave() may add some meanwhile
+            # A copy, since a garbage collection may call `stop_reading` in the loop.
+            for lifetime in tuple(_LEFT):
                 if not lifetime.are_needed():
                     _LEFT.remove(lifetime)
             if not _LEFT:
@@ -111,14 +116,17 @@ def _wait_for_readers_at_exit() -> None:
 
 
 def _ends_by_error() -> bool:
-    error = sys.exception()  # a process of multiprocessing comes here while it is being handled
+    # A process of multiprocessing ends while its error is being handled.
+    error = sys.exception()
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None or getattr(sys, "last_value", None) is not None
 
 
-_EXPOSE: Final = -2  # turns are counted beside collectives, whose keys are greater
-_OPENED, _CLOSED = 0, 1  # words: the newest version peers may read, the newest we read no more
+# Key of the launch of an exposure; those of its words are smaller, those of collectives greater.
+_EXPOSE: Final = -2
+# Words of a rank: the newest version that peers may read, and the newest that it reads no more.
+_OPENED, _CLOSED = 0, 1
 
 
 Words = ctypes.Array[ctypes.c_int64]
@@ -142,15 +150,19 @@ class SharedShards:
     shards: tuple[Tensor, ...]
     _memory: PeerMemory
     _words: Words
-    _addresses: dict[int, list[int]]  # of each peer: its words, then its shards
+    # Peer -> address of its words, then those of its shards.
+    _addresses: dict[int, list[int]]
     _version: int = field(default=1, init=False)
     _is_writing: bool = field(default=False, init=False)
-    _turns: dict[int, Launch] = field(factory=dict, init=False)  # the last one of each word
-    _keys: tuple[int, int] = field(init=False)  # of the words' turns, for the group's watch
-    _is_current: set[int] = field(factory=set, init=False)  # peers known to have our version open
+    # Word -> the launch counted when this rank last wrote it; and, by word, such launches' keys.
+    _turns: dict[int, Launch] = field(factory=dict, init=False)
+    _keys: tuple[int, int] = field(init=False)
+    # Peers known to have opened this rank's version; emptied when the version changes.
+    _is_current: set[int] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        number = self._watch.launch("expose", _EXPOSE).number  # all ranks expose in one order
+        # The number is the same on every rank, as all ranks expose in one order.
+        number = self._watch.launch("expose", _EXPOSE).number
         self._keys = (_EXPOSE - 2 * number, _EXPOSE - 2 * number - 1)
         words = {peer: where[0] for peer, where in self._addresses.items()}
         lifetime = SharedShardLifetime(self.shards, self._words, self._memory, words)
@@ -205,7 +217,7 @@ class SharedShards:
             if self._word(rank, word, what) >= self._version:
                 return True
             has_left = self._word(rank, _CLOSED, what) == HAS_LEFT
-            # Once more: it may have opened this version, and left, since it was asked.
+            # The word is read again: the peer may have opened this version, and left, since.
             if has_left and self._word(rank, word, what) < self._version:
                 raise CommError(
                     f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
