@@ -113,7 +113,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+# Before xdist, which reads the marks in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests with ranks in one xdist worker: two of them would fight for the cores."""
     for item in items:

@@ -55,7 +55,7 @@ def compile_library(folder: Path, out_dir: Path, flags: Sequence[str] = ()) -> P
         CompileError: There is no C++ compiler, or it failed.
     """
     out = out_dir / LIBRARY
-    # Loaded by others at any moment: it appears whole, or not at all.
+    # Others may load the library at any moment, so it is moved to its place when it is complete.
     unfinished = out_dir / f".{LIBRARY}.{os.getpid()}"
     command = [*find_compiler(os.environ), *FLAGS, *flags]
     command += [str(folder / "codec.cpp"), "-o", str(unfinished)]

@@ -84,7 +84,8 @@ class Blockwise(AbstractCodec):
         decode = decode_blocks if found is None else found.decode
         at_once = found is not None and out.dtype in found.dtypes
         for part, integers, scale in self._parts(out, written, scales, at_once=at_once):
-            target = part if at_once else part.float()  # which is itself, where it is float32
+            # `float` returns the part itself if it is float32.
+            target = part if at_once else part.float()
             decode(integers, scale, target, bits=self.bits, block=self.block, adds=adds)
             if target is not part:
                 part.copy_(target)

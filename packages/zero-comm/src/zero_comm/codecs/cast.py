@@ -63,4 +63,5 @@ class Cast(AbstractCodec):
             out.copy_(values)
             return
         for span in self.spans(out):
-            out[span] += values[span].float()  # to add two dtypes is slow
+            # Adding a tensor of another dtype is slow, so it is converted first.
+            out[span] += values[span].float()

@@ -20,7 +20,7 @@ from zero_comm.errors import CodecError
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 SPAN_NUMEL: Final = 2**15
-_ALIGN: Final = 4  # bytes: of a scale
+_ALIGN: Final = 4  # bytes of a scale
 
 
 @frozen
@@ -200,8 +200,10 @@ def _check_flat(values: Tensor, name: str) -> None:
         )
 
 
-LEAST_SCALE: Final = 2.0**-126  # the least normal number: smaller ones have fewer digits, or none
-LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)  # divided, rounded and multiplied
+# The least normal number: smaller ones have fewer digits, or are flushed to zero.
+LEAST_SCALE: Final = 2.0**-126
+# The largest scale times the largest integer: rounded, the product is still finite.
+LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)
 
 # NOTE(again): encoding what was decoded gives the same bytes. With c = 127 or 7, s = fl(a / c) for
 # the largest size a of a block, and its decoded value p = fl(c s): where a is not just above a
@@ -219,7 +221,7 @@ def encode_blocks(
         return
     scale = scales_of(values, limit=2 ** (bits - 1) - 1, block=block)
     scales.view(torch.float32).copy_(scale)
-    # A block that is not finite has no inverse, and nothing but zeros.
+    # The scale of a block that is not finite is nan, and its integers are zeros.
     steps = (_rows(values, block) * scale.reciprocal().unsqueeze(1)).round_().nan_to_num_(nan=0.0)
     if bits == 8:
         integers.view(torch.int8).copy_(steps.view(-1)[:numel])
@@ -237,7 +239,8 @@ def decode_blocks(
         return
     steps = integers.view(torch.int8)
     if bits == 4:
-        low = steps.bitwise_left_shift(4).bitwise_right_shift_(4)  # which carries the sign up
+        # The two shifts extend the sign of the low four bits.
+        low = steps.bitwise_left_shift(4).bitwise_right_shift_(4)
         steps = torch.stack((low, steps >> 4), dim=1).view(-1)[:numel]
     scale = scales.view(torch.float32)
     whole = numel // block * block
@@ -257,7 +260,7 @@ def scales_of(values: Tensor, *, limit: int, block: int) -> Tensor:
     if not values.numel():
         return values.new_empty(0)
     largest = _rows(values, block).abs().amax(dim=1)
-    # By a tensor: torch takes a number's inverse instead on CUDA, which is not the same.
+    # Divided by a tensor: on CUDA, torch divides by a number by its inverse, which rounds twice.
     scale = (largest / torch.full_like(largest, limit)).clamp_(LEAST_SCALE, LARGEST / limit)
     return scale.masked_fill_(~largest.isfinite(), torch.nan)
 

@@ -58,7 +58,8 @@ def _loaded(device: torch.device) -> tuple[CodecKernels | TritonKernels | None, 
         found, reason = _native.load(_native.HERE / LIBRARY, os.environ)
         is_checkout = (_native.HERE.parents[2] / "hatch_build.py").exists()
         if found is not None and is_checkout and (stale := why_stale(_native.HERE, _native.HERE)):
-            _LOG.warning("%s", stale)  # pip hides what the build hook says
+            # The build hook has warned too, but pip hides its output.
+            _LOG.warning("%s", stale)
     elif device.type == "cuda":
         found, reason = load_triton(device, os.environ)
     else:
@@ -99,7 +100,8 @@ def _try_triton(device: torch.device) -> tuple[TritonKernels | None, str]:
     found = TritonKernels()
     try:
         is_same = _agrees(found, device)
-    except Exception as error:  # Triton has no common type for what a machine may lack
+    except Exception as error:
+        # Triton has no common type of error for whatever a machine may lack.
         lines = str(error).splitlines() or [""]
         return None, f"Triton does not work on {device}: {type(error).__name__}: {lines[0]}"
     if not is_same:

@@ -18,13 +18,14 @@ from .codec import DTYPES, LARGEST, LEAST_SCALE
 
 # NOTE(bits): a product and a sum must not become one operation, which rounds once where torch
 # rounds twice: every launch forbids it. Divisions are `div_rn`, since `/` is an approximation.
-# Sizes are compared as integers, which order as they do, with inf and nan above all.
+# Absolute values are compared as integers, which have the same order, with inf and nan last.
 LAUNCH: Final = {"num_warps": 8, "enable_fp_fusion": False}
-_TILE: Final = 4096  # elements that a program has at a time
+_TILE: Final = 4096  # elements of a program's tile
 
 _LEAST: Final = tl.constexpr(LEAST_SCALE)
 _MOST: Final = tl.constexpr(LARGEST)
-_TO_INTEGER: Final = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, the low bits are the integer
+# 1.5 * 2**23: in the sum with a float32, the low bits are the rounded integer.
+_TO_INTEGER: Final = tl.constexpr(12582912.0)
 _INFINITE: Final = tl.constexpr(0x7F800000)
 _NAN: Final = tl.constexpr(0x7FC00000)
 
@@ -45,7 +46,8 @@ class TritonKernels:
         """Write values as integers and scales, both uint8."""
         if numel := values.numel():
             tensors = values, integers.view(torch.int8), scales.view(torch.int32)
-            with torch.cuda.device_of(values):  # kernels go to the current one
+            # Triton launches kernels on the current device.
+            with torch.cuda.device_of(values):
                 _encode[_grid(numel, block)](
                     *(*tensors, numel, integers.numel()), **tile_of(bits, block), **LAUNCH
                 )
@@ -88,7 +90,7 @@ def _encode(
 ):
     limit: tl.constexpr = 127.0 if BITS == 8 else 7.0
     first = tl.program_id(0).to(tl.int64) * ROWS
-    # What a block begins with stays in registers; the rest of a long one is read once more.
+    # The first tile of a block stays in registers; the rest of a long block is read twice.
     tile = _read(values, first, 0, numel, BLOCK, ROWS, COLUMNS)
     most = _largest(tile)
     for start in range(COLUMNS, BLOCK, COLUMNS):
@@ -134,7 +136,8 @@ def _decode(
         )
         steps = tl.load(integers + at, mask=is_there, other=0).to(tl.int32)
         if BITS == 4:
-            steps = tl.interleave((steps << 28) >> 28, steps >> 4)  # which carry the signs up
+            # The shifts extend the signs of both halves of a byte.
+            steps = tl.interleave((steps << 28) >> 28, steps >> 4)
         value = steps.to(tl.float32) * scale
         at, is_there = _places(first, start, numel, BLOCK, ROWS, COLUMNS)
         if ADDS:

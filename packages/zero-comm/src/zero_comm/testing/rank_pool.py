@@ -46,14 +46,14 @@ from zero_comm.torch_private import DefaultDeviceMode, accelerator, creates_tens
 
 # Importing torch takes long on a busy machine with two cores.
 _START_TIMEOUT_S: Final = 180.0
-# After an error that looks like the echo of another, how long to listen for that other one.
+# How long to wait for the original error after one that looks like its consequence.
 _ECHO_S: Final = 2.0
-# How long a worker has nothing to do until it looks for what the last run has left.
+# How long a worker waits for a request before it collects what the last run has left.
 _IDLE_S: Final = 0.5
 # Longer than any run, so that a hang is reported by the pool, which knows every rank.
 _GROUP_MARGIN_S: Final = 60.0
 
-# What takes long to load, and may be loaded before a fork: the beginnings of their names.
+# First parts of names of modules that take long to load and may be loaded before a fork.
 _LOADED_ONCE: Final = (
     "zero_",
     "torch",
@@ -77,9 +77,10 @@ class _Request:
     file: str
     name: str
     kwargs: dict[str, Any]
-    rendezvous: str  # a file that does not exist yet
+    rendezvous: str  # path of a file that does not exist yet
     timeout_s: float
-    warning_filters: list[Any]  # those of the caller, so that a warning means the same in a rank
+    # Those of the caller, so that a warning is an error in a rank where it is one in the caller.
+    warning_filters: list[Any]
 
 
 @frozen
@@ -95,7 +96,7 @@ class _Reply:
 
     value: bytes = b""
     error: str = ""
-    is_echo: bool = False  # looks like the consequence of another rank's failure
+    is_echo: bool = False  # whether it looks like the consequence of another rank's failure
 
 
 @frozen(eq=False)
@@ -116,7 +117,7 @@ class RankPool:
     """
 
     world_size: int = field(validator=validators.ge(1))
-    device: str = "cpu"  # kind of device of the ranks' groups, as torch names it
+    device: str = "cpu"  # type of device of the ranks' groups
     _workers: list[_Worker] = field(factory=list, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _num_runs: int = field(default=0, init=False)
@@ -168,10 +169,12 @@ class RankPool:
         message = pickle.dumps(request)
         try:
             for worker in self._workers:
-                with contextlib.suppress(BrokenPipeError):  # it died: noticed when listening
+                # A worker that has died is noticed by `_listen`.
+                with contextlib.suppress(BrokenPipeError):
                     worker.link.send_bytes(message)
             replies = self._listen(timeout_s, doing=f"running {name}()")
-        except BaseException:  # also when the user interrupts: some ranks are still at work
+        except BaseException:
+            # After Ctrl-C too, as ranks may still run the body.
             self.close()
             raise
         return [pickle.loads(reply.value) for reply in replies]
@@ -215,7 +218,7 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = get_context("forkserver")
-        # Only imported there, nothing run: no thread and no CUDA context exists when it forks.
+        # The fork server only imports these, so it has no thread and no CUDA context when it forks.
         context.set_forkserver_preload(_worth_loading_once())
         for rank in range(self.world_size):
             stack_file = Path(self._folder.name, f"stack-{rank}")
@@ -228,7 +231,8 @@ class RankPool:
                 daemon=True,
             )
             process.start()
-            theirs.close()  # so that the worker's death ends the link
+            # With this end closed here, the link ends when the worker dies.
+            theirs.close()
             self._workers.append(_Worker(process, link, stack_file))
         try:
             self._listen(_START_TIMEOUT_S, doing="starting")
@@ -294,7 +298,8 @@ class RankPool:
         files = [self._workers[rank].stack_file for rank in ranks]
         while time.monotonic() < deadline and not all(file.stat().st_size for file in files):
             time.sleep(0.05)
-        time.sleep(0.05)  # the last lines
+        # The last lines may still be missing.
+        time.sleep(0.05)
         return "\n".join(
             f"rank {rank} is at\n{file.read_text()}"
             for rank, file in zip(ranks, files, strict=True)
@@ -323,11 +328,14 @@ def _address(body: Callable[..., Any]) -> tuple[str, str]:
 
 def _serve(link: Connection, rank: int, world_size: int, device: str, stack_file: str) -> None:
     """Answer requests until the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+        # gloo would look up the host's name, which may not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    gc.freeze()  # modules stay: collections, of which tests ask for many, need not look at them
+    # Collections, which tests ask for often, are faster without the objects of loaded modules.
+    gc.freeze()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -335,7 +343,8 @@ def _serve(link: Connection, rank: int, world_size: int, device: str, stack_file
         while True:
             try:
                 if not link.poll(_IDLE_S):
-                    gc.collect()  # groups and models of the last run have threads that look up
+                    # Threads of the last run's groups and models end when these are collected.
+                    gc.collect()
                 message = link.recv_bytes()
             except EOFError:
                 return
@@ -366,9 +375,11 @@ def _answer(message: bytes, rank: int, world_size: int, device: str) -> _Reply:
                 return _Reply(value=pickle.dumps(body(group, **kwargs)))
             with _raising_what_finalizers_raise():
                 result = body(group, **kwargs)
-                torch.accelerator.synchronize()  # what it left on the device raises here
+                # An error of work that the body left on the device is raised here.
+                torch.accelerator.synchronize()
             return _Reply(value=pickle.dumps(result))
-    except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
+    except BaseException as error:
+        # pytest.fail() and sys.exit() raise no Exception.
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)
 
@@ -418,7 +429,8 @@ def _leave() -> None:
     if dist.is_initialized():
         last = [dist.group.WORLD]
         dist.destroy_process_group()
-        # Its threads look up every 10 ms: whoever drops it last waits for them, and it is not us.
+        # Dropping the last reference waits for the group's threads, which wake up every 10 ms: so
+        # another thread does it.
         threading.Thread(target=last.clear).start()
 
 
@@ -460,10 +472,12 @@ class _DefaultDevice(DefaultDeviceMode):
             if kwargs.get("pin_memory"):
                 return func(*args, **kwargs)
         elif draws_on_cpu and args and isinstance(args[0], Tensor) and not args[0].is_cpu:
-            drawn = func(args[0].cpu(), *args[1:], **kwargs)  # as `normal_`, or `bernoulli`
+            # A method such as `normal_`, or a function such as `bernoulli`.
+            drawn = func(args[0].cpu(), *args[1:], **kwargs)
             is_in_place = getattr(func, "__name__", "").endswith("_")
             return args[0].copy_(drawn) if is_in_place else drawn.to(self.device)
-        elif draws_on_cpu and isinstance(kwargs.get("tensor"), Tensor):  # of `torch.nn.init`
+        elif draws_on_cpu and isinstance(kwargs.get("tensor"), Tensor):
+            # A function of `torch.nn.init`.
             target = kwargs["tensor"]
             with torch.no_grad():
                 return target.copy_(func(**{**kwargs, "tensor": target.cpu()}))
@@ -485,7 +499,8 @@ def _on(device: str) -> Iterator[None]:
         _DEFAULT_DEVICES.pop()
 
 
-_DEFAULT_DEVICES: Final[list[_DefaultDevice]] = []  # of the run
+# Default devices that the body in this process runs under, outermost first.
+_DEFAULT_DEVICES: Final[list[_DefaultDevice]] = []
 
 
 @contextlib.contextmanager
