@@ -103,7 +103,7 @@ __all__ = [
     "reduce_scatter_flat",
 ]
 
-# Where a name is; loaded on first use.
+# Module -> public names that it has; a module is loaded on first use.
 _NAMES: Final = {
     "zero_comm.agreement": "all_gather_json check_agreement",
     "zero_comm.calls": "collective",

@@ -55,7 +55,8 @@ def all_gather_json(
         CommError: A rank did not take part in time.
     """
     text = json.dumps(value)
-    if group.world_size == 1:  # so the host need not wait for the device
+    # A single rank need not wait for the device.
+    if group.world_size == 1:
         return [json.loads(text)]
     group.compare_launches("exchanging facts", at_once=True, timeout_s=timeout_s)
     own = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
@@ -63,7 +64,7 @@ def all_gather_json(
         torch.tensor([[own.numel()]], device="cpu"), group, tag=tag, timeout_s=timeout_s
     )
     splits = [int(numel) for numel in numels]
-    # Padded to the longest: not every backend gathers uneven pieces.
+    # Texts are padded to the longest one: not every backend gathers uneven pieces.
     padded = torch.zeros(1, max(splits), dtype=torch.uint8, device="cpu")
     padded[0, : own.numel()] = own
     rows = _gather(padded, group, tag=tag, timeout_s=timeout_s)

@@ -16,9 +16,10 @@ from torch.distributed import distributed_c10d
 
 AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
-# NOTE(frames): a garbage collection may run a finalizer that lets other threads go on. Where that
-# happens as CPython 3.11 makes an object of another thread's frame, of the one behind it or of its
-# locals, the frame may be gone when it is read (gh-106883 is one such place). So there is none.
+# NOTE(frames): a garbage collection may run a finalizer that lets other threads run. If that
+# happens while CPython 3.11 makes an object of another thread's frame, of its caller's or of its
+# locals, the frame may be gone when it is read (gh-106883 is one such place). So collections are
+# off meanwhile.
 
 UNEVEN: Final = (
     "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
@@ -29,16 +30,18 @@ _CAUSES: Final = (
     f"the first error among all ranks; {UNEVEN}."
 )
 _COLLECTIVE: Final[dict[CodeType, str]] = {}
-# Between two functions of torch's, where a mode such as that of a default device sees its calls.
+# Functions that lie between two of torch's where a mode, such as a default device's, sees calls.
 _OF_MODES: Final = ("__torch_function__", "handle_torch_function")
-_READS_FRAMES: Final = threading.Lock()  # a thread per group does; what one holds no other lets go
+# Each group has a thread that reads frames: none may allow collections while another one reads.
+_READS_FRAMES: Final = threading.Lock()
 
 
 class TorchCall(NamedTuple):
     """A collective of torch's own that blocks."""
 
-    name: str  # "torch.distributed.barrier()"
-    needs: Sequence[int]  # ranks of the job; it does not end before each of them calls it too
+    name: str  # such as "torch.distributed.barrier()"
+    # Ranks of the job; the call does not end before each of them makes it too.
+    needs: Sequence[int]
 
 
 def collective(function: AnyCallable) -> AnyCallable:
@@ -47,7 +50,8 @@ def collective(function: AnyCallable) -> AnyCallable:
     The function is returned as it is, and calls cost nothing: errors find it among the frames of
     the thread that waits. Of several the outermost is named.
     """
-    own: Any = inspect.unwrap(function)  # the code of a wrapper is that of all it wraps
+    # The innermost function is registered: all functions of one wrapper share the wrapper's code.
+    own: Any = inspect.unwrap(function)
     _COLLECTIVE[own.__code__] = f"{own.__name__}()"
     return function
 
@@ -78,16 +82,19 @@ def blocking_torch_call() -> TorchCall | None:
 
 def _torch_call(frame: FrameType) -> TorchCall | None:
     is_torchs = frame.f_code.co_filename == distributed_c10d.__file__
-    if not is_torchs or "async_op" not in frame.f_code.co_varnames:  # no collective
+    # Only collectives have an argument `async_op`.
+    if not is_torchs or "async_op" not in frame.f_code.co_varnames:
         return None
     given = frame.f_locals
     if given.get("async_op") is not False:
         return None
     group = given.get("group") or dist.group.WORLD
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
-    if "group_src" in given:  # the source may be done before all have received
+    # A rank that only sends may be done before the others. So a receiver needs the source only, and
+    # a sender needs nobody.
+    if "group_src" in given:
         ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
-    elif "group_dst" in given and given["group_dst"] != own:  # likewise who only sends
+    elif "group_dst" in given and given["group_dst"] != own:
         ranks = []
     name, of = frame.f_code.co_name, frame.f_back
     while of is not None:

@@ -19,22 +19,22 @@ from .calls import UNEVEN, blocking_torch_call, collective_call
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
-# NOTE(proof): a rank that has waited long writes down which launch of which peer it
-# lacks, and how often it has itself launched what; then it follows what others wrote, from the peer
-# that it lacks to the peer which that one lacks. Where the chain comes back to itself, nobody on it
-# can ever go on: the next rank on the chain waits for a launch that we, who wait, have not made, so
-# what it wrote still stands, and so on along the chain. A rank that only computes has written
-# nothing, or something whose launch has been made since: it is waited for. Each rank writes before
-# it reads, so the last one of a chain sees all of it.
+# NOTE(proof): a rank that has waited long writes to the store which launch of which peer it lacks,
+# and how often it has launched what; then it follows what others wrote, from the peer it waits for
+# to the peer that this peer waits for. If the chain comes back to it, no rank on it can go on:
+# the last one waits for a launch that this rank, which waits, has not made, so what it wrote still
+# holds, and so on along the chain. A rank that only computes has written nothing, or lacks a launch
+# that has been made since: it is waited for. Each rank writes before it reads, so the last rank to
+# write sees the whole chain.
 
-# NOTE(torch): a rank whose main thread is in a blocking collective of torch's own says so too,
-# again at every look while any rank waits for long: no frames are read before. It leaves it only
-# when all whom it needs have come to it: where one of those waits in its own main thread for that
-# rank, and hears it say so meanwhile, neither can go on.
+# NOTE(torch): a rank whose main thread is in a blocking collective of torch's own writes that too,
+# at every look while any rank waits for long; frames are not read before. The collective ends only
+# when all ranks that it needs have called it. If one of these waits in its own main thread for the
+# rank in the collective, and that rank has written again during the wait, neither can go on.
 
-# NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
-# But a receive that times out closes every connection of its group, and with them all waits end, in
-# this process and in the peers'. So a receive that nobody answers is posted, and given a moment.
+# NOTE(interrupt): gloo cannot cancel a receive, and torch's `abort` does not end one. But a receive
+# that times out closes every connection of its group, which ends all waits in this process and in
+# its peers. So a receive that nobody answers is started, and times out after a millisecond.
 
 
 def break_connections(of: ReferenceType[Any]) -> None:
@@ -44,14 +44,16 @@ def break_connections(of: ReferenceType[Any]) -> None:
         return
     try:
         ranks = dist.get_process_group_ranks(process_group)
-    except KeyError:  # it was destroyed, with its connections
+    except KeyError:
+        # The group was destroyed, with its connections.
         return
-    # Each peer, because a connection that is closed already fails at once and closes no other;
-    # each device, over which gloo spreads tags.
+    # Each peer, because a receive on a closed connection fails at once and closes no other one.
+    # Each device, since gloo spreads tags over its network devices.
     for peer in ranks:
         for tag in range(num_gloo_devices(process_group)):
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
-            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
+            # torch raises ValueError where the peer is this rank.
+            with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(blank, peer, group=process_group, tag=tag)
                 assert work is not None, "this rank is in the group"
                 work.wait(timedelta(milliseconds=1))
@@ -66,11 +68,16 @@ class _Position:
     remedy: str
     key: str
     number: int
-    peer: int  # in the scope
-    launched: Mapping[str, int]  # by key
-    call: str = ""  # which every rank must make
-    needs: Sequence[int] = ()  # in a collective of torch's: ranks of the job, in place of `peer`
-    beat: int = 0  # how often it has said that
+    # Rank of the scope that the rank waits for.
+    peer: int
+    # Key -> number of launches that the rank has made.
+    launched: Mapping[str, int]
+    # Call that the rank is in, and that all ranks must make; "" if none.
+    call: str = ""
+    # In a collective of torch's: ranks of the job that must call it too, in place of `peer`.
+    needs: Sequence[int] = ()
+    # How often the rank has written that it is in a collective of torch's.
+    beat: int = 0
 
     def lacks(self, peer: _Position) -> bool:
         """Return whether that peer has yet to launch what this rank waits for."""
@@ -81,11 +88,15 @@ class _Position:
 class CircleWatch(Watch):
     """Watch of a group whose collectives are messages that meet by their keys, as those of gloo."""
 
-    has_ended: Callable[[int], bool] = lambda _: False  # whether a peer's program is over
-    _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
-    _num_long_waits: int = field(default=0, init=False)  # when last asked for
+    # Returns whether a peer's program is over.
+    has_ended: Callable[[int], bool] = lambda _: False
+    # Number of launches of the scope, and the time since when there are no more.
+    _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)
+    # The store's count of long waits when it was last read.
+    _num_long_waits: int = field(default=0, init=False)
     _beat: int = field(default=0, init=False)
-    _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
+    # Peer -> the first beat of it that was read in the present wait.
+    _heard: dict[int, int] = field(factory=dict, init=False)
 
     def counted_as(self, key: int) -> str:
         """See `Watch`."""
@@ -101,7 +112,8 @@ class CircleWatch(Watch):
         """See `Watch`."""
         waiting = self._waiting
         if waiting is None:
-            if self.ranks is not None:  # the scope's own watch does it for all groups
+            # The watch of the scope's first group tells for all of its groups.
+            if self.ranks is not None:
                 return seen
             with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
                 self._tell_of_torch()
@@ -110,7 +122,9 @@ class CircleWatch(Watch):
         if time.monotonic() - since < self.patience_s:
             return seen
         if since == seen:
-            self.error()  # a peer may have found it; who looks into memory has no connection to it
+            # If a peer has found that ranks diverged, this ends the wait. A wait for a read of
+            # memory would not end by itself, as it has no connection that the peer could close.
+            self.error()
             whom = f"rank {self.in_scope(wait.peer)}"
             self.tell_user(since, whom, wait.launch.purpose.what)
         else:
@@ -122,7 +136,7 @@ class CircleWatch(Watch):
             if chain := self._follow(mine, is_first=since != seen, thread=thread):
                 found = _describe(chain)
             elif since == seen and not wait.is_launched and self.has_ended(wait.peer):
-                # Its last part has had time to come.
+                # Two looks have found the same wait, so the peer's last messages have arrived.
                 found = _describe_ended(self.scope.rank, mine)
             if found and self._waiting is waiting and not self.has_diverged:
                 self.part(found)
@@ -140,7 +154,8 @@ class CircleWatch(Watch):
             return
         self._num_long_waits = num_long_waits
         call = blocking_torch_call()
-        if call is None or self.error() is not None:  # found by a peer: it ends here too
+        # If a peer has found that ranks diverged, `error` ends the waits of this rank too.
+        if call is None or self.error() is not None:
             return
         self._beat += 1
         launched, rank = self.launched(), self.scope.rank
@@ -162,14 +177,16 @@ class CircleWatch(Watch):
                 theirs = _Position(**json.loads(store.get(self.key_of(str(peer)))))
             if not last.lacks(theirs):
                 return {}
-            if theirs.needs:  # see NOTE(torch)
-                # One word more may have been late; the next one was then seen during this wait.
+            if theirs.needs:
+                # See NOTE(torch). The beat after the first that was read may have been written
+                # before this wait began; the one after that was not.
                 is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
                 is_main = thread == threading.main_thread().ident
                 needs_us = is_now and is_main and dist.get_rank() in theirs.needs
                 return {**chain, peer: evolve(theirs, peer=rank)} if needs_us else {}
             if peer in chain:
-                return chain if peer == rank else {}  # those in that circle notice it
+                # A circle without this rank is left to the ranks in it.
+                return chain if peer == rank else {}
             chain[peer] = last = theirs
 
     def _position(self, wait: Wait, thread: int) -> _Position:
@@ -183,7 +200,8 @@ class CircleWatch(Watch):
 
 def _describe(chain: Mapping[int, _Position]) -> str:
     ranks = sorted(chain)
-    is_alike = len({chain[r].doing for r in ranks}) == 1  # but for dtypes and sizes
+    # If all ranks do the same, they differ in dtypes or sizes, so the sizes are shown.
+    is_alike = len({chain[r].doing for r in ranks}) == 1
     places = [
         f"rank {r} waits for rank {chain[r].peer} in {chain[r].doing}"
         + (f" of {chain[r].size}" if is_alike and chain[r].size else "")

@@ -41,7 +41,8 @@ def by_dtype(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.dtype, list[int]
         yield tensors[chosen[0]].dtype, chosen
 
 
-@torch.no_grad()  # parameters may be packed
+# Neither `pack` nor `unpack` records gradients: the tensors may be parameters.
+@torch.no_grad()
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Copy tensors of one dtype end to end into a new wire buffer."""
     if len(tensors) == 1:
@@ -49,7 +50,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-@torch.no_grad()  # parameters may be unpacked over
+@torch.no_grad()
 def unpack(wire: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a wire buffer back over the tensors it was packed from."""
     start = 0
@@ -147,7 +148,8 @@ def reduce_scatter_coalesced(
     handles = []
     for _, chosen in by_dtype(tensors):
         rows = [tensors[i].detach().view(group.world_size, numels[i]) for i in chosen]
-        wire = torch.cat(rows, dim=1).view(-1)  # all that goes to one rank, side by side
+        # In the wire buffer, the parts of all tensors for one rank are contiguous.
+        wire = torch.cat(rows, dim=1).view(-1)
         splits = [wire.numel() // group.world_size] * group.world_size
         handle = reduce_scatter_flat(wire, splits=splits, group=group, op=op, codec=codec)
         handles.append((handle, chosen))

@@ -37,9 +37,11 @@ def ddp_hook(
     """
     in_flight: deque[tuple[Handle[Tensor], torch.futures.Future]] = deque()
 
-    def hook(state, bucket):  # no annotations: DDP compares them with types, and they are text
+    # No annotations: DDP compares them with types, and in this file they are strings.
+    def hook(state, bucket):
         if bucket.index() == 0:
-            in_flight.clear()  # what a backward that raised has left
+            # A backward that raised may have left reductions.
+            in_flight.clear()
         future: torch.futures.Future = torch.futures.Future()
         in_flight.append((all_reduce_flat(bucket.buffer(), group=group, codec=codec), future))
         while len(in_flight) > (0 if bucket.is_last() else 1):

@@ -22,8 +22,10 @@ class Exposure(SharedShards):
     """Shards of a group: an all-gather that needs no peer to take part. Made by `expose`."""
 
     group: Group = field(kw_only=True)
-    _numels: list[list[int]] = field(kw_only=True)  # of each rank's shards
-    _index: dict[int, int] = field(init=False)  # of a shard, by id
+    # Elements of each shard, by rank and position.
+    _numels: list[list[int]] = field(kw_only=True)
+    # `id` of a shard -> its position in `shards`.
+    _index: dict[int, int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

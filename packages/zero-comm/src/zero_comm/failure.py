@@ -22,14 +22,16 @@ from .shared_host.peer_memory import PeerTransfer
 from .watch import Launch
 
 # NOTE(signal): Python runs handlers in the main thread between two of its instructions, so never
-# while that waits in C, for gloo say. But the number is written to the wakeup fd at once, and a
-# thread reads it. A process that is forked has neither the thread nor a report of its own.
+# while that thread waits in C, as in gloo. But the signal's number is written to the wakeup fd at
+# once, and a thread reads it. A forked process has no such thread and writes no reports.
 
 SWITCH: Final = "ZERO_REPORT"
-ASKED: Final = "SIGUSR1"  # why, then
+# The reason of a report that the signal asks for.
+ASKED: Final = "SIGUSR1"
 Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
 _MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
-_process = 0  # that writes reports
+# Id of the process that writes reports; 0 before the first `install`.
+_process = 0
 
 
 def install(model: Any, group: Group, write: Write) -> None:
@@ -64,9 +66,10 @@ def install(model: Any, group: Group, write: Write) -> None:
 
     sys.excepthook = around(sys.excepthook, lambda _, error, __: error)
     threading.excepthook = around(threading.excepthook, lambda given: given.exc_value)
-    status = Path("/proc/self/status")  # of Linux
+    # On Linux, this file says which signals are ignored or handled, by C code too.
+    status = Path("/proc/self/status")
     masks = re.findall(r"Sig(?:Ign|Cgt):\t(\w+)", status.read_text()) if status.exists() else []
-    is_taken = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)  # also in C
+    is_taken = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
     if not is_taken and threading.current_thread() is threading.main_thread():
         _listen(write)
 
@@ -82,7 +85,8 @@ def _listen(write: Write) -> None:
 
     def serve() -> None:
         while True:
-            numbers = os.read(reads, 64)  # of all signals that have handlers
+            # Numbers of all signals that have a handler in Python arrive here.
+            numbers = os.read(reads, 64)
             if signal.SIGUSR1 in numbers and signal.getsignal(signal.SIGUSR1) is _on_signal:
                 _report(ASKED, write)
 
@@ -112,7 +116,8 @@ def _report(why: str, write: Write) -> Path | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, why, dict(_MODELS))
             return path
-    except Exception:  # the program's own error is what counts
+    except Exception:
+        # It is printed and not raised, so that it does not hide the program's own error.
         traceback.print_exc()
     return None
 

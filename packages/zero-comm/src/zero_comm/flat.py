@@ -341,12 +341,13 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    wire = buffer.view(torch.uint8)  # gloo knows few dtypes
+    # Bytes are sent, as gloo has few dtypes.
+    wire = buffer.view(torch.uint8)
     launch = begin(group, "broadcast", 0, buffer.dtype, splits)
     send = partial(unrecorded, dist.broadcast) if is_profiled() else dist.broadcast
     peer = -1
     if group.backend.composes_from_peers:
-        # gloo's tree: all comes from `src`, which sends to the rank after it first.
+        # In gloo's tree all values come from `src`, which first sends to the rank after it.
         peer = src if group.rank != src else (src + 1) % group.world_size
     message = built_in(launch, send, wire, group.global_rank(src), group=group, peer=peer)
     return Handle(lambda _: buffer, (message,), (buffer,))

@@ -28,8 +28,9 @@ from .watch import Purpose, Watch
 
 follow_environment()
 _LOG: Final = logging.getLogger("zero_comm")
-_RECORDERS: Final[WeakKeyDictionary[Any, list[Traffic]]] = WeakKeyDictionary()  # by process group
-# By the process group they were asked of, and the ranks.
+# Process group -> recorders of its traffic, which all Groups that wrap it share.
+_RECORDERS: Final[WeakKeyDictionary[Any, list[Traffic]]] = WeakKeyDictionary()
+# Process group of a call of `spanning` -> ranks of the job -> the process group made of them.
 _SPANNING: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], Any]]] = WeakKeyDictionary()
 
 
@@ -38,8 +39,10 @@ class Backend:
     """Backend of a process group, and whether we compose collectives in place of its own."""
 
     name: str
-    composes_from_peers: bool  # an exchange between every two ranks beats its own collectives
-    reason: str  # why, in one line, for whoever asks a group
+    # Whether exchanges between every two ranks are faster than its own collectives.
+    composes_from_peers: bool
+    # Why that is so, in one line for users.
+    reason: str
 
 
 BACKENDS: Final = {
@@ -81,7 +84,7 @@ def _choose_backend(process_group: Any, device: torch.device | None) -> tuple[st
         process_group: Of torch; it has a backend for each of some kinds of device.
         device: Where tensors are to live; None: on the accelerator if its backend is its own.
     """
-    config = dist.get_backend_config(process_group).lower()  # "cpu:gloo,cuda:nccl"
+    config = dist.get_backend_config(process_group).lower()  # such as "cpu:gloo,cuda:nccl"
     by_kind = dict(part.split(":") for part in config.split(","))
     if device is None:
         found = accelerator()
@@ -102,15 +105,21 @@ class Group:
     process_group: Any  # torch's ProcessGroup; None for a solo group
     rank: int  # position in this group, not in the job
     world_size: int
-    device: torch.device  # where tensors of its collectives live
+    device: torch.device  # device of the tensors of its collectives
     backend: Backend
-    exchanges: Messages = field(repr=False)  # or reads, where all ranks run on one host
-    watch: Watch | None = field(default=None, repr=False)  # None: no rank but this one
-    transport: str = ""  # how values travel, and why so, in one line
+    # Exchanges between every two ranks: `Messages`, or `Reads` where all ranks run on one host.
+    exchanges: Messages = field(repr=False)
+    # None for a group of one rank.
+    watch: Watch | None = field(default=None, repr=False)
+    # How values travel and why, in one line.
+    transport: str = ""
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
-    purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)  # by tag
-    nodes: tuple[int, ...] = field(default=(), repr=False)  # of each rank; () where not known
-    log: list[Traffic] = field(default=Factory(list), repr=False)  # the last counts, for good
+    # Tag -> purpose of the collectives with it; shared by all Groups of one process group.
+    purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)
+    # Node of each rank; empty where nodes are not known.
+    nodes: tuple[int, ...] = field(default=(), repr=False)
+    # Counts of steps, oldest first; `count` adds to the last one. The list's owner begins others.
+    log: list[Traffic] = field(default=Factory(list), repr=False)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> Group:
@@ -181,8 +190,9 @@ class Group:
         ranks = (process_group, rank, world_size)
         group = cls(*ranks, where, backend, exchanges, watch, transport)
         _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)
-        purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
-        recorders = _RECORDERS.setdefault(process_group, [])  # whoever wraps it counts the same
+        # All Groups that wrap one process group share their purposes and recorders.
+        purposes = group.purposes if watch is None else watch.purposes
+        recorders = _RECORDERS.setdefault(process_group, [])
         return evolve(group, purposes=purposes, nodes=nodes, recorders=recorders)
 
     @classmethod
@@ -263,7 +273,8 @@ class Group:
                 chosen,
                 timeout=timeout_of(self.process_group, self.device),
                 backend=self.backend.name,
-                use_local_synchronization=True,  # the other ranks of the job need not know
+                # Other ranks of the job do not take part.
+                use_local_synchronization=True,
             )
         return Group.from_process_group(made[chosen], device=self.device)
 
@@ -324,8 +335,9 @@ class Group:
 
 AnyRanks: TypeAlias = Group | dist.ProcessGroup | dist.DeviceMesh
 
-_ORDER: Final[WeakKeyDictionary[Any, OrderWatch]] = WeakKeyDictionary()  # by process group
-# Of each default group: how many groups of a name there were, as torch gives a name again.
+# Process group -> its watch.
+_ORDER: Final[WeakKeyDictionary[Any, OrderWatch]] = WeakKeyDictionary()
+# Default process group -> how many groups of each name there were, as torch uses a name again.
 _NAMED: Final[WeakKeyDictionary[Any, Counter[str]]] = WeakKeyDictionary()
 
 

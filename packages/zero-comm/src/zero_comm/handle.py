@@ -20,20 +20,21 @@ from .watch import Launch, Wait
 # because its model was deleted, say, is therefore waited on by a thread of its own.
 
 # NOTE(interrupted): an exception that comes from outside, such as Ctrl-C, may end a wait anywhere.
-# What had not come by then comes later, and may be written to memory that has another use by then.
-# So a handle forgets nothing before its wait has ended, and `drain` waits for what is left.
+# Values that have not arrived by then arrive later, and may be written to memory that is used for
+# something else. So a handle keeps its messages and tensors until its wait has ended, and `drain`
+# waits for those that are left.
 
-# NOTE(hops): a collective may be several exchanges of which each sends what the one before has
-# brought: a reduction inside nodes and one across, a reduction and a gather of its result. Somebody
-# must launch the next when the one before is there. On a thread of its own that would be at another
-# moment on each rank, and ranks must launch the same things in the same order. So it is left to
-# whoever holds the handle: at a moment that all ranks reach in the same order, `advance()`; at the
-# latest, `wait()`.
+# NOTE(hops): a collective may be several exchanges, each of which sends what the one before has
+# brought: a reduction inside nodes and one across, a reduction and a gather of its result. The next
+# one is launched when the one before has arrived. A thread would do that at a different moment on
+# each rank, but ranks must launch the same things in the same order. So the holder of the handle
+# does it: by `advance()` at a moment that all ranks reach in the same order, or else by `wait()`.
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-_FOR_EVER: Final = timedelta(days=365)  # a wait that times out breaks all connections of its group
+# Never reached: a wait that times out closes all connections of its group.
+_FOR_EVER: Final = timedelta(days=365)
 
 
 @define(eq=False)
@@ -41,10 +42,13 @@ class Message:
     """A send, a receive, or a collective of torch's own, in flight."""
 
     work: Any  # torch's Work
-    what: str  # "receiving from rank 1"
-    launch: Launch | None = None  # the collective of ours that it belongs to, if that is watched
-    peer: int = -1  # the rank that must launch it too before this ends; all, or the device, if < 0
-    _has_begun: bool = field(default=False, init=False)  # a wait, which may have been interrupted
+    what: str  # such as "receiving from rank 1"
+    # The collective that the message belongs to; None if no watch counts it.
+    launch: Launch | None = None
+    # The rank that must launch it too before it ends; negative if that is all ranks, or the device.
+    peer: int = -1
+    # Whether a wait has begun; an exception may have ended it early.
+    _has_begun: bool = field(default=False, init=False)
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Block until it is done; an error says which message failed, and what it was for."""
@@ -71,7 +75,8 @@ class Message:
             else:
                 self.work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            if self.launch is not None and self.peer < 0:  # with gloo, a timeout itself does that
+            # A message of gloo (with a peer) that times out closes all connections by itself.
+            if self.launch is not None and self.peer < 0:
                 self.launch.watch.interrupt()
             within = "" if timeout_s is None else f" within {timeout_s:g} s"
             what = f"{self.what} did not finish{within}"
@@ -105,12 +110,15 @@ class Handle(Generic[T]):
     that, `advance` launches the next hop of a collective of several; see NOTE(hops).
     """
 
-    _finish: Callable[[float | None], T]  # receives the timeout, for what it waits on itself
-    _messages: Sequence[Message] = ()  # waited on in order
+    # Returns the result once `_messages` have been waited on, in order. It receives the timeout of
+    # `wait` for its own waits: for `_late_messages`, and for the handles in `_inside`.
+    _finish: Callable[[float | None], T]
+    _messages: Sequence[Message] = ()
+    # Tensors that stay allocated until all messages are done.
     _borrowed: Sequence[Any] = ()
-    _late_messages: Sequence[Message] = ()  # those that `_finish` waits on
+    _late_messages: Sequence[Message] = ()
     _advance: Callable[[float | None], bool] = field(default=_is_last, kw_only=True)
-    _inside: Sequence[_Draining] = field(default=(), kw_only=True)  # handles that it waits on
+    _inside: Sequence[_Draining] = field(default=(), kw_only=True)
     _spent: bool = field(default=False, init=False)
 
     @property
@@ -137,7 +145,8 @@ class Handle(Generic[T]):
                 message.wait(timeout_s=timeout_s)
             result = self._finish(timeout_s)
         except CommError:
-            self._spent = True  # what has not come is not to be taken for what has
+            # Values are missing, so a second wait must not return a result.
+            self._spent = True
             raise
         self._spent, self._finish = True, _is_over
         self._messages, self._borrowed, self._late_messages = (), (), ()
@@ -234,6 +243,7 @@ def _is_over(_: float | None) -> NoReturn:
 def _outlive(messages: Sequence[Message], borrowed: Sequence[Any]) -> None:
     """Keep the borrowed tensors alive until the messages are done; see NOTE(dropped)."""
     for message in messages:
-        with contextlib.suppress(RuntimeError):  # the peer, or the group, has ended
+        # An error means that the peer or the group has ended.
+        with contextlib.suppress(RuntimeError):
             if not message.is_over:
                 message.work.wait(_FOR_EVER)

@@ -210,7 +210,8 @@ def _part_of(group: Group, ranks: Sequence[int]) -> Group:
         [group.global_rank(rank) for rank in ranks],
         timeout=timeout_of(whole, group.device),
         backend=group.backend.name,
-        use_local_synchronization=True,  # the other ranks of the job need not know
+        # Other ranks of the job do not take part.
+        use_local_synchronization=True,
     )
     patience_s = None if group.watch is None else group.watch.patience_s
     return Group.from_process_group(made, device=group.device, patience_s=patience_s)
@@ -301,7 +302,7 @@ def add_by_levels(
     num_local, num_parts = levels.inside.world_size, len(parts[0])
     inside = _Hop(levels.inside, Level.INSIDE, codec, errors)
     across = _Hop(levels.across, Level.ACROSS, codec, errors)
-    # For each rank of this node, what goes to its counterparts on all nodes.
+    # For each rank of this node, the parts for the ranks at its place in all nodes.
     by_local = [list(chain(*parts[local::num_local])) for local in range(num_local)]
     first = inside.launch(by_local, tag=tag)
 
@@ -311,7 +312,8 @@ def add_by_levels(
         return across.launch(by_node, tag=tag, is_late=True)
 
     if num_local == 1:
-        return launch_second(first.wait())  # nothing travels in the first
+        # A first hop of one rank sends nothing.
+        return launch_second(first.wait())
     return first if levels.num_nodes == 1 else first.then(launch_second)
 
 

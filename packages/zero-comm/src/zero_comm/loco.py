@@ -67,7 +67,8 @@ class LocoErrors:
     loco: Loco = field(factory=Loco)
     _num_reductions: int = field(default=0, init=False)
     _numels: dict[Level, list[int]] = field(factory=dict, init=False)
-    _kept: dict[Level, Tensor] = field(factory=dict, init=False)  # of all parts, end to end
+    # Errors of all parts, end to end: 1-D, uint8 as `Loco.kept` encodes them, or else float32.
+    _kept: dict[Level, Tensor] = field(factory=dict, init=False)
 
     @property
     def num_bytes(self) -> int:
@@ -143,12 +144,12 @@ class LocoErrors:
     ) -> None:
         where = {"start": span.start, "numel": part.numel()}
         error = self._read(kept, span, part.numel())
-        wanted = part[span] + error  # float32, whatever the part is
+        wanted = part[span] + error  # float32 for parts of any dtype
         codec.encode_span(wanted, row, **where)
         codec.decode_span(row, sent := torch.empty_like(wanted), **where)
         lost = wanted.sub_(sent).mul_(1 - self.loco.err_beta)
         error.mul_(self.loco.err_beta).add_(lost)
-        # An overflow is for whoever skips the step to see, and not for ever after.
+        # Reset inf and nan, so that one overflow does not persist.
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if self.loco.kept is not None:
             self.loco.kept.encode_span(error, kept, **where)

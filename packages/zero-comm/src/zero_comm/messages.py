@@ -33,7 +33,8 @@ class Messages:
     process_group: Any  # torch's ProcessGroup; None for a group of one
     rank: int
     world_size: int
-    reads_peers: ClassVar[bool] = False  # whether ranks read each other's memory instead
+    # Whether ranks read each other's memory in place of sending messages.
+    reads_peers: ClassVar[bool] = False
 
     def exchange(
         self,
@@ -56,7 +57,7 @@ class Messages:
             offsets: Where that lies in each rank's buffer, in bytes.
             launch: This collective.
         """
-        # The next rank first: no rank is a hot spot.
+        # Each rank begins with the next one, so that not all of them send to one rank at a time.
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         received = [peer for peer in reversed(others) if receives and receives[peer].numel()]
         messages = [self._message(receives[peer], peer, launch) for peer in received]
@@ -86,7 +87,8 @@ class Messages:
         own, world_size = chunks[self.rank], self.world_size
         peers = [rank for rank in range(world_size) if rank != self.rank]
         if len(peers) == 1 and out.data_ptr() != own.data_ptr():
-            scratch = {peers[0]: out}  # a sum of two does not depend on the order
+            # Received values may go to `out`, as a sum of two does not depend on their order.
+            scratch = {peers[0]: out}
         else:
             rows = own.new_empty(len(peers), own.numel())
             scratch = {peer: rows[i] for i, peer in enumerate(peers)}
@@ -136,8 +138,9 @@ class Messages:
         where = dist.get_global_rank(self.process_group, peer)
         try:
             work = start(tensor, where, group=self.process_group, tag=launch.key)
-        except RuntimeError as error:  # the connection is broken
-            launch.watch.sent()  # nobody has interrupted this rank
+        except RuntimeError as error:
+            # The connection is closed: peers need not be told that this launch was interrupted.
+            launch.watch.sent()
             raise failure(f"{what} did not begin", error, launch, peer) from error
         return Message(work, what, launch, peer)
 

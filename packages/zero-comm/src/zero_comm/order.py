@@ -25,29 +25,33 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 # NOTE(order): backends such as NCCL pair up the n-th collective of each rank, whatever it is, and
 # the host does not wait for it. So each launch adds its identity (operation, tag, dtype, sizes) to
 # a fingerprint. Once a step, and wherever the host is about to rely on what other ranks say, a
-# rank adds its fingerprint to a counter in the job's store; once all have, their sum is right or
-# some rank has launched something else. A step looks at the sum of the step before, which is there
-# by then, unless a rank is late by a step; so do many launches without a step.
+# rank adds its fingerprint to a counter in the job's store, which is called a mark; once all ranks
+# have, the sum is right, or some rank has launched something else. A step compares the sum of the
+# step before, which is complete unless a rank is late by a step. Many launches without a step are
+# compared in the same way.
 
-# NOTE(stuck): a rank whose last launch has not ended for long says in the store what it launched
-# last, and looks what the others did; those who have launched nothing for long answer. What it
-# takes for a proof are two ranks whose n-th launches differ, or one that waits in a collective of
-# torch's for this rank, or has ended. A device may take long: nothing else is said before
-# the group's timeout has nearly passed.
+# NOTE(stuck): a rank whose last launch has not ended for long writes to the store what it launched
+# last, and reads what the others did; ranks that have launched nothing for long answer. Proofs that
+# it cannot go on are: the n-th launches of two ranks differ, or a rank waits for this one in a
+# collective of torch's, or a rank has ended. A device may take long, so without a proof no error is
+# raised before the group's timeout has nearly passed.
 
-# NOTE(end): a rank that has made its last mark has seen that all others made the one before. So
-# they have one mark left, and the rank that hosts the store may have ended by then: a store that is
-# lost at one mark is no error, and at the next it is.
+# NOTE(end): a rank that has made its last mark has seen that all others made the one before. The
+# others have one mark left to make, and the rank that hosts the store may have ended by then. So a
+# store that is lost at one mark is no error, and at the next mark it is.
 
 _FACTOR: Final = 1_103_515_245
 _PRIME: Final = 2**31 - 1
 _LAUNCHES_PER_MARK: Final = 256
-_ONE: Final = 1 << 48  # a rank, in a counter that also has the sum of the fingerprints
+# Counts a rank in the high bits of a mark's counter, whose low 48 bits are the sum of fingerprints.
+_ONE: Final = 1 << 48
 _PEERS_AT_A_LOOK: Final = 64
 _FIRST_PAUSE_S: Final = 20e-6
 _LONGEST_PAUSE_S: Final = 2e-3
-_LEAST_S: Final = 2.0  # for ranks that have parted to tell each other what they launched
-_MARGIN_S: Final = 1.5  # to the timeout: the backend's ends the process, so ours comes before
+# Shortest time for which ranks that diverged wait to read what the others launched.
+_LEAST_S: Final = 2.0
+# How long before the backend's timeout, which ends the process, a wait raises an error.
+_MARGIN_S: Final = 1.5
 
 
 def abort(of: ReferenceType[Any], device: torch.device) -> None:
@@ -57,7 +61,8 @@ def abort(of: ReferenceType[Any], device: torch.device) -> None:
     """
     process_group = of()
     if process_group is not None:
-        with contextlib.suppress(RuntimeError):  # not every backend knows how
+        # Not every backend can abort.
+        with contextlib.suppress(RuntimeError):
             backend_of(process_group, device).abort()
 
 
@@ -65,15 +70,18 @@ def abort(of: ReferenceType[Any], device: torch.device) -> None:
 class _State:
     """Message of a rank to the others while one of them is stuck."""
 
-    number: int  # of its last launch
+    # Number of the last launch, and fingerprint of all launches up to it.
+    number: int
     fingerprint: int
-    sequence: int  # collectives that torch has counted
+    sequence: int  # number of collectives that torch has counted
     doing: str
-    since_s: float  # its last launch
-    call: str  # which every rank must make
+    since_s: float  # seconds since the last launch
+    # Call of the main thread that all ranks must make; "" if none.
+    call: str
+    # The main thread's blocking collective of torch's, and the job's ranks that must call it too.
     torch_call: str
-    needs: Sequence[int]  # ranks of the job, in that call
-    beat: int  # how often it has said so
+    needs: Sequence[int]
+    beat: int  # number of this message
 
 
 @define(eq=False)
@@ -81,29 +89,42 @@ class OrderWatch(Watch):
     """Watch of a group whose collectives meet in the order of their launches."""
 
     world_size: int = field(kw_only=True)
-    device: torch.device = field(kw_only=True)  # of what the collectives move
-    backend: Any = field(kw_only=True)  # torch's
+    # Device of the tensors of the collectives, and torch's backend for it.
+    device: torch.device = field(kw_only=True)
+    backend: Any = field(kw_only=True)
     timeout_s: float = field(kw_only=True)
+    # Whether the store keeps what is written to it.
     _can_tell: bool = field(default=False, init=False)
     _has_lost_store: bool = field(default=False, init=False)
     _fingerprint: int = field(default=0, init=False)
     _num_marks: int = field(default=0, init=False)
-    _marked: int = field(default=0, init=False)  # the number of the launch at the last mark
-    _mark: int | None = field(default=None, init=False)  # what this rank has added to the last
-    _stream: Any = field(default=None, init=False)  # that waits for what was launched last
-    _passed: tuple[float, Any] = field(default=(0.0, None), init=False)  # see `_stuck_since`
+    # Number of the launch at the last mark, and what this rank added to the mark's counter; None
+    # once the counter has been compared.
+    _marked: int = field(default=0, init=False)
+    _mark: int | None = field(default=None, init=False)
+    # Stream that waits for the last launch.
+    _stream: Any = field(default=None, init=False)
+    # Time of a launch, and an event after it; see `_stuck_since`.
+    _passed: tuple[float, Any] = field(default=(0.0, None), init=False)
     _launched_at: float = field(default=0.0, init=False)
-    _polls: tuple[float, float] | None = field(default=None, init=False)  # since when, how long
-    _num_long_waits: int = field(default=0, init=False)  # when last asked for
-    _told: tuple[int, int] = field(default=(-1, 0), init=False)  # the last launch that was told
+    # Start and limit, in seconds, of the wait for a mark of all ranks; None outside of one.
+    _polls: tuple[float, float] | None = field(default=None, init=False)
+    # The store's count of long waits when it was last read.
+    _num_long_waits: int = field(default=0, init=False)
+    # `number` and `sequence` of the last launch in the trace that was written last.
+    _told: tuple[int, int] = field(default=(-1, 0), init=False)
     _beat: int = field(default=0, init=False)
-    _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
-    _stuck: float | None = field(default=None, init=False)  # since when, at the last look
-    _next_peer: int = field(default=1, init=False)  # distance
+    # Peer -> the first beat of it that was read while this rank is stuck.
+    _heard: dict[int, int] = field(factory=dict, init=False)
+    # The result of `_stuck_since` at the last look.
+    _stuck: float | None = field(default=None, init=False)
+    # Distance, in ranks, of the peer to look at next.
+    _next_peer: int = field(default=1, init=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        with contextlib.suppress(RuntimeError):  # the store of a fake group has no content
+        # The store of a fake process group keeps nothing, and raises.
+        with contextlib.suppress(RuntimeError):
             self.store.set(self.key_of(f"process/{self.rank}"), json.dumps(_process()))
             self._can_tell = True
 
@@ -144,7 +165,8 @@ class OrderWatch(Watch):
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self._telling(may_end=not at_once):
             self._compare_marks(what, limit_s)
-            self._marked = self.scope.launched.get(self.name, 0) + 1  # so `follow` makes none
+            # The launch that follows counts as marked, so `follow` makes no mark for it.
+            self._marked = self.scope.launched.get(self.name, 0) + 1
             launch = self.launch(what, int(at_once), call=collective_call(), sends=True)
             self._make_mark(launch.recorded)
             self.sent()
@@ -161,7 +183,8 @@ class OrderWatch(Watch):
         try:
             yield
         except dist.DistError as error:
-            self.sent()  # nobody has interrupted this rank
+            # The store is lost: peers need not be told that the launch was interrupted.
+            self.sent()
             if not may_end or self._has_lost_store:
                 raise CommError(f"{self._lost} ({error}). {causes()}") from error
             self._has_lost_store, self._mark = True, None
@@ -203,7 +226,8 @@ class OrderWatch(Watch):
         expected, self._mark = self.world_size * (_ONE + self._mark), None
         if total != expected:
             raise self._parted()
-        if self.rank == 0 and self._num_marks > 1:  # who has made this mark has seen the last one
+        # All ranks have made this mark, and so have compared the one before: delete that one.
+        if self.rank == 0 and self._num_marks > 1:
             store.delete_key(self.key_of(f"mark/{self._num_marks - 1}"))
 
     def _parted(self) -> DivergenceError:
@@ -233,14 +257,15 @@ class OrderWatch(Watch):
         stuck, now = self._stuck_since(), time.monotonic()
         is_stuck = stuck is not None and now - stuck >= self.patience_s
         if not is_stuck and now - self._launched_at < self.patience_s:
-            return seen  # it goes on
+            return seen
         if stuck != self._stuck:
             self._heard.clear()
             self._stuck = stuck
         try:
             num_long_waits = self.store.add(self.key_of(LONG_WAITS), int(is_stuck))
             if num_long_waits == self._num_long_waits:
-                return seen  # nobody asks
+                # No rank has waited for long since the last look.
+                return seen
             self._num_long_waits = num_long_waits
             if self.error() is None:
                 mine = self._tell()
@@ -267,7 +292,8 @@ class OrderWatch(Watch):
             return self._waiting[1]
         if stream is None or time.monotonic() - since < self.patience_s:
             return None
-        with contextlib.suppress(RuntimeError):  # of the device; whoever waits for it gets it
+        # An error of the device is raised where its results are waited for.
+        with contextlib.suppress(RuntimeError):
             asked, event = self._passed
             if asked != since:
                 with torch.accelerator.device_index(self.device.index):
@@ -347,7 +373,8 @@ class OrderWatch(Watch):
         said = [(each.number, each.fingerprint, each.sequence) for each in (mine, theirs)]
         if said[0] != said[1] and (found := self._difference(peer)):
             return found
-        # One word more may have been late; the next one was then said during this wait.
+        # The beat after the first that was read may have been written before this rank was stuck;
+        # the one after that was not.
         is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
         if is_now and dist.get_rank() in theirs.needs and theirs.number < mine.number:
             return (

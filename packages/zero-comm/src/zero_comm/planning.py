@@ -20,7 +20,7 @@ class Sent:
     payload_numel: int = 0  # elements that carry data
     payload_bytes: int = 0
     padding_bytes: int = 0
-    scale_bytes: int = 0  # what a codec adds to its integers
+    scale_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ def sent_of(
     return sent_flat(*chunks, rank, sends_own, itemsize, codec)
 
 
-@lru_cache(maxsize=4096)  # the same collectives come again in every step
+@lru_cache(maxsize=4096)
 def sent_flat(  # noqa: PLR0917 (what `Group.count` keeps of a call is a tuple)
     splits: tuple[int, ...],
     payload: tuple[int, ...],
@@ -140,7 +140,8 @@ def sent_by_levels(
     return sent_in_hops(numels, carried, rank, ranks_per_node, codec)
 
 
-@lru_cache(maxsize=4096)  # the same reductions come again in every step
+# Cached, since every step has the same reductions.
+@lru_cache(maxsize=4096)
 def sent_in_hops(
     numels: tuple[tuple[int, ...], ...],
     payload: tuple[tuple[int, ...], ...],

@@ -14,7 +14,8 @@ from torch.profiler import record_function
 from .torch_private import is_profiled
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]  # of a kind and a subject
+# Returns the context of a range, from its kind and subject.
+Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]
 
 # NOTE(ranges): a method that `ranged` decorates stays what it is, and a call of it costs nothing.
 # While somebody records, its class has a wrapper in its place; a wrapper that is running when that
@@ -23,7 +24,8 @@ Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]  # of a 
 
 MARK: Final = "zero_range"
 recorders: Final[list[Recorder]] = []
-follows_profiler = False  # whether a profiler ran when last looked
+# Whether torch's profiler ran at the last `follow_profiler`.
+follows_profiler = False
 
 
 def ranged(kind: str, subject: str = "") -> Callable[[Method], Method]:

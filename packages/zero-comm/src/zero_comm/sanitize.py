@@ -14,8 +14,9 @@ from .group import Group
 from .shared_host.peer_memory import any_peers
 from .watch import Purpose
 
-_TAG: Final = -1  # of no other collective
-_CHECKS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()  # by object
+_TAG: Final = -1  # no other collective has it
+# Object -> the checks around its methods.
+_CHECKS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
 def check_calls(each: Any, verbs: str, checks: Any) -> None:
@@ -31,7 +32,8 @@ def check_calls(each: Any, verbs: str, checks: Any) -> None:
 
 
 def _checked(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
-    @wraps(method, updated=())  # the mark of a range stays with the method
+    # Attributes are not copied: the mark of `ranged` stays with the method alone.
+    @wraps(method, updated=())
     def run(self: Any, *args: Any, **named: Any) -> Any:
         if (checks := _CHECKS.get(self)) is None:
             return method(self, *args, **named)
@@ -57,7 +59,7 @@ class CompareLaunches:
         if named.get("calls", 1) and name != "agree":
             self.number += 1
             purpose = group.purposes.get(named.get("tag", 0))
-            # In a gather to one rank, each says what it sends itself.
+            # Sizes are not compared in a gather to one rank, where each counts what it sends.
             size = "" if name == "gather" else f", {numels} elements of {rest[-2]} bytes"
             codec = f", encoded as {rest[-1]}" if rest[-1] else ""
             subject = "no unit" if purpose is None else repr(purpose.subject)

@@ -20,12 +20,13 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 T = TypeVar("T")
 
-# From 2.13 on; it warns about the names before, which are all that 2.11 and 2.12 have.
+# New names of torch 2.13, which warns about the old ones; 2.11 and 2.12 have only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-is_profiled = torch._C._autograd._profiler_enabled  # whatever it writes: events, or NVTX ranges
+# Returns whether a profiler runs, whether it writes events or NVTX ranges.
+is_profiled = torch._C._autograd._profiler_enabled
 
 
 def unrecorded(launch: Callable[..., T], *args: Any, **kwargs: Any) -> T:

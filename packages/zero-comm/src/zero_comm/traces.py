@@ -21,8 +21,8 @@ class Traced(NamedTuple):
 
     number: int
     key: int
-    sequence: int  # collectives that torch had counted before
-    is_sent: bool  # else it is a mark, and torch does not count it
+    sequence: int  # number of collectives that torch had counted before
+    is_sent: bool  # False for a mark, which torch does not count
     what: str
     size: str
     tag: int | None
@@ -41,7 +41,7 @@ class Trace:
     """The last launches of a rank."""
 
     rank: int
-    counted: int  # collectives that torch has counted by now
+    counted: int  # number of collectives that torch has counted
     launches: Sequence[Traced]
 
 

@@ -16,11 +16,12 @@ class OperationTraffic:
     """Calls of one kind of operation, and what they have sent from this rank so far."""
 
     calls: int = 0
-    payload_numel: int = 0  # elements that carry data, summed over the peers they were sent to
+    # Elements that carry data, summed over the peers that they were sent to.
+    payload_numel: int = 0
     payload_bytes: int = 0
     padding_bytes: int = 0
-    scale_bytes: int = 0  # what codecs add to their integers
-    # Of all this, what was sent to other nodes, as far as these are known.
+    scale_bytes: int = 0
+    # The part that was sent to other nodes, where these are known.
     across: Sent = field(factory=Sent)
 
     @property
@@ -41,11 +42,13 @@ class OperationTraffic:
             self.payload_bytes += sent.payload_bytes
             self.padding_bytes += sent.padding_bytes
             self.scale_bytes += sent.scale_bytes
-        if across.payload_numel or across.padding_bytes:  # few groups know of other nodes
+        # Few groups send anything to other nodes, so the sum is rarely needed.
+        if across.payload_numel or across.padding_bytes:
             self.across += across
 
 
-# How often was called what, under which subject, counted as so many calls; and what it sends.
+# Operation, subject, number of calls that it counts as, and a function with its arguments that
+# returns what was sent, inside the node and across nodes.
 Call: TypeAlias = tuple[str, str, int, Callable[..., tuple[Sent, Sent]], tuple[Hashable, ...]]
 
 

@@ -31,7 +31,8 @@ def built_in(
     try:
         work = start(*args, group=group.process_group, async_op=True)
     except Exception as error:
-        launch.watch.sent()  # nobody has interrupted this rank
+        # The launch failed by itself: peers need not be told that it was interrupted.
+        launch.watch.sent()
         raise failure("the collective did not begin", error, launch, -1) from error
     launch.watch.sent()
     return Message(work, "the collective", launch, peer)
@@ -124,7 +125,7 @@ def count_traffic(
 # what is positive and has 31 bits.
 _KEY_BASE: Final = 1 << 24
 _NUM_KEYS: Final = (1 << 31) - _KEY_BASE
-_NUM_VERSIONS: Final = 3  # so many are told apart, counted round
+_NUM_VERSIONS: Final = 3  # versions are told apart modulo this
 
 
 def launch_gather(
@@ -229,7 +230,8 @@ def begin(
     return group.watch.launch(name, key, tag=tag, version=version, shape=shape, sends=True)
 
 
-@lru_cache(maxsize=8192)  # the same collectives come again in every step
+# Cached, since every step has the same collectives.
+@lru_cache(maxsize=8192)
 def _key_of(*identity: Hashable) -> int:
     """Return a number that is the same in every process, and as a tag of torch's."""
     return _KEY_BASE + crc32(repr(identity).encode()) % _NUM_KEYS

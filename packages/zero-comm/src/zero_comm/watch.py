@@ -21,16 +21,20 @@ from .torch_private import default_store
 PATIENCE_S: Final = 3.0
 
 NUM_RECENT: Final = 1024  # launches that are remembered
-_NUM_NAMED: Final = 8  # ranks, each with its elements
-_NUM_REPORTED: Final = 16  # of those, in a report
+# Largest number of ranks for which an error lists the elements by rank.
+_NUM_NAMED: Final = 8
+_NUM_REPORTED: Final = 16  # launches in a report
 
-LONG_WAITS: Final = "long waits"  # key of a count of looks at them, by all ranks
+# Key of a counter that each rank raises at each look at a long wait of its own.
+LONG_WAITS: Final = "long waits"
 
 _LOOKS_PER_PATIENCE: Final = 6
 _PATIENCES_OF_USER: Final = 10
 _DIVERGENCE: Final = "divergence"
-_FAILED_AT: Final = "failed at/"  # and a rank: the peer at which it failed
-_TOLD_S: Final = 0.05  # a rank breaks its connections some moments before it tells why
+# A key, followed by a rank; its value is the peer at which that rank failed.
+_FAILED_AT: Final = "failed at/"
+# Pause before others' reasons are read: a rank closes its connections before it tells why.
+_TOLD_S: Final = 0.05
 _LOG: Final = logging.getLogger("zero_comm")
 
 
@@ -38,18 +42,20 @@ _LOG: Final = logging.getLogger("zero_comm")
 class Purpose:
     """Purpose of a collective, in the words of an error."""
 
-    what: str  # "gathering unit 'blocks.0'"
-    remedy: str = ""  # what to do where a rank does not come to it
-    subject: str = ""  # what its traffic is counted under: "blocks.0"
+    what: str  # such as "gathering unit 'blocks.0'"
+    # What to do where a rank does not take part.
+    remedy: str = ""
+    subject: str = ""  # name in traffic counts, such as "blocks.0"
 
 
-Shape = tuple[torch.dtype, Sequence[int]]  # of a flat buffer: elements by rank
+# Dtype of a flat buffer, and its elements by rank.
+Shape = tuple[torch.dtype, Sequence[int]]
 
 
 class Recorded(NamedTuple):
     """A launch, as a rank remembers it."""
 
-    at: int  # the how-manieth of the scope
+    at: int  # position among all launches of the scope, from 1
     group: str
     key: int
     number: int
@@ -57,8 +63,8 @@ class Recorded(NamedTuple):
     tag: int | None
     version: int | None
     shape: Shape | None
-    sequence: int  # collectives that torch has counted on the group before
-    call: str  # of a user's, that is known to be in it: "save()"
+    sequence: int  # number of collectives that torch had counted on the group before
+    call: str  # user's call that the launch is part of, such as "save()"
     purposes: dict[int, Purpose]
 
     @property
@@ -114,7 +120,8 @@ class Wait:
 
     launch: Launch
     peer: int
-    is_launched: bool = False  # it has been: the peer has yet to read this rank's memory, or leaves
+    # Whether the peer has launched it, and has yet to read this rank's memory.
+    is_launched: bool = False
 
     def is_another(self, other: Wait) -> bool:
         """Return whether something else is lacking, of the same launch."""
@@ -128,29 +135,38 @@ class Scope:
     Of the first of the groups, which has all ranks of the others.
     """
 
-    name: str  # of its own in the store, the same on every rank
+    # In keys of the store; the same on every rank, and no other scope's.
+    name: str
     rank: int
-    launched: dict[str, int] = field(factory=dict)  # see `Watch.counted_as`
+    # Name of `Watch.counted_as` -> number of launches.
+    launched: dict[str, int] = field(factory=dict)
     num_launched: int = 0
-    recent: list[Any] = field(factory=lambda: [None] * NUM_RECENT)  # in turns
+    # A ring of the last launches; None where there were fewer.
+    recent: list[Any] = field(factory=lambda: [None] * NUM_RECENT)
 
 
 @define(eq=False)
 class Watch(ABC):
     """Launches and waits of one rank on one process group."""
 
-    name: str  # that no other group has, the same on every rank
+    # The same on every rank of the group, and no other group's.
+    name: str
     rank: int
-    interrupt: Callable[[], None]  # ends all waits of this rank, and its peers' for it
+    # Ends all waits of this rank, and those of its peers for this rank.
+    interrupt: Callable[[], None]
     patience_s: float = PATIENCE_S
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
-    has_diverged: bool = field(default=False, init=False)  # found here, or heard of
+    # Whether this rank has found that ranks diverged, or has read so in the store.
+    has_diverged: bool = field(default=False, init=False)
     scope: Scope = field(init=False)
-    _job: ReferenceType[Any] = field(init=False)  # torch's default group of that time
-    ranks: Sequence[int] | None = field(default=None, init=False)  # in the scope; the same if None
-    # Since when, and in which thread:
+    # torch's default group when the watch was made.
+    _job: ReferenceType[Any] = field(init=False)
+    # Rank in the scope of each rank of the group; None if they are the same.
+    ranks: Sequence[int] | None = field(default=None, init=False)
+    # The present wait, when it began, and the id of its thread.
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
     _divergence: str = field(default="", init=False)
+    # Start of the wait that was logged last.
     _told_user_of: float = field(default=0.0, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -242,13 +258,15 @@ class Watch(ABC):
             raise self.verdict()
         scope, name, thread = self.scope, self.counted_as(key), threading.get_ident()
         if torn := _SENDING.get(thread):
-            if not torn.watch.has_diverged:  # else its peers know that they cannot go on
+            if not torn.watch.has_diverged:
                 torn.watch.tell_of_exception(torn.purpose)
-            _SENDING.pop(thread, None)  # last: an exception may come here as well
+            # Removed last: if an exception comes before, the next launch tells the peers.
+            _SENDING.pop(thread, None)
             if torn.watch.scope is scope:
                 raise self.error() or torn.watch.verdict()
         number = scope.launched.get(name, 0) + 1
-        if sends:  # before it is counted: what is counted and not sent would be waited for
+        # Noted before the launch is counted: peers would wait for one that is counted and not sent.
+        if sends:
             known = None if tag is None else self.purposes.get(tag)
             _SENDING[thread] = _Sending(self, known or Purpose(operation), name, number)
         scope.launched[name] = number
@@ -283,7 +301,8 @@ class Watch(ABC):
         """Tell all ranks why they cannot go on, and end the waits of this one."""
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             self.store.set(self.key_of(_DIVERGENCE), text)
-            self.store.add(self.key_of(LONG_WAITS), 1)  # so that all look once more
+            # All ranks that see the count raised look again.
+            self.store.add(self.key_of(LONG_WAITS), 1)
         self._diverge(text)
 
     def begin(self, wait: Wait) -> None:
@@ -296,7 +315,7 @@ class Watch(ABC):
 
     def error(self) -> DivergenceError | None:
         """Why waits fail, if it is because ranks diverged; those who wait for us are told."""
-        with contextlib.suppress(RuntimeError, ValueError):  # a store that is gone
+        with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             store, key = self.store, self.key_of(_DIVERGENCE)
             if not self.has_diverged and store.check([key]):
                 self._diverge(store.get(key).decode())
@@ -319,14 +338,15 @@ class Watch(ABC):
         """
         own, peer = self.scope.rank, self.in_scope(peer)
         chain = [own, peer]
-        with contextlib.suppress(RuntimeError, ValueError):  # the store has ended with its rank
+        with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             store = self.store
             if not store.check([self.key_of(f"{_FAILED_AT}{own}")]):
                 store.set(self.key_of(f"{_FAILED_AT}{own}"), str(peer))
             time.sleep(_TOLD_S)
             while store.check([key := self.key_of(f"{_FAILED_AT}{chain[-1]}")]):
                 chain.append(int(store.get(key)))
-                if chain[-1] in chain[:-1]:  # two that failed at each other: neither is the first
+                # Ranks that failed at each other: none of them is known to be the first.
+                if chain[-1] in chain[:-1]:
                     return ""
         if len(chain) == 2:
             return ""
@@ -339,7 +359,7 @@ class Watch(ABC):
             in_flight: Finds all of this rank's launches that were not waited for yet; called when
                 the rest has been read, as another thread goes on meanwhile.
         """
-        recent, waiting = self.recent(), self._waiting  # none is half replaced
+        recent, waiting = self.recent(), self._waiting
         found = {"collectives": str(recent[-1].at if recent else 0), "waits for": "nobody"}
         if waiting is not None:
             wait, since, _ = waiting
@@ -386,13 +406,14 @@ class _Sending:
 
     watch: Watch
     purpose: Purpose
-    name: str  # that it is counted as
+    # Name and number by which the scope counts it.
+    name: str
     number: int
 
 
-# By thread, of whichever group: where an exception ends a launch, the next one tells the peers of
-# that group, which may be another than the one that is launched on, and then waits for the same.
-# A thread that waits instead has not launched it, as far as its peers are told.
+# Id of a thread -> its launch, on any group. If an exception ends a launch, the thread's next one,
+# perhaps on another group, tells the peers of the first group. If the thread waits instead, peers
+# read that it has not made the launch; see `Watch.launched`.
 _SENDING: Final = dict[int, _Sending]()
 
 
@@ -431,8 +452,9 @@ class SeenWait:
 
 def _keep_watch(of: ReferenceType[Watch]) -> None:
     seen = 0.0
-    while (watch := of()) is not None and not watch.has_diverged:  # then there is nothing to find
+    while (watch := of()) is not None and not watch.has_diverged:
         seen = watch.look(seen=seen)
         pause_s = watch.patience_s / _LOOKS_PER_PATIENCE
-        del watch  # its group may go meanwhile
+        # Its group may be freed during the pause.
+        del watch
         time.sleep(pause_s)
