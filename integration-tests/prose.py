@@ -23,8 +23,8 @@ OPENER: Final = re.compile(
 )
 # Of a package: lines with a comment at the end, in a thousand. Lower these as they fall.
 MOST_TRAILING: Final = {
-    "zero-ckpt": 26,
-    "zero-comm": 34,
+    "zero-ckpt": 6,
+    "zero-comm": 8,
     "zero-deepspeed": 19,
     "zero-engine": 26,
     "zero-offload": 25,
