@@ -240,7 +240,9 @@ def test_a_norm_beyond_the_range_of_fp16_is_a_norm(group: Group) -> None:
     """Gradients of pure fp16 that are all finite would be taken for an overflow, and skipped."""
     model = nn.Linear(64, 64, bias=False, dtype=FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
+    zero_engine.shard(
+        model, optimizer, ZeroConfig(2, precision=Precision(masters=None)), group=group
+    )
     model(torch.full((1, 64), 20_000.0, dtype=FP16)).sum().backward()
 
     report = zero_engine.unscale_and_clip_(model)

@@ -95,6 +95,8 @@ def _check_equal(found: np.ndarray, value: Tensor) -> None:
 def _build(stage: int, dtype: torch.dtype, group: Group, **options: Any) -> tuple[nn.Module, Any]:
     model = _Model().to(group.device, dtype)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    if dtype is torch.bfloat16:  # masters would be what is saved
+        options = {"precision": Precision(masters=None)}
     zero_engine.shard(model, optimizer, ZeroConfig(stage, **options), group=group)
     return model, optimizer
 

@@ -346,7 +346,7 @@ class RngSnapshot:
 
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """Draw the numbers inside that came after `capture`; afterwards restore the present states."""
+        """Draw again the numbers that came after `capture`; then restore the present states."""
         before = RngSnapshot.capture(self._devices, self.tracker)
         try:
             self.put_back()
