@@ -18,7 +18,8 @@ from .library import ISAS, AbiError, open_cuda_library, open_library
 from .recipe import CUDA_LIBRARY, LIBRARY, why_stale
 
 HERE: Final = Path(__file__).parent
-CHECKOUT_SOURCES: Final = HERE.parents[2] / "csrc"  # of an editable installation
+# Folder of the sources in a checkout, for editable installations. Other ones do not have it there.
+CHECKOUT_SOURCES: Final = HERE.parents[2] / "csrc"
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
 SWITCHES: Final = ("auto", "require", "off")
 _LOG: Final = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ def cuda_kernels() -> ctypes.CDLL:
 def _loaded() -> tuple[AdamKernels | None, NativeStatus]:
     found, status = load(HERE / LIBRARY, os.environ)
     if found is not None and (stale := why_stale(CHECKOUT_SOURCES, HERE)):
-        _LOG.warning("%s", stale)  # pip hides what the build hook says
+        # The build hook reports a stale library too, but pip hides its output.
+        _LOG.warning("%s", stale)
         status = evolve(status, stale=stale)
     _LOG.debug("%s", status)
     return found, status

@@ -14,11 +14,13 @@ import torch
 from zero_offload.errors import NativeUnavailableError, OffloadError
 
 ABI: Final = 4
-ISAS: Final = {"scalar": 0, "vector": 1, "avx2": 2, "avx512": 3}  # the best one last
+# Number of each instruction set in `zero_offload.h`, the fastest last.
+ISAS: Final = {"scalar": 0, "vector": 1, "avx2": 2, "avx512": 3}
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_DTYPE: Final = 3
-COLUMNS: Final = ("param", "grad", "first", "second", "largest", "out")  # tensors of TENSOR
-# `zero_tensor`
+# Fields of `zero_tensor` that are addresses of tensors, in its order.
+COLUMNS: Final = ("param", "grad", "first", "second", "largest", "out")
+# One element is a `zero_tensor`: a run of elements, and where each of its tensors has them.
 TENSOR: Final = np.dtype(
     [
         ("numel", np.int64),

@@ -17,17 +17,21 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
 LIBRARY = "libzero_offload.so"
-CUDA_LIBRARY = "libzero_offload_cuda.so"  # there where nvcc was
+# Compiled only where nvcc is found.
+CUDA_LIBRARY = "libzero_offload_cuda.so"
 CUDA_FLAGS = ("-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC")
-CUDA_ARCHITECTURES = ("80", "90", "100")  # A100, H100, B100; PTX of the last for what comes after
+# Compute capabilities of A100, H100 and B100. For GPUs after these, PTX of the last is added.
+CUDA_ARCHITECTURES = ("80", "90", "100")
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-ffp-contract=off",  # equal results on every instruction set
+    # Without fused multiply-add, all instruction sets round alike and give equal results.
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
-    "-Wno-maybe-uninitialized",  # false alarms inside the compiler's own intrinsics
+    # GCC warns falsely about its own intrinsics.
+    "-Wno-maybe-uninitialized",
 )
 EVERYWHERE = {"dispatch.cpp": (), "scalar.cpp": (), "vector.cpp": (), "zero_io.cpp": ()}
 ON_X86 = {

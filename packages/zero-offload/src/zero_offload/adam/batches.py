@@ -38,9 +38,12 @@ class Batch:
     starts: list[int] = field(factory=list)
     stops: list[int] = field(factory=list)
     indices: list[int] = field(factory=list)
-    group: int = field(default=0, kw_only=True)  # position in param_groups: gives the rule
-    step: int = field(default=0, kw_only=True)  # the step count, after this step
-    owners: list[Tensor] = field(factory=list, init=False)  # the parameters
+    # Position of the param group whose numbers give the rule.
+    group: int = field(default=0, kw_only=True)
+    # Step count, which this step is included in.
+    step: int = field(default=0, kw_only=True)
+    # The user's parameters; "param" of `tensors` has masters in their place.
+    owners: list[Tensor] = field(factory=list, init=False)
     _table: np.ndarray | None = field(default=None, init=False)
 
     def written(self) -> list[list[Tensor]]:
@@ -168,14 +171,21 @@ class StatePolicy:
 class StepPlan:
     """Batches of a step, with the step counts and copies of parameters that it needs besides."""
 
-    amsgrad: list[Any]  # the setting of each param group
-    batches: dict[Any, Batch] = field(factory=dict, init=False)  # by what their tensors share
-    steps: list[Tensor] = field(factory=list, init=False)  # counts that this step advances by one
+    # "amsgrad" of each param group when the plan was made; the plan is void if one changes.
+    amsgrad: list[Any]
+    # Param group, step count, dtypes of parameter and gradient -> batch.
+    batches: dict[Any, Batch] = field(factory=dict, init=False)
+    # Step counts of the optimizer's state, which this step advances by one.
+    steps: list[Tensor] = field(factory=list, init=False)
     # Parameters that are not contiguous, and copies to step instead, to be copied back.
     copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)
-    _kept: list[Tensor] = field(factory=list, init=False)  # all that is stepped, as it is kept
-    _counts: list[float] = field(factory=list, init=False)  # `steps`, when they are advanced
-    _look: list[list[Any]] = field(factory=list, init=False)  # see `_look_at`
+    # Step counts and columns of all parameters. Their addresses are compared before the plan is
+    # used again.
+    _kept: list[Tensor] = field(factory=list, init=False)
+    # Values of `steps` after this step.
+    _counts: list[float] = field(factory=list, init=False)
+    # Result of `_look_at` when the plan was recorded; empty before.
+    _look: list[list[Any]] = field(factory=list, init=False)
 
     def add(
         self,
@@ -279,7 +289,8 @@ def checked_grad(param: Tensor) -> Tensor:
             f"of {_SUPPORTED_TEXT}, got {grad.dtype}, {grad.layout}, on {grad.device}"
             + ("; use sparse=False in the embedding" if grad.layout is torch.sparse_coo else "")
         )
-    if grad.numel() != param.numel():  # possible after `param.data` was set; it would be run past
+    # `param.data` may have been replaced since backward. A kernel would read past the gradient.
+    if grad.numel() != param.numel():
         raise UnsupportedTensorError(
             f"gradient of a parameter of shape {tuple(param.shape)} has {grad.numel()} elements"
         )

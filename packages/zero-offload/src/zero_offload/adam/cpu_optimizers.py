@@ -33,9 +33,12 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     optimizers; `torch.amp.GradScaler` uses them.
     """
 
-    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
-    moments: tuple[str, ...]  # the state's tensors in the order of `zero_tensor`
-    grad_scale: Tensor | float | None  # set by others, or missing
+    # The formulas are elementwise: a part of a parameter is stepped as in the whole.
+    needs_cut = "flat"
+    # Names of the state's tensors, in the order of `first` and `second` in `zero_tensor`.
+    moments: tuple[str, ...]
+    # `torch.amp.GradScaler` and others set these two for a step. They are missing otherwise.
+    grad_scale: Tensor | float | None
     found_inf: Tensor | float | None
 
     def __init__(self, params: Any, defaults: dict[str, Any], **policy: Any) -> None:
@@ -122,7 +125,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             param.copy_(copy)
         plan.record(params, self.state)
         self._plan = plan
-        torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
+        # Kernels write to memory without torch, so autograd would not notice the change.
+        torch.autograd.graph.increment_version(params)
 
     def use_memory(self, memory: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Make entries of the state in this memory, by parameter and name, when they are new."""
@@ -201,8 +205,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Set the attributes that no state dict and no copy has to their initial values."""
         self._kernels = _native.kernels()
         self._team = Team()
-        self._memory: Mapping[Tensor, Mapping[str, Tensor]] = {}  # see `use_memory`
-        self._plan: StepPlan | None = None  # of the last step
+        # Parameter -> name of an entry -> memory for it; set by `use_memory`.
+        self._memory: Mapping[Tensor, Mapping[str, Tensor]] = {}
+        # Plan of the last step, to be used again; None before a first step and after a failed one.
+        self._plan: StepPlan | None = None
 
 
 class StateOptions(TypedDict, total=False):
@@ -407,7 +413,8 @@ def load_by_torch(
         seen.update(state_dict)
         return state_dict if with_state else {**state_dict, "state": {}}
 
-    handle = optimizer.register_load_state_dict_pre_hook(see)  # the last one: sees what others made
+    # Hooks run in the order of registration: the last one sees what the others have replaced.
+    handle = optimizer.register_load_state_dict_pre_hook(see)
     try:
         load()
     finally:

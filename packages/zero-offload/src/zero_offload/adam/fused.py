@@ -15,9 +15,9 @@ from zero_offload._native import cuda_kernels
 from zero_offload._native.library import COLUMNS, DTYPES, NO_DTYPE, TENSOR, Formula, Rule
 from zero_offload.errors import OffloadError
 
-# One parameter's, in the order of `zero_tensor`: the master in its place, where there is one;
-# gradient, first and second moment; largest or None; the parameter as what is rounded into, or
-# None; step.
+# A parameter's tensors in the order of `zero_tensor`: what is stepped, its master or itself;
+# gradient; first and second moment; largest second moment or None; the parameter to be written
+# with the rounded master, or None without one; step count.
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
@@ -48,7 +48,8 @@ class FusedAdam(torch.optim.Optimizer):
             the message says why and how to.
     """
 
-    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
+    # The formula is elementwise: a part of a parameter is stepped as in the whole.
+    needs_cut = "flat"
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            launches: dict[Any, list[Tensors]] = {}  # by what the tensors of one launch share
+            # Device and dtypes, which all tensors of a launch share -> tensors of each parameter.
+            launches: dict[Any, list[Tensors]] = {}
             for param in group["params"]:
                 if param.grad is not None:
                     tensors = self._tensors_of(param, group)
@@ -171,17 +173,22 @@ class FusedAdam(torch.optim.Optimizer):
 class PieceTable:
     """Pieces of tensors, one for each block of a launch, in device memory."""
 
-    addresses: list[list[int]]  # of whole tensors
-    pieces: Tensor  # uint8
+    # Addresses of the whole tensors of each parameter, 0 for None. The table is void if one
+    # changes.
+    addresses: list[list[int]]
+    # Array of `zero_tensor` as bytes, one for each block; 1-D, uint8, on the device.
+    pieces: Tensor
     num_pieces: int
-    steps: Tensor  # int64: addresses
+    # Addresses of the step counts; 1-D, int64, on the device.
+    steps: Tensor
 
     @classmethod
     def of(cls, works: list[Tensors], piece_numel: int) -> PieceTable:
         """Return the table of these tensors, in memory of their device."""
         addresses = addresses_of(works)
         pieces = np.concatenate([pieces_of(tensors, piece_numel) for tensors in works])
-        array = np.zeros(len(pieces) + 1, TENSOR)  # one more: torch wants some memory
+        # One element more than is used, since torch makes no tensor of an empty array's memory.
+        array = np.zeros(len(pieces) + 1, TENSOR)
         array[:-1] = pieces
         device = works[0][0].device
         return cls(

@@ -21,17 +21,21 @@ from zero_offload._native.library import DTYPES, ISAS, NO_DTYPE, Rule
 from . import reference
 from .batches import Batch
 
-ALONE_NUMEL: Final = 2**16  # below, waking a thread costs more than it does
+# With fewer elements, waking a thread takes longer than the work that it would do.
+ALONE_NUMEL: Final = 2**16
 PARTS_PER_THREAD: Final = 8
-CUT_NUMEL: Final = 64  # cuts fall on these, so that no two threads write one cache line
+# Parts start at multiples of this, so that no two threads write to one cache line.
+CUT_NUMEL: Final = 64
 
-_KINDS: Final = {  # dtypes of a rule, and the columns that have them
+# Field of a rule -> column whose dtype it has.
+_KINDS: Final = {
     "param_dtype": "param",
     "grad_dtype": "grad",
     "state_dtype": "first",
     "out_dtype": "out",
 }
-CHUNK_NUMEL: Final = 2**18  # sums are per chunk, so that they do not depend on threads
+# Elements of a partial sum. Chunks do not depend on the number of threads, so sums do not either.
+CHUNK_NUMEL: Final = 2**18
 
 
 @final
@@ -40,7 +44,8 @@ class Team:
     """Threads for native calls, as many as torch uses, the caller included; made when needed."""
 
     _pool: ThreadPoolExecutor | None = field(default=None, init=False)
-    _key: tuple[int, int] = field(default=(0, 0), init=False)  # process and threads of `_pool`
+    # Process and number of threads that `_pool` was made for.
+    _key: tuple[int, int] = field(default=(0, 0), init=False)
 
     def share(self, numel: int, work: Callable[[int, int], None]) -> None:
         """Call `work(start, stop)` on contiguous parts of [0, numel), side by side. Blocking.
@@ -63,7 +68,8 @@ class Team:
             work(0, count)
             return
         cuts = [count * k // num_parts // multiple * multiple for k in range(num_parts)]
-        parts = iter(list(zip(cuts, [*cuts[1:], count], strict=True)))  # gives out each part once
+        # The threads share this iterator, so that each part is taken once.
+        parts = iter(list(zip(cuts, [*cuts[1:], count], strict=True)))
 
         def take_turns() -> None:
             for start, stop in parts:
@@ -77,7 +83,8 @@ class Team:
                 other.result()
 
     def _threads(self) -> ThreadPoolExecutor:
-        key = (os.getpid(), torch.get_num_threads())  # threads do not survive a fork
+        # The process is part of the key, since threads do not survive a fork.
+        key = (os.getpid(), torch.get_num_threads())
         if self._pool is None or self._key != key:
             self._pool = ThreadPoolExecutor(key[1] - 1, thread_name_prefix="zero_offload")
             self._key = key

@@ -16,7 +16,8 @@ from zero_offload._native.library import Formula, Rule
 
 from .batches import Batch
 
-CHUNK_NUMEL: Final = 2**20  # bounds the temporaries
+# Elements that are stepped at a time, which bounds the temporary tensors.
+CHUNK_NUMEL: Final = 2**20
 MASK: Final = 0xFFFFFFFF
 
 
@@ -106,4 +107,5 @@ def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tenso
 
 
 def _times(factor: Tensor, other: int) -> Tensor:
-    return (factor * other) & MASK  # int64 wraps, which leaves the lower 32 bits right
+    # An overflow of int64 wraps around, which leaves the lower 32 bits right.
+    return (factor * other) & MASK

@@ -30,7 +30,8 @@ from .transport import (
 )
 
 _LOG: Final = logging.getLogger(__name__)
-_Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]  # one operation, and who asked for it
+# A future, and the operation whose result it gets.
+_Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 @final
@@ -64,7 +65,9 @@ class DiskStore(AbstractStore):
     _workers: ThreadPoolExecutor = field(init=False, repr=False)
     _owner: int = field(factory=os.getpid, init=False, repr=False)
     _files: dict[str, SwapFile] = field(factory=dict, init=False, repr=False)
-    _num_files: int = field(default=0, init=False, repr=False)  # ever made: names are not reused
+    # Number of files made so far. It is part of a file's name, so that none is used twice.
+    _num_files: int = field(default=0, init=False, repr=False)
+    # Key -> operations that wait behind the one in progress. Keys without any are missing.
     _waiting: dict[str, deque[_Job]] = field(factory=dict, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
     _state: threading.Condition = field(factory=threading.Condition, init=False, repr=False)
@@ -173,7 +176,8 @@ class DiskStore(AbstractStore):
         In a process that was forked from the one that made the store, nothing happens either.
         """
         if os.getpid() != self._owner:
-            return  # the files, and the threads, are those of the process that forked this one
+            # The files and the threads belong to the process that forked this one.
+            return
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: not self._waiting)
@@ -184,7 +188,8 @@ class DiskStore(AbstractStore):
     def _submit(self, key: str, run: Callable[[], Any]) -> Future[Any]:
         """Run an operation on a worker, after earlier operations on the same key."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        # From now on `cancel` has no effect.
+        future.set_running_or_notify_cancel()
         try:
             with self._state:
                 self._check_open()
@@ -208,7 +213,10 @@ class DiskStore(AbstractStore):
             try:
                 result = run()
             except BaseException as error:
-                del run  # with it goes the last hold on what it borrowed, before anyone is told
+                # The operation refers to the tensor. It is dropped before the future is done, so
+                # that the
+                # caller may then hold the last reference.
+                del run
                 future.set_exception(error)
             else:
                 del run
@@ -230,7 +238,8 @@ class DiskStore(AbstractStore):
             try:
                 moved = self._transport.move(fd, flat, writes=True)
             finally:
-                file.stamp(fd)  # what a failed write has left is ours, too
+                # A failed write may have changed the file as well.
+                file.stamp(fd)
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
         checksum = self._checksummer.of(flat) if self._checksummer else None
         file.end_write(form_of(source), checksum)

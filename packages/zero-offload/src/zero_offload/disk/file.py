@@ -18,7 +18,8 @@ from zero_offload.errors import StoreError
 
 from .folder import System
 
-_BLOCK_BYTES: Final = 2**30  # zlib takes no more than 4 GiB
+# Bytes of one call, since zlib takes no more than 4 GiB.
+_BLOCK_BYTES: Final = 2**30
 
 
 @frozen
@@ -26,7 +27,8 @@ class Checksummer:
     """One way of computing checksums; releases the GIL."""
 
     algorithm: str
-    update: Callable[[int, int, int], int]  # (value so far, address, bytes) -> value
+    # Maps the checksum so far, an address and a number of bytes to the new checksum.
+    update: Callable[[int, int, int], int]
 
     def of(self, tensor: Tensor) -> int:
         """Return the checksum of the bytes of a contiguous CPU tensor."""
@@ -69,10 +71,13 @@ class SwapFile:
     path: str
     nbytes: int
     system: System = field(repr=False)
-    form: str | None = field(default=None, init=False)  # None: there is nothing to read
+    # Numel and dtype of the value as text; None while there is nothing to read.
+    form: str | None = field(default=None, init=False)
     checksum: int | None = field(default=None, init=False)
-    fault: str = field(default="it was never written", init=False)  # why, where form is None
-    _known: os.stat_result = field(init=False)  # as we left it
+    # Why there is nothing to read, while `form` is None.
+    fault: str = field(default="it was never written", init=False)
+    # Status of the file after our last operation on it.
+    _known: os.stat_result = field(init=False)
 
     def create(self, room: int) -> None:
         """Create the file with `room` bytes allocated, or not at all.
@@ -90,7 +95,8 @@ class SwapFile:
                 except OSError as error:
                     if error.errno not in _NO_FALLOCATE:
                         raise
-                    self.system.truncate(fd, room)  # such a file system can only fail later
+                    # Without fallocate, a lack of room only shows when the file is written.
+                    self.system.truncate(fd, room)
                 self.stamp(fd)
             except BaseException:
                 self.system.unlink(self.path)

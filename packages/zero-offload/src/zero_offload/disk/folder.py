@@ -98,7 +98,8 @@ class JobFolder:
             )
             try:
                 self.system.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another job took it for a leftover: see NOTE(locks)
+            except BlockingIOError:
+                # Another job has found the file unlocked, and removes it; see NOTE(locks).
                 os.close(lock)
                 continue
             except OSError as error:
@@ -127,7 +128,8 @@ def remove_leftovers(parent: Path, system: System) -> None:
     for lock_path in sorted(parent.glob(f"{_PREFIX}*.lock")):
         try:
             lock = system.open(str(lock_path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:
+            # The file is another user's, or has been removed meanwhile.
             continue
         try:
             found = os.fstat(lock)
@@ -138,9 +140,10 @@ def remove_leftovers(parent: Path, system: System) -> None:
                 continue
             folder = lock_path.with_suffix("")
             if folder.exists():
-                shutil.rmtree(folder)  # follows no links
+                shutil.rmtree(folder)
             lock_path.unlink()
-        except OSError:  # its job lives; or the file system has no locks; or it cannot be removed
+        except OSError:
+            # The job is alive, or the file system has no locks, or removing failed.
             continue
         finally:
             os.close(lock)
@@ -151,7 +154,8 @@ def _lock_path(folder: Path) -> Path:
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # a fork inherits this finalizer, but not the folder
+    # A forked process inherits this finalizer, but the folder is not its own.
+    if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
         _lock_path(path).unlink(missing_ok=True)
     os.close(lock)

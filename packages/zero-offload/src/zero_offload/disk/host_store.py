@@ -29,7 +29,8 @@ class HostStore(AbstractStore):
 
     arena: HostArena = field(factory=HostArena)
     _values: dict[str, Tensor] = field(factory=dict, init=False)
-    _forms: dict[str, str] = field(factory=dict, init=False)  # of what was written
+    # Key -> numel and dtype of the value as text; only of keys that have been written.
+    _forms: dict[str, str] = field(factory=dict, init=False)
     _is_closed: bool = field(default=False, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
@@ -91,7 +92,8 @@ class HostStore(AbstractStore):
 
     def _write(self, key: str, flat: Tensor) -> None:
         if key in self._values and self._values[key].nbytes != flat.nbytes:
-            del self._values[key]  # its memory goes before the new one comes
+            # Release the memory before more is allocated.
+            del self._values[key]
             self._forms.pop(key, None)
         if key not in self._values:
             self._values[key] = self._room(key, flat.nbytes)

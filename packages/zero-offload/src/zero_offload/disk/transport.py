@@ -26,8 +26,10 @@ from zero_offload._native.library import Transfer
 from .folder import SYSTEM, System
 from .settings import DiskSettings
 
-_MOST_RETRIES: Final = 2000  # of a request that the kernel is too busy for, 1 ms apart
-_MOST_STALLS: Final = 3  # of a request that moves less than one unit
+# Tries of a request, 1 ms apart, while the kernel is too busy for it.
+_MOST_RETRIES: Final = 2000
+# Calls in a row that may move less than one unit of O_DIRECT, for one request.
+_MOST_STALLS: Final = 3
 
 
 @frozen
@@ -85,7 +87,8 @@ def align_up(nbytes: int, align: int) -> int:
 def aligned_memory(nbytes: int, align: int) -> memoryview:
     """Private memory that starts on a multiple of `align`; touched when used."""
     mapping = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # advice
+    # Huge pages are optional: some kernels and platforms do not have them.
+    with contextlib.suppress(OSError, AttributeError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = memoryview(mapping)
     start = -address_of(memory) % align
@@ -111,14 +114,16 @@ class ThreadTransport(AbstractTransport):
     def __attrs_post_init__(self) -> None:
         num_threads = self.settings.queue_depth * self.settings.num_workers
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="zero-offload-block")
-        for _ in range(num_threads):  # one a thread
+        # A bounce block for each thread, so that none waits for one.
+        for _ in range(num_threads):
             self._bounces.put(aligned_memory(self.settings.block_bytes, self.align))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """Move `memory` block by block in the threads; see `AbstractTransport.move`."""
         blocks = list(plan_blocks(memory, self.settings.block_bytes, self.align))
         view = memoryview(cast("Any", memory.numpy()))
-        rest = iter(blocks)  # gives out each block once
+        # The threads share this iterator, so that each block is taken once.
+        rest = iter(blocks)
         # At most queue_depth threads serve one transfer, and take its blocks in turns.
         parts = [
             self._pool.submit(self._serve, fd, view, rest, writes)
@@ -135,7 +140,8 @@ class ThreadTransport(AbstractTransport):
         try:
             return sum(self._move_block(fd, memory, block, writes) for block in rest)
         except BaseException:
-            for _ in rest:  # what has not begun need not
+            # Take the remaining blocks, so that the other threads do not begin them.
+            for _ in rest:
                 pass
             raise
 
@@ -173,19 +179,23 @@ class ThreadTransport(AbstractTransport):
                 continue
             reached = done + count
             if not writes and (count == 0 or reached >= block.nbytes):
-                return reached  # the file's end; it need not be padded
+                return reached
+            # A read ends with the file, whose end need not be padded.
             before, done = done, reached
             if reached < len(memory):
-                done -= reached % self.align  # O_DIRECT goes on from where it may
+                # O_DIRECT can only go on from a multiple of its unit.
+                done -= reached % self.align
             stalls = 0 if done > before else stalls + 1
             if stalls == _MOST_STALLS and writes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             if stalls == _MOST_STALLS:
-                return reached  # does not grow: an end that is not a multiple of align
+                return reached
+        # The file ends within a unit, and reads of the rest move nothing further.
         return done
 
 
-_UNITS: Final = (4096, 16384, 65536)  # nothing smaller is worth its own requests
+# Sizes to try as the unit of O_DIRECT; requests of less than the first are not worth it.
+_UNITS: Final = (4096, 16384, 65536)
 
 
 @frozen
@@ -212,7 +222,8 @@ def probe_direct(folder: Path, system: System) -> Direct:
         fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         with contextlib.suppress(OSError):
-            system.unlink(path)  # some file systems make it, and refuse then
+            # Some file systems create the file before they refuse to open it.
+            system.unlink(path)
         if error.errno != errno.EINVAL:
             raise
         return Direct(1, f"the file system refuses O_DIRECT at open: {error.strerror}")
@@ -261,7 +272,8 @@ class RingTransport(AbstractTransport):
     settings: DiskSettings
     align: int
     library: ctypes.CDLL
-    _rings: SimpleQueue[Any] = field(factory=SimpleQueue, init=False)  # with bounce memory each
+    # Rings that are free, each with its bounce memory for `queue_depth` blocks.
+    _rings: SimpleQueue[Any] = field(factory=SimpleQueue, init=False)
     _finalizer: weakref.finalize = field(init=False)
 
     def __attrs_post_init__(self) -> None:

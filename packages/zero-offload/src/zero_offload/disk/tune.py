@@ -99,7 +99,9 @@ def _candidates(direct: Direct) -> list[_Candidate]:
         for uses_uring in (True, False):
             settings = evolve(asked, uses_uring=uses_uring)
             transport, why = choose_transport(settings, direct.align_bytes, SYSTEM)
-            if uses_uring and why:  # then it would be the threads twice
+            # Without io_uring this is the same transport as the next, which would be measured
+            # twice.
+            if uses_uring and why:
                 transport.close()
                 continue
             found.append(_Candidate(evolve(settings, num_workers=2), transport))
@@ -107,7 +109,8 @@ def _candidates(direct: Direct) -> list[_Candidate]:
 
 
 def _time(candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, writes: bool) -> float:
-    if direct.align_bytes == 1 and not writes:  # else the page cache would be measured
+    # Drop the file from the page cache, which would be measured instead of the disk.
+    if direct.align_bytes == 1 and not writes:
         os.posix_fadvise(fd, 0, memory.nbytes, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
     candidate.transport.move(fd, memory, writes=writes)

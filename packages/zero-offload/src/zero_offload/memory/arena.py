@@ -28,7 +28,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _HUGE_BYTES: Final = 2 * 2**20
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_PORTABLE: Final = 1  # cudaHostRegisterPortable: page-locked for every device
+_PORTABLE: Final = 1  # cudaHostRegisterPortable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -109,11 +109,12 @@ class HostArena:
                         nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"
                     )
                 ]
-            except (RuntimeError, NotImplementedError) as error:  # such a device has none
+            except (RuntimeError, NotImplementedError) as error:
+                # The device has no page-locked memory.
                 self.pin_reason = f"pin_memory of {nbytes} bytes for {device.type}: {error}"
             else:
                 self.pin_reason, self.spread_reason = "", "torch places what it pins"
-                address = -(-pinned[0].data_ptr() // PAGE_BYTES) * PAGE_BYTES  # at a page
+                address = -(-pinned[0].data_ptr() // PAGE_BYTES) * PAGE_BYTES
                 return address, partial(_drop, pinned, torch.accelerator.current_device_index())
         address, self.spread_reason = _map(nbytes, holder)
         if device is not None and device.type == "cuda":
@@ -150,9 +151,11 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
         )
     reason = spread(address, nbytes, nodes_of_process())
     if nbytes >= _HUGE_BYTES:
-        _libc.madvise(address, nbytes, _MADV_HUGEPAGE)  # advice: refused, all still works
+        # Huge pages are optional: a kernel may refuse them.
+        _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):
-        if ctypes.get_errno() != errno.EINVAL:  # that: a kernel before 5.14
+        # EINVAL comes from a kernel before 5.14, which does not know the advice.
+        if ctypes.get_errno() != errno.EINVAL:
             why = os.strerror(ctypes.get_errno())
             _libc.munmap(address, nbytes)
             raise BudgetError(
@@ -169,15 +172,17 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
 # when the memory was taken. In another thread the first device is current, which is another rank's.
 
 
+# See NOTE(copies).
 def _unregister(address: int, nbytes: int, device_index: int) -> None:
-    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
+    torch.accelerator.synchronize(device_index)
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(address)
     _unmap(address, nbytes)
 
 
+# See NOTE(copies).
 def _drop(pinned: list[Tensor], device_index: int) -> None:
-    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
+    torch.accelerator.synchronize(device_index)
     pinned.clear()
 
 

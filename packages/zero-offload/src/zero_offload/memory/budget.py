@@ -13,7 +13,8 @@ from attrs import define, field, frozen
 
 from zero_offload.errors import BudgetError
 
-_UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
+# A larger limit means none: cgroup v1 writes a number near 2^63 then.
+_UNLIMITED: Final = 1 << 60
 
 
 @frozen
@@ -77,7 +78,8 @@ def _statistic(path: Path, name: str) -> int | None:
 
 def _number(path: Path) -> int | None:
     text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    # A control group without a limit has "max".
+    return int(text) if text.isdigit() else None
 
 
 def _lines(path: Path) -> list[str]:
@@ -87,8 +89,8 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# What is left to the rest of the process and the machine: their next allocation must not be the one
-# that wakes the kernel's out-of-memory killer.
+# Memory left to the rest of the process and to the machine, so that their next allocation does not
+# wake the kernel's out-of-memory killer.
 _MARGIN_BYTES: Final = 128 * 2**20
 
 
@@ -105,8 +107,13 @@ class HostBudget:
     limit_bytes: int | None = None
     available: Callable[[], AvailableMemory] = available_memory
     _held: Counter[str] = field(factory=Counter, init=False)
-    _untouched_bytes: int = field(default=0, init=False)  # taken, and still free to the kernel
-    _lock: threading.RLock = field(factory=threading.RLock, init=False)  # finalizers may nest
+    # Bytes that are counted in `_held` and not yet touched, so that the kernel still reports them
+    # as
+    # available.
+    _untouched_bytes: int = field(default=0, init=False)
+    # Reentrant, since the garbage collector may run a finalizer, which gives memory back, while its
+    # thread has the lock.
+    _lock: threading.RLock = field(factory=threading.RLock, init=False)
 
     @contextmanager
     def taking(self, name: str, nbytes: int) -> Iterator[None]:

@@ -48,7 +48,8 @@ def interleave(address: int, nbytes: int, nodes: list[int]) -> str:
         ctypes.c_size_t(nbytes),
         ctypes.c_int(_MPOL_INTERLEAVE),
         words,
-        ctypes.c_ulong(num_words * 64 + 1),  # the kernel takes one off
+        # The kernel subtracts one from this number.
+        ctypes.c_ulong(num_words * 64 + 1),
         ctypes.c_uint(0),
     )
     return f"mbind: {os.strerror(ctypes.get_errno())}" if failed else ""
