@@ -64,7 +64,7 @@ __all__ = [
     "tune",
 ]
 
-# Where a name is; loaded on first use.
+# Module -> its names that are loaded on first use.
 _NAMES: Final = {
     "zero_offload._native": "native_status",
     "zero_offload.adam.cpu_optimizers": "CPUAdagrad CPUAdam CPULion",

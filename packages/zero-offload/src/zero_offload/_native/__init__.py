@@ -18,7 +18,7 @@ from .library import ISAS, AbiError, open_cuda_library, open_library
 from .recipe import CUDA_LIBRARY, LIBRARY, why_stale
 
 HERE: Final = Path(__file__).parent
-# Folder of the sources in a checkout, for editable installations. Other ones do not have it there.
+# Sources in a checkout, for editable installations; other installations do not have this folder.
 CHECKOUT_SOURCES: Final = HERE.parents[2] / "csrc"
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
 SWITCHES: Final = ("auto", "require", "off")

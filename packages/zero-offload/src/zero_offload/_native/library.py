@@ -20,7 +20,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_DTYPE: Final = 3
 # Fields of `zero_tensor` that are addresses of tensors, in its order.
 COLUMNS: Final = ("param", "grad", "first", "second", "largest", "out")
-# One element is a `zero_tensor`: a run of elements, and where each of its tensors has them.
+# `zero_tensor`: the number and the addresses of a run of elements of one parameter.
 TENSOR: Final = np.dtype(
     [
         ("numel", np.int64),

@@ -20,7 +20,7 @@ LIBRARY = "libzero_offload.so"
 # Compiled only where nvcc is found.
 CUDA_LIBRARY = "libzero_offload_cuda.so"
 CUDA_FLAGS = ("-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC")
-# Compute capabilities of A100, H100 and B100. For GPUs after these, PTX of the last is added.
+# Compute capabilities of A100, H100 and B100. Later GPUs compile the PTX of the last themselves.
 CUDA_ARCHITECTURES = ("80", "90", "100")
 FLAGS = (
     "-std=c++17",

@@ -40,9 +40,9 @@ class Batch:
     indices: list[int] = field(factory=list)
     # Position of the param group whose numbers give the rule.
     group: int = field(default=0, kw_only=True)
-    # Step count, which this step is included in.
+    # Step count after this step.
     step: int = field(default=0, kw_only=True)
-    # The user's parameters; "param" of `tensors` has masters in their place.
+    # The parameters themselves, where "param" of `tensors` has masters.
     owners: list[Tensor] = field(factory=list, init=False)
     _table: np.ndarray | None = field(default=None, init=False)
 
@@ -179,8 +179,7 @@ class StepPlan:
     steps: list[Tensor] = field(factory=list, init=False)
     # Parameters that are not contiguous, and copies to step instead, to be copied back.
     copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)
-    # Step counts and columns of all parameters. Their addresses are compared before the plan is
-    # used again.
+    # Step counts and columns of all parameters; the plan is void if the address of one changes.
     _kept: list[Tensor] = field(factory=list, init=False)
     # Values of `steps` after this step.
     _counts: list[float] = field(factory=list, init=False)

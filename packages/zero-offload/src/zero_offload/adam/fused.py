@@ -97,7 +97,7 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            # Device and dtypes, which all tensors of a launch share -> tensors of each parameter.
+            # Device and dtypes, which the tensors of a launch share -> tensors of each parameter.
             launches: dict[Any, list[Tensors]] = {}
             for param in group["params"]:
                 if param.grad is not None:
@@ -173,8 +173,7 @@ class FusedAdam(torch.optim.Optimizer):
 class PieceTable:
     """Pieces of tensors, one for each block of a launch, in device memory."""
 
-    # Addresses of the whole tensors of each parameter, 0 for None. The table is void if one
-    # changes.
+    # Addresses of each parameter's whole tensors, 0 for None. If one changes, the table is void.
     addresses: list[list[int]]
     # Array of `zero_tensor` as bytes, one for each block; 1-D, uint8, on the device.
     pieces: Tensor
@@ -187,7 +186,7 @@ class PieceTable:
         """Return the table of these tensors, in memory of their device."""
         addresses = addresses_of(works)
         pieces = np.concatenate([pieces_of(tensors, piece_numel) for tensors in works])
-        # One element more than is used, since torch makes no tensor of an empty array's memory.
+        # One unused element, so that the array is never empty: torch wants some memory.
         array = np.zeros(len(pieces) + 1, TENSOR)
         array[:-1] = pieces
         device = works[0][0].device

@@ -123,7 +123,7 @@ def _sum_of_squares(grad: Tensor, team: Team) -> float:
         found = _sum_of_finite(grad, team)
         if found is not None:
             return found
-    # On a device; or not finite, where torch's norm says which of inf and nan it is.
+    # The gradient is on a device, or an element is not finite: torch's norm is then inf or nan.
     is_wide = grad.is_cpu or grad.dtype is torch.float64
     wide = torch.float64 if is_wide else torch.float32
     return float(torch.linalg.vector_norm(grad, dtype=wide)) ** 2

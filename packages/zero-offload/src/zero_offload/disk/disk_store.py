@@ -67,7 +67,7 @@ class DiskStore(AbstractStore):
     _files: dict[str, SwapFile] = field(factory=dict, init=False, repr=False)
     # Number of files made so far. It is part of a file's name, so that none is used twice.
     _num_files: int = field(default=0, init=False, repr=False)
-    # Key -> operations that wait behind the one in progress. Keys without any are missing.
+    # Key -> operations that have not begun; a key is removed when its last operation has ended.
     _waiting: dict[str, deque[_Job]] = field(factory=dict, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
     _state: threading.Condition = field(factory=threading.Condition, init=False, repr=False)
@@ -122,7 +122,7 @@ class DiskStore(AbstractStore):
         needed = sum(align_up(nbytes, self._direct.align_bytes) for nbytes in sizes.values())
         asked = f"{len(sizes)} values need {needed} bytes in {self.folder}"
         with self._state:
-            # A write that has just failed is known to its caller before it is out of the way.
+            # The future of a failed write is done before its key is removed from `_waiting`.
             self._state.wait_for(lambda: self._waiting.keys().isdisjoint(sizes))
             self._check_open()
             for key in sizes:
@@ -213,9 +213,8 @@ class DiskStore(AbstractStore):
             try:
                 result = run()
             except BaseException as error:
-                # The operation refers to the tensor. It is dropped before the future is done, so
-                # that the
-                # caller may then hold the last reference.
+                # The operation refers to its tensor. Drop it before the future is done: from then
+                # on only the caller refers to the tensor.
                 del run
                 future.set_exception(error)
             else:

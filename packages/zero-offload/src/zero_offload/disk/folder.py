@@ -140,6 +140,7 @@ def remove_leftovers(parent: Path, system: System) -> None:
                 continue
             folder = lock_path.with_suffix("")
             if folder.exists():
+                # `rmtree` does not follow links.
                 shutil.rmtree(folder)
             lock_path.unlink()
         except OSError:

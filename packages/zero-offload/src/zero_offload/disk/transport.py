@@ -179,8 +179,8 @@ class ThreadTransport(AbstractTransport):
                 continue
             reached = done + count
             if not writes and (count == 0 or reached >= block.nbytes):
+                # A read ends with the file, whose end need not be padded.
                 return reached
-            # A read ends with the file, whose end need not be padded.
             before, done = done, reached
             if reached < len(memory):
                 # O_DIRECT can only go on from a multiple of its unit.
@@ -189,8 +189,8 @@ class ThreadTransport(AbstractTransport):
             if stalls == _MOST_STALLS and writes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             if stalls == _MOST_STALLS:
+                # The file ends within a unit, and a repeated read gets no further.
                 return reached
-        # The file ends within a unit, and reads of the rest move nothing further.
         return done
 
 

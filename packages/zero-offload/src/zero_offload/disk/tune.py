@@ -67,7 +67,8 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
         try:
             os.posix_fallocate(fd, 0, nbytes)
             candidates = _candidates(direct)
-            # The first write of a file finds its blocks; swapping writes them again and again.
+            # The first write of a file takes longer than later ones, and swapping consists of later
+            # ones.
             _time(candidates[0], fd, memory, direct, writes=True)
             stop = time.perf_counter() + seconds
             for count, candidate in enumerate(itertools.cycle(candidates)):
@@ -99,8 +100,7 @@ def _candidates(direct: Direct) -> list[_Candidate]:
         for uses_uring in (True, False):
             settings = evolve(asked, uses_uring=uses_uring)
             transport, why = choose_transport(settings, direct.align_bytes, SYSTEM)
-            # Without io_uring this is the same transport as the next, which would be measured
-            # twice.
+            # Without io_uring, threads are used here too, and would be measured twice.
             if uses_uring and why:
                 transport.close()
                 continue

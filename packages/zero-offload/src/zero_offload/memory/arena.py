@@ -28,7 +28,8 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _HUGE_BYTES: Final = 2 * 2**20
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_PORTABLE: Final = 1  # cudaHostRegisterPortable
+# cudaHostRegisterPortable: memory is page-locked for every device, not for the current one only.
+_PORTABLE: Final = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -89,8 +90,8 @@ class HostArena:
         how = "not page-locked" if self.pin_reason else "page-locked"
         _LOG.debug("%d bytes for %s, %s: %s", mapped_bytes, holder, how, self.pin_reason)
         owner = (ctypes.c_char * nbytes).from_address(address)
-        # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
-        # it earlier would take memory away from under tensors that outlive us.
+        # The tensor's storage refers to the owner. At exit, tensors may still use the memory, and
+        # the end of the process releases it.
         end: Any = weakref.finalize(owner, _release, undo, self.budget, holder, mapped_bytes)
         end.atexit = False
         return torch.frombuffer(owner, dtype=dtype)
@@ -131,7 +132,7 @@ def _register(address: int, nbytes: int) -> str:
     status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(status) == 0:
         return ""
-    # CUDA keeps the error until someone asks, and then blames the next kernel for it.
+    # CUDA keeps the error, and would report it for the next kernel. This call takes it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return f"cudaHostRegister of {nbytes} bytes: {cudart.cudaGetErrorString(status)}"
@@ -172,17 +173,15 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
 # when the memory was taken. In another thread the first device is current, which is another rank's.
 
 
-# See NOTE(copies).
 def _unregister(address: int, nbytes: int, device_index: int) -> None:
-    torch.accelerator.synchronize(device_index)
+    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(address)
     _unmap(address, nbytes)
 
 
-# See NOTE(copies).
 def _drop(pinned: list[Tensor], device_index: int) -> None:
-    torch.accelerator.synchronize(device_index)
+    torch.accelerator.synchronize(device_index)  # see NOTE(copies)
     pinned.clear()
 
 

@@ -41,7 +41,7 @@ def _of_machine(root: Path) -> Iterator[AvailableMemory]:
         yield AvailableMemory(kib * 1024, "MemAvailable")
 
 
-# Of a control group: its limit, what is used of it, and what of that the kernel can drop.
+# Files of a control group with its limit and its use, and the statistic of what can be dropped.
 _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
 
@@ -107,12 +107,10 @@ class HostBudget:
     limit_bytes: int | None = None
     available: Callable[[], AvailableMemory] = available_memory
     _held: Counter[str] = field(factory=Counter, init=False)
-    # Bytes that are counted in `_held` and not yet touched, so that the kernel still reports them
-    # as
-    # available.
+    # Bytes that are counted in `_held` but not touched yet: the kernel still reports them as free.
     _untouched_bytes: int = field(default=0, init=False)
-    # Reentrant, since the garbage collector may run a finalizer, which gives memory back, while its
-    # thread has the lock.
+    # Reentrant: the garbage collector may run a finalizer that gives memory back in a thread that
+    # has the lock.
     _lock: threading.RLock = field(factory=threading.RLock, init=False)
 
     @contextmanager

@@ -24,6 +24,7 @@ def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) 
         into.copy_(source, non_blocking=True)
         event = torch.Event(device)
         event.record(streams[device])
-    # After an exception nobody waits for the event, and the memory is given back.
+    # After an exception nobody waits for the event, and the memory may be freed before the copy
+    # ends.
     (source if into.is_cpu else into).record_stream(streams[device])
     return event

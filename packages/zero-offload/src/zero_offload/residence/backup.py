@@ -26,7 +26,8 @@ class HostBackup:
 
     arena: HostArena
     _values: dict[str, Tensor] = field(factory=dict, init=False)
-    _last_copy: Any = field(default=None, init=False)  # nobody waited for it
+    # Event of the last asynchronous copy; its memory must not be freed before.
+    _last_copy: Any = field(default=None, init=False)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
         """Take room for values of so many bytes, by key, or raise BudgetError. Called once."""
@@ -39,7 +40,8 @@ class HostBackup:
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
         """Copy `source`, whose memory may be freed right afterwards."""
         self._copy(self._values[key], source, non_blocking=non_blocking)
-        if non_blocking and not source.is_cpu:  # its memory may be another stream's
+        # The source may have been allocated on another stream, which must not reuse it too early.
+        if non_blocking and not source.is_cpu:
             source.record_stream(torch.accelerator.current_stream(source.device))
 
     def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
@@ -50,7 +52,7 @@ class HostBackup:
         """Release all values. Does not block: the memory is freed after the last copy."""
         values, self._values = self._values, {}
         if self._last_copy is not None and not self._last_copy.query():
-            # To give memory back takes until copies are over.
+            # To release the memory blocks until the copies have ended, so a thread does it.
             Thread(target=values.clear, daemon=True).start()
 
     def _copy(self, into: Tensor, source: Tensor, *, non_blocking: bool) -> None:

@@ -20,13 +20,13 @@ from zero_offload.state.footprint import Footprint
 from zero_offload.state.offloaded_state import OffloadedState
 from zero_offload.state.template import Attributes
 
-# NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
-# is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in
-# backward: the update has begun long before.
+# NOTE(one at a time): two threads must not use `inner` at once. Whoever uses it waits first for the
+# update in progress, so that at any time either the thread or the caller has it. `read_ahead`,
+# which is called in backward, does nothing: the update has already begun to read.
 
-# NOTE(threads): torch counts threads by thread: this one takes the number that holds when it first
-# asks. Setting it here would set it for threads that are made later, and empty caches under those
-# that compute. What is stepped does not depend on it.
+# NOTE(threads): how many threads torch computes with is set for each thread. The update's thread
+# takes the number that holds when it first asks. Setting it there would also set it for threads
+# that are made later, and empty caches of other threads. A step gives the same results regardless.
 
 Param = nn.Parameter
 Groups = Sequence[dict[str, Any]]
@@ -51,14 +51,22 @@ class DelayedState:
     inner: OffloadedState
     arena: HostArena
     grads_on_host: bool = field(kw_only=True)
-    _stepped: dict[Param, Param] = field(factory=dict, init=False)  # in the place of which
-    _grads: dict[Param, Tensor] = field(factory=dict, init=False)  # room, of masters' dtypes
-    _thread: ThreadPoolExecutor = field(init=False)  # makes its one thread when there is work
-    _update: Future[None] | None = field(default=None, init=False)  # under way, or failed
-    _job: Callable[[], None] | None = field(default=None, init=False)  # what it does
-    _groups: Groups = field(default=(), init=False)  # the user's, of the last update
-    _behind: set[Param] = field(factory=set, init=False)  # parameters of the last update
-    _stream: Any = field(default=None, init=False)  # of the thread, where there is CUDA
+    # Parameter -> copy that is stepped in its place.
+    _stepped: dict[Param, Param] = field(factory=dict, init=False)
+    # Parameter -> memory for a copy of its gradient, of its master's dtype.
+    _grads: dict[Param, Tensor] = field(factory=dict, init=False)
+    # Has one thread, which starts with the first update.
+    _thread: ThreadPoolExecutor = field(init=False)
+    # The last update, until `_finish` has seen that it succeeded.
+    _update: Future[None] | None = field(default=None, init=False)
+    # What `_update` calls, kept to begin it again after an error.
+    _job: Callable[[], None] | None = field(default=None, init=False)
+    # The user's param groups, whose numbers are written once the update has ended.
+    _groups: Groups = field(default=(), init=False)
+    # Parameters of the last update, until its values are copied to them.
+    _behind: set[Param] = field(factory=set, init=False)
+    # Stream that the thread computes on; None if all parameters are on the CPU.
+    _stream: Any = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-delayed-update")
@@ -118,7 +126,8 @@ class DelayedState:
     def _begin(self) -> None:
         assert self._job is not None, "step() says what to do"
         device = next((param.device for param in self._stepped if not param.is_cpu), None)
-        if device is not None:  # gradients and masters are written on the stream of the caller
+        # Gradients and masters may still be written on the caller's current stream.
+        if device is not None:
             self._stream = self._stream or torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))
         self._update = self._thread.submit(self._job)
@@ -148,7 +157,8 @@ class DelayedState:
         """
         error = self._wait()
         if isinstance(error, TornStepError):
-            raise TornStepError(str(error)) from error  # once for each who asks
+            # Each caller gets an error of its own: to raise one again extends its traceback.
+            raise TornStepError(str(error)) from error
         if error is not None:
             self._begin()
             raise error
@@ -215,7 +225,8 @@ class DelayedState:
         stepped = self._stepped
         self.inner.write({stepped[p]: state for p, state in states.items()}, replaces=replaces)
         for param, state in states.items():
-            if MASTER in state:  # it stands in the place of what was held back
+            # `apply_delayed_update` may still copy the stepped value to the parameter.
+            if MASTER in state:
                 value = stepped[param].detach()
                 value.copy_(state[MASTER].detach().view(value.shape))
 

@@ -20,9 +20,12 @@ from zero_offload.memory.copies import copy_beside
 from zero_offload.ranges import ranged
 
 _NUMBERS: Final = itertools.count()
-FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
-WRITES_BEHIND: Final = 2  # shards that are written while the next is made
-COPIES_BEHIND: Final = 2  # shards that pass to a device while the next is read from disk
+# Most memory of free buffers, in multiples of the largest shard in files.
+FREE_SHARDS: Final = 2
+# Most shards that are written in the background when `close` returns.
+WRITES_BEHIND: Final = 2
+# Most copies to a device that are in progress while the next shard is read from disk.
+COPIES_BEHIND: Final = 2
 
 
 @frozen(eq=False)
@@ -53,18 +56,29 @@ class OffloadedShards:
     open_store: Callable[[], AbstractStore] | None = None
     max_host_numel: int = field(default=0, kw_only=True)
     budget_bytes: int | None = field(default=None, kw_only=True)
-    _host: dict[int, Tensor] = field(factory=dict, init=False)  # shards that rest there
-    # Of each of these, the event of its last copy from or to a device: whoever uses it next waits.
+    # Number -> shard that stays in host memory.
+    _host: dict[int, Tensor] = field(factory=dict, init=False)
+    # Number -> event of the last copy of such a shard from or to a device; its next use waits.
     _copies: dict[int, Any] = field(factory=dict, init=False)
-    _store: AbstractStore = field(init=False)  # since room was taken
-    _blank: dict[int, Tensor] = field(factory=dict, init=False)  # those in files, without values
-    _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
+    # Store of the shards in files; set by `allocate` if there is one.
+    _store: AbstractStore = field(init=False)
+    # Number -> tensor of the size and dtype of a shard in files, without memory.
+    _blank: dict[int, Tensor] = field(factory=dict, init=False)
+    # Number -> key of a shard in the store.
+    _keys: dict[int, str] = field(factory=dict, init=False)
+    # Number -> buffer and read of a shard that is read ahead.
     _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
+    # Number -> buffer of a shard in files between `open` and `close`.
     _open: dict[int, Tensor] = field(factory=dict, init=False)
+    # Number, buffer and write of closed shards whose write may be in progress, the oldest first.
     _behind: deque[tuple[int, Tensor, Future[None]]] = field(factory=deque, init=False)
-    _unkept: dict[int, Tensor] = field(factory=dict, init=False)  # what the disk did not take
-    _returning: deque[tuple[Tensor, Any]] = field(factory=deque, init=False)  # until an event
-    _free: dict[int, list[Tensor]] = field(factory=dict, init=False)  # by size in bytes
+    # Number -> values of a shard that could not be written; the store has older ones.
+    _unkept: dict[int, Tensor] = field(factory=dict, init=False)
+    # Buffers that are being copied to a device, and the event after each copy, the oldest first.
+    _returning: deque[tuple[Tensor, Any]] = field(factory=deque, init=False)
+    # Bytes -> free buffers of that size.
+    _free: dict[int, list[Tensor]] = field(factory=dict, init=False)
+    # Bytes of all buffers, free or in use.
     _passing_bytes: int = field(default=0, init=False)
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
@@ -95,7 +109,8 @@ class OffloadedShards:
             self._host[index] = memory
         self._blank = {index: shard for index, shard in shards.items() if index not in on_host}
         if self._blank:
-            name = f"parameters-{next(_NUMBERS)}"  # several of these may share a store
+            # Several instances may share a store, so each numbers its keys.
+            name = f"parameters-{next(_NUMBERS)}"
             keys = {index: f"{name}.{index}" for index in self._blank}
             self._store.allocate({keys[i]: shard.nbytes for i, shard in self._blank.items()})
             self._keys = keys
@@ -110,7 +125,8 @@ class OffloadedShards:
         memory = self._unkept.get(index) if index in self._blank else self.open(index, reads=True)
         if memory is not None:
             into.copy_(memory)
-            return ShardRead(lambda: None)  # it is done
+            # The copy has been made, so there is nothing to wait for.
+            return ShardRead(lambda: None)
         if index not in self._ahead and into.is_cpu:
             return ShardRead(self._store.read(self._keys[index], into).result)
         self._read_ahead(index)
@@ -143,7 +159,7 @@ class OffloadedShards:
             return
         _let_wait(self._copies.get(index), values.device)
         memory = self._host[index]
-        # Converted on the device: half as much travels, and torch would wait to convert it here.
+        # Convert on the device: the copy then has fewer bytes, and torch does not block for it.
         memory.copy_(values.to(memory.dtype), non_blocking=True)
         self._copies[index] = torch.accelerator.current_stream(values.device).record_event()
 
@@ -216,7 +232,8 @@ class OffloadedShards:
             self._forget(index)
         while self._behind:
             self._behind.popleft()[2].exception()
-        self._host, self._copies = {}, {}  # the arena waits for copies
+        # The arena waits for copies before it releases the memory.
+        self._host, self._copies = {}, {}
         self._returning.clear()
         self._free, self._unkept, self._passing_bytes = {}, {}, 0
         for key in self._keys.values():
@@ -231,7 +248,8 @@ class OffloadedShards:
     def _forget(self, index: int) -> None:
         if index in self._ahead:
             memory, future = self._ahead.pop(index)
-            future.exception()  # which nobody needs
+            # Wait for the end of the read. Nobody needs the values, so an error does not matter.
+            future.exception()
             self._give_back(memory)
 
     def _pass_on(self, memory: Tensor, future: Future[Any], into: Tensor) -> None:
@@ -254,8 +272,8 @@ class OffloadedShards:
 
     def _take(self, index: int) -> Tensor:
         blank = self._blank[index]
-        # The host may be many units ahead of the device. It waits for the oldest copy then, for
-        # else all of a model's shards would be in host memory, each for a copy not yet begun.
+        # The host may be many units ahead of the device. Wait for the oldest copy then: otherwise
+        # all of a model's shards could be in host memory, each for a copy that has not begun.
         while self._returning:
             memory, event = self._returning[0]
             if not event.query():
@@ -289,9 +307,11 @@ class OffloadedShards:
         try:
             future.result()
         except BaseException:
-            if any(index == later for later, _, _ in self._behind):  # with newer values
+            if any(index == later for later, _, _ in self._behind):
+                # A later write of the same shard has newer values.
                 self._give_back(memory)
-            else:  # nothing is lost: it is written when it is next changed
+            else:
+                # Keep the values. They are written when the shard is next changed.
                 self._unkept[index] = memory
             raise
         self._give_back(memory)

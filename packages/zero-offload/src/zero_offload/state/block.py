@@ -28,10 +28,13 @@ class _PieceState:
 
     param: nn.Parameter
     plan: ParamRange
-    own_master: torch.dtype | None  # of the master that the sub-group keeps
-    is_whole: bool = field(init=False)  # whether these are all of the parameter's
+    # Dtype of the master that the sub-group keeps instead of the optimizer; None without one.
+    own_master: torch.dtype | None
+    # Whether the piece is all of the parameter.
+    is_whole: bool = field(init=False)
     stepped: nn.Parameter = field(init=False)
-    views: dict[str, Tensor] = field(factory=dict, init=False)  # of the sub-group's memory
+    # Name of an entry -> view of the sub-group's memory; set by `SubGroupState.attach`.
+    views: dict[str, Tensor] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.is_whole = self.plan.numel == self.param.numel()
@@ -79,8 +82,8 @@ class _PieceState:
         if self.own_master is not None:
             grad = grad.to(self.own_master)
             self.stepped.data = self.views[MASTER]
-            # While it steps, the optimizer finds the state as it would be without our master, which
-            # is missing before a first step, or after a state without masters was loaded.
+            # The optimizer must not find our master in its state during the step. There is none
+            # before a first step, or after a state without masters was loaded.
             if entries.pop(MASTER, None) is None:
                 self.stepped.detach().copy_(self.elements())
         elif staging is not None:
@@ -119,8 +122,10 @@ class SubGroupState:
     on_host: bool = field(init=False)
     _pieces: list[_PieceState] = field(init=False)
     _inner: Optimizer = field(init=False)
-    _positions: list[int] = field(init=False)  # of the outer group, for each of the inner ones
-    _passes: bool = field(init=False)  # through the host's memory, to be stepped
+    # Position in the user's param groups, for each param group of `_inner`.
+    _positions: list[int] = field(init=False)
+    # Whether parameters on a device are copied to the host to be stepped there.
+    _passes: bool = field(init=False)
     _memory: Tensor | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -216,16 +221,19 @@ class SubGroupState:
             inner.grad_scale = None if factor == 1 else 1 / factor
         else:
             vars(inner).update(copy.deepcopy(attributes))
-            for piece in present if factor != 1 else ():  # the user's gradient stays as it is
+            # Multiply out of place: `stepped.grad` may share memory with the user's gradient.
+            for piece in present if factor != 1 else ():
                 piece.stepped.grad = piece.stepped.grad * factor
         inner.step()
         for piece in present:
-            if not is_native or piece.own_master is not None:  # else its state was made in place
+            # Without a master of ours, a native optimizer makes state in the sub-group's memory.
+            if not is_native or piece.own_master is not None:
                 self._keep(piece)
             piece.end_step(passing)
-        # What was stepped shares memory with parameters, but not what autograd looks at.
+        # The stepped tensors share memory with the parameters, but not their version counters.
         torch.autograd.graph.increment_version([piece.param for piece in present])
-        if passing is not None:  # masters are sent from a slot
+        # Masters of state on disk are sent from a slot, which another sub-group uses next.
+        if passing is not None:
             passing.end(waits=self.plan.residence is Residence.DISK)
         if is_native:
             return {}

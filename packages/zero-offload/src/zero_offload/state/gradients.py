@@ -19,7 +19,8 @@ from zero_offload.torch_private import as_subclass_sharing_memory, plain_call
 
 from .subgroups import align_up
 
-_STAGED: Final = 2  # gradients to be added or converted that are on their way at a time
+# Most gradients that pass through staging buffers, to be added or converted, at a time.
+_STAGED: Final = 2
 
 
 @final
@@ -56,7 +57,8 @@ class OffloadedGradient(Tensor):
         return f"DepartedGradient(shape={tuple(self.shape)}: the gradient is on the host)"
 
 
-_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that give the elements away
+# Attributes that return the elements or a view of them.
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _FORM = {
     Tensor.dim,
     Tensor.size,
@@ -75,11 +77,14 @@ class _Delivery:
     """A copy of a gradient in progress."""
 
     event: Any
-    source: Tensor  # whose memory is not used again before the copy is done
+    # Kept, so that its memory is not used again before the copy is done.
+    source: Tensor
     copy: Tensor
-    into: Tensor  # the copy itself, unless that is added or converted once it is here
+    # Destination on the host: `copy` itself, unless that is added or converted once it is there.
+    into: Tensor
     adds: bool
-    staging: Tensor | None  # in which the copy lies until then
+    # Buffer that `copy` is in until it is added or converted; None if it is `into` itself.
+    staging: Tensor | None
 
 
 @final
@@ -93,7 +98,8 @@ class HostGradients:
 
     arena: HostArena
     _under_way: deque[_Delivery] = field(factory=deque, init=False)
-    _staging: list[Tensor] = field(factory=list, init=False)  # free
+    # Staging buffers that are free.
+    _staging: list[Tensor] = field(factory=list, init=False)
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -116,7 +122,7 @@ class HostGradients:
             into.add_(received) if adds else into.copy_(received)
             return
         copy, staging = into, None
-        # torch would let the host wait for a copy that converts.
+        # torch blocks the host in a copy that converts, so the conversion is made afterwards.
         if adds or received.dtype is not into.dtype:
             staging = self._take_staging(received.nbytes)
             copy = staging[: received.nbytes].view(received.dtype).view(received.shape)
@@ -163,8 +169,10 @@ class GradientStream:
     """
 
     arena: HostArena
-    _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
-    _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
+    # Parameter -> memory on the host for its gradient.
+    _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)
+    # Parameters whose gradient, which autograd now accumulates, is added to the one on the host.
+    _adding: set[Tensor] = field(factory=set, init=False)
     _deliveries: HostGradients = field(init=False)
     _hooks: list[Any] = field(factory=list, init=False)
 

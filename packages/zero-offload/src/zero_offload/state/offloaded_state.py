@@ -27,9 +27,10 @@ from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroup
 from .swap_window import SwapWindow
 from .template import Attributes, OptimizerTemplate
 
-# A tensor; mappings are invariant in their keys, and callers have Parameters.
+# A tensor. Not typed as one: mappings are invariant in their keys, and callers have Parameters.
 Param: TypeAlias = Any
-Written: TypeAlias = dict[int, dict[str, Any]]  # by position of the param group, and key
+# Position of a param group -> key -> number.
+Written: TypeAlias = dict[int, dict[str, Any]]
 
 
 @final
@@ -62,12 +63,16 @@ class OffloadedState:
     _window: SwapWindow = field(init=False)
     _staging: Staging = field(init=False)
     _states: list[SubGroupState] = field(factory=list, init=False)
-    _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
-    _plain: set[int] = field(factory=set, init=False)  # groups planned without amsgrad
-    _written: Written = field(factory=dict, init=False)  # numbers, by the last step
-    # By the template's id: the last sub-group that it stepped, and attributes of before the step.
+    # Parameter -> numbers of the sub-groups that have a piece of it, in order.
+    _where: dict[Tensor, list[int]] = field(factory=dict, init=False)
+    # Positions of param groups whose state was planned without amsgrad.
+    _plain: set[int] = field(factory=set, init=False)
+    # Numbers of param groups that the last step has changed, until `write_numbers`.
+    _written: Written = field(factory=dict, init=False)
+    # Id of a template -> last sub-group that it stepped, and its attributes before the step.
     _stepped: dict[int, tuple[SubGroupState, Attributes]] = field(factory=dict, init=False)
-    _torn: str = field(default="", init=False)  # what has ended midway
+    # Text of the error that has left states of two different steps; empty without one.
+    _torn: str = field(default="", init=False)
 
     def __attrs_post_init__(self) -> None:
         self._arena = HostArena("state", is_pinned=self.is_pinned)
@@ -188,7 +193,9 @@ class OffloadedState:
             place = f"{param.device}, {used.__name__} of optimizer {number}"
             items.append(Item(param.numel(), kinds[kind], is_divisible, place))
         subgroups = plan_subgroups(items, self.shares)
-        beside, passing = set(), []  # parameters; pieces that pass through the host in a step
+        # `beside`: parameters with state on the device. `passing`: pieces, with their parameters,
+        # of each sub-group that is copied to the host for its step.
+        beside, passing = set(), []
         for subgroup in subgroups:
             owners = [params[piece.item] for piece in subgroup.pieces]
             if subgroup.residence is Residence.DEVICE:
@@ -210,7 +217,8 @@ class OffloadedState:
 
     def _template_of(self, position: int) -> tuple[int, OptimizerTemplate, int]:
         """Return a param group's template: its number, itself, and the group's position in it."""
-        if len(self.templates) == 1:  # which may have got further groups
+        # A single template serves all param groups, including those that were added later.
+        if len(self.templates) == 1:
             return 0, self.templates[0], position
         for number, template in enumerate(self.templates):
             num_groups = len(template.template.param_groups)
@@ -236,7 +244,7 @@ class OffloadedState:
             states[k].attach(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         self._window.add(sizes[Residence.DISK])
 
-    # ---- Who has state ----
+    # ---- Parameters with state ----
 
     def unplanned(self, params: Iterable[Param]) -> list[Param]:
         """Return the given parameters that have not been added yet."""
@@ -262,7 +270,7 @@ class OffloadedState:
             found.update(self._where.get(param, ()))
         return sorted(found)
 
-    # ---- What is done there ----
+    # ---- Steps, reads and writes ----
 
     def read_ahead(self) -> None:
         """Begin to read the state that the next step needs first, if it is of all parameters."""
@@ -276,7 +284,8 @@ class OffloadedState:
             TornStepError: Some state could not be written.
         """
         self.check("flush()")
-        if self.store is None:  # all rests in memory
+        # Without a store, all state is in memory.
+        if self.store is None:
             return
         try:
             self._window.flush()
@@ -414,7 +423,8 @@ class OffloadedState:
 
     def hides_master(self, param: Tensor) -> bool:
         """Return whether a parameter has a master that is none of the optimizer's own entries."""
-        numbers = self._where.get(param)  # None: nothing steps it
+        # A parameter that nothing steps is in no sub-group.
+        numbers = self._where.get(param)
         template = self.templates[0] if numbers is None else self._states[numbers[0]].template
         return template.hides_master(param.dtype)
 
@@ -483,7 +493,8 @@ class OffloadedState:
                 at_end()
         except BaseException as error:
             self._come_to_rest()
-            failed = self._window.failed  # a write, maybe of the step before
+            # Sub-group whose write has failed; it may have been written in the step before.
+            failed = self._window.failed
             if failed is None and not (writes and has_begun):
                 raise
             at = k if failed is None else failed

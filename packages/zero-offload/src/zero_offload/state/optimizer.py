@@ -181,7 +181,8 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         parts = self._usable("step()")
         clip, self._clip = self._clip, 1.0
-        found_inf = getattr(self, "found_inf", None)  # GradScaler sets both for the time of a step
+        # GradScaler sets `found_inf` and `grad_scale` for the time of a step.
+        found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return loss
         scale = getattr(self, "grad_scale", None)
@@ -216,7 +217,8 @@ class OffloadedOptimizer(Optimizer):
                 f"be clipped; pass error_if_nonfinite=False to go on all the same"
             )
         coefficient = max_norm / (norm + 1e-6)
-        self._clip = coefficient if not coefficient >= 1 else 1.0  # nan goes on, as torch's does
+        # A coefficient of nan scales gradients too, as it does in torch.
+        self._clip = coefficient if not coefficient >= 1 else 1.0
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -294,7 +296,8 @@ class OffloadedOptimizer(Optimizer):
         """
         self._parts  # noqa: B018 - raises if closed
         load = partial(super().load_state_dict, state_dict)
-        saved = load_by_torch(self, load, with_state=False)  # torch would bring it to the devices
+        # torch would copy the state to the parameters' devices, so it loads param groups only.
+        saved = load_by_torch(self, load, with_state=False)
         known = {p: entries for p, entries in saved.items() if entries or p.requires_grad}
         self._parts.mend()
         self.write_state(known)
@@ -319,7 +322,7 @@ class OffloadedOptimizer(Optimizer):
         if self._own_store is not None:
             self._own_store.close()
 
-    # ---- Within ----
+    # ---- Internals ----
 
     @property
     def _parts(self) -> OffloadedState:

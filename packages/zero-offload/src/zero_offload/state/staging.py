@@ -27,10 +27,12 @@ class Staging:
 
     arena: HostArena
     _buffers: list[Tensor] = field(factory=list, init=False)
-    _events: list[list[Any]] = field(factory=lambda: [[], []], init=False)  # of what was sent
+    # For each buffer, events after the copies to devices that were begun from it.
+    _events: list[list[Any]] = field(factory=lambda: [[], []], init=False)
     _turn: int = field(default=0, init=False)
     _cursor: int = field(default=0, init=False)
-    _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
+    # Devices with copies in progress since the last `wait` or `end`.
+    _devices: set[torch.device] = field(factory=set, init=False)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate two buffers of at least `nbytes` each; see `room_of`.
@@ -60,7 +62,8 @@ class Staging:
 
     def send(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy `source`, which was stepped on the host, to `target` on a device."""
-        if source.dtype is not target.dtype:  # converted here, half as much travels
+        # The target's dtype is narrower. Convert before the copy, which then has fewer bytes.
+        if source.dtype is not target.dtype:
             source = self._room(target).copy_(source)
         self._copy(source, target)
 
@@ -85,7 +88,8 @@ class Staging:
     def _copy(self, source: Tensor, into: Tensor) -> Tensor:
         into.copy_(source, non_blocking=True)
         device = into.device if source.is_cpu else source.device
-        if device.type != "cpu":  # whose copies are done when they return
+        # Copies on the CPU are done when `copy_` returns.
+        if device.type != "cpu":
             self._devices.add(device)
         return into
 

@@ -9,16 +9,20 @@ from typing import Final, Literal, Required, TypedDict
 import torch
 from attrs import frozen
 
-ALIGN_BYTES: Final = 64  # of each entry: a cache line, and a vector of the widest kernels
-PAGE_BYTES: Final = 4096  # what a disk moves without a copy
-CUT_NUMEL: Final = 64  # parameters are cut at multiples of it, so that entries need no padding
+# Alignment of each entry: a cache line, and a vector of the widest kernels.
+ALIGN_BYTES: Final = 64
+# Alignment of state on disk, which a disk moves without a copy.
+PAGE_BYTES: Final = 4096
+# Parameters are cut at multiples of this, so that entries of pieces need no padding.
+CUT_NUMEL: Final = 64
 SHARES: Final = ("device", "host")
 
 
 class Residence(Enum):
     """Memory or disk that keeps the state of a sub-group between steps."""
 
-    DEVICE = "device"  # beside its parameters
+    # The device of its parameters.
+    DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
@@ -62,7 +66,8 @@ class Item:
 class ParamRange:
     """Elements [start, stop) of a parameter, in memory order."""
 
-    item: int  # position of the parameter
+    # Position of the parameter among the planned ones.
+    item: int
     start: int
     stop: int
 
@@ -76,7 +81,8 @@ class ParamRange:
 class EntrySpan:
     """Range of one entry of one piece in the memory of its sub-group."""
 
-    piece: int  # position in the sub-group
+    # Position of the piece in the sub-group.
+    piece: int
     name: str
     dtype: torch.dtype
     offset_bytes: int
@@ -207,7 +213,7 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
 def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, ParamRange]]:
     """Yield the largest pieces whose state is all in one place, with that place, in order."""
     total = sum(item.numel * item.element_bytes for item in items)
-    # Where the part on the device ends, and that on the host.
+    # Bytes of state before which the device's part ends, and the host's.
     ends = total * shares.device, total * min(1.0, shares.device + shares.host)
     residences = (Residence.DEVICE, Residence.HOST, shares.rest)
     before = 0

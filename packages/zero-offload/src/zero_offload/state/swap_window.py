@@ -16,8 +16,10 @@ from zero_offload.disk.store import AbstractStore
 from zero_offload.memory.arena import HostArena
 from zero_offload.ranges import ranged
 
-NUM_SLOTS: Final = 3  # one being read, one stepped, one written
-_NUMBERS: Final = itertools.count()  # two optimizers may share a store
+# At a time one value is read, one is stepped and one is written.
+NUM_SLOTS: Final = 3
+# Several optimizers may share a store, so each numbers its keys.
+_NUMBERS: Final = itertools.count()
 _DONE: Final[Future[Any]] = Future()
 _DONE.set_result(None)
 
@@ -38,14 +40,20 @@ class SwapWindow:
 
     store: AbstractStore
     arena: HostArena
-    failed: int | None = field(default=None, init=False)  # whose write did, maybe long ago
+    # Key whose write has failed, until `forget_failure`. It may have been closed long before.
+    failed: int | None = field(default=None, init=False)
     _name: str = field(factory=lambda: f"optimizer-{next(_NUMBERS)}", init=False)
-    _sizes: dict[int, int] = field(factory=dict, init=False)  # in bytes
+    # Key -> bytes of its value.
+    _sizes: dict[int, int] = field(factory=dict, init=False)
+    # Keys whose values are in the store. Others are not read.
     _written: set[int] = field(factory=set, init=False)
     _slots: list[Tensor] = field(factory=list, init=False)
-    _expected: deque[tuple[int, int]] = field(factory=deque, init=False)  # keys and slots, unread
+    # Keys whose read has not begun, with their slots, in order.
+    _expected: deque[tuple[int, int]] = field(factory=deque, init=False)
+    # Key -> its slot, and a future that is done when the read has begun, whose result is the read.
     _reads: dict[int, tuple[int, Future[Future[Any]]]] = field(factory=dict, init=False)
-    _writes: dict[int, tuple[int, Future[Any]]] = field(factory=dict, init=False)  # by slot
+    # Slot -> key that was in it last, and the write of its value.
+    _writes: dict[int, tuple[int, Future[Any]]] = field(factory=dict, init=False)
 
     def add(self, sizes: Mapping[int, int]) -> None:
         """Allocate further values in the store, and slots of memory for the largest.
@@ -60,7 +68,8 @@ class SwapWindow:
             return
         self.store.allocate({self._name_of(key): nbytes for key, nbytes in sizes.items()})
         self._sizes |= sizes
-        self._slots = []  # what they held is in the store
+        # All values are in the store. Release the slots before larger ones are allocated.
+        self._slots = []
         wanted = slots_of(list(self._sizes.values()))
         self._slots = [self.arena.allocate(nbytes, name="swap slots") for nbytes in wanted]
 
@@ -72,7 +81,8 @@ class SwapWindow:
         writes that they follow.
         """
         if list(self._reads) != list(keys[: len(self._reads)]):
-            self.forget()  # it was for others
+            # The reads in progress are of other keys.
+            self.forget()
         turns = [(key, position % NUM_SLOTS) for position, key in enumerate(keys)]
         self._expected = deque(turns[len(self._reads) :])
         while self._expected and len(self._reads) < NUM_SLOTS:
@@ -87,7 +97,8 @@ class SwapWindow:
         """
         slot, begun = self._reads[key]
         if slot in self._writes:
-            self.failed, write = self._writes.pop(slot)  # unless this returns
+            # `failed` keeps the key if the write raises.
+            self.failed, write = self._writes.pop(slot)
             write.result()
             self.failed = None
         begun.result().result()
@@ -101,7 +112,8 @@ class SwapWindow:
             self._written.add(key)
             write = self.store.write(self._name_of(key), self._memory(key, slot))
             self._writes[slot] = key, write
-        if self._expected:  # its turn is in the same slot
+        # The next expected key has the same slot; see `expect`.
+        if self._expected:
             self._read_next()
 
     @ranged("swap_out wait", "_name")
@@ -131,7 +143,8 @@ class SwapWindow:
         while self._reads:
             _, (slot, begun) = self._reads.popitem()
             with contextlib.suppress(Exception):
-                if slot in self._writes:  # which the read comes after; `flush` says if it failed
+                # The read begins after this write. If the write fails, `flush` raises its error.
+                if slot in self._writes:
                     self._writes[slot][1].result()
                 begun.result().result()
 

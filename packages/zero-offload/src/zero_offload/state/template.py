@@ -21,7 +21,8 @@ from zero_offload.errors import UnsupportedOptimizerError
 
 from .subgroups import Entry
 
-Attributes: TypeAlias = dict[str, Any]  # of an optimizer, by name
+# Name -> value of an optimizer's attributes.
+Attributes: TypeAlias = dict[str, Any]
 NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.Adam: CPUAdam,
     torch.optim.AdamW: CPUAdam,
@@ -156,10 +157,12 @@ class OptimizerTemplate:
         if (own := self.own_master(dtype, on_host=True)) is not None:
             masters, dtype = (Entry(MASTER, own),), own
         if not math.prod(shape):
-            return masters  # nothing of it is ever here
+            # Without elements, the optimizer's own entries take no memory.
+            return masters
         used = self.used_for(of)
         if issubclass(used, AbstractCPUOptimizer):
-            shape = (2,)  # each element has the same state
+            # All elements have the same entries. With one, a number would look like an entry.
+            shape = (2,)
         is_torchs = used.__module__.startswith("torch.optim.")
         device = "meta" if is_torchs else "cpu"
         while True:
@@ -169,8 +172,10 @@ class OptimizerTemplate:
             optimizer.param_groups[0].update({k: _own(v) for k, v in numbers.items()})
             optimizer.state[param].update(self._first_state(position))
             try:
-                with torch.random.fork_rng(devices=[]):  # the user's numbers must not change
-                    if callable(getattr(optimizer, "train", None)):  # schedule-free ones have modes
+                # The trial must not change the user's random numbers.
+                with torch.random.fork_rng(devices=[]):
+                    # Schedule-free optimizers have modes, and step in training mode only.
+                    if callable(getattr(optimizer, "train", None)):
                         optimizer.train()  # type: ignore[attr-defined]
                     optimizer.step()
                     self._try_modes(optimizer, param)
@@ -182,7 +187,8 @@ class OptimizerTemplate:
                         f"failed with {type(error).__name__}: {error}, so nothing is known of its "
                         "state; leave that on the device"
                     ) from error
-                device = "cpu"  # its step reads a value
+                # The step reads a value, which tensors on meta do not have.
+                device = "cpu"
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UnsupportedOptimizerError(
                 f"a {self.asked.__name__} keeps state of no parameter, "
@@ -192,9 +198,11 @@ class OptimizerTemplate:
         return masters + tuple(
             Entry(name, value.dtype)
             for name, value in optimizer.state[param].items()
-            if type(value) is Tensor  # a subclass has memory of its own
+            # A subclass, such as quantized state, has memory of its own.
+            if type(value) is Tensor
             and value.shape == param.shape
-            and param.numel() > 1  # else one number may look like the element
+            # For a parameter of one element, a number of the state would look like an entry.
+            and param.numel() > 1
             and name != "step"
         )
 
@@ -263,7 +271,8 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     made = type(optimizer).__new__(type(optimizer))
     kept = optimizer.__getstate__()
 
-    def is_method(name: str, value: Any) -> bool:  # replaced on the object, as schedulers do
+    # Schedulers replace methods on the object. A copy has those of its class.
+    def is_method(name: str, value: Any) -> bool:
         return callable(value) and callable(getattr(type(optimizer), name, None))
 
     def own(value: Any) -> Any:
@@ -277,7 +286,7 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         if name not in kept and not name.startswith("_optimizer_") and not is_method(name, value)
     }
     groups = [{**optimizer.defaults, **group} for group in groups]
-    # State of no parameter counts the steps of all of them.
+    # Copy state that belongs to no parameter, such as a count of the steps of all.
     state = {key: _own(v) for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
     vars(made).update(attributes)
     made.__setstate__({**kept, "state": defaultdict(dict, state), "param_groups": groups})
