@@ -64,7 +64,8 @@ __all__ = [
 
 DeepSpeedConfigError = ConfigError
 DeepSpeedEngine = Engine
-__version__: Final = "0.19.8+zero"  # DeepSpeed's whose behaviour this is: scripts compare it
+# Scripts compare it: the version of DeepSpeed whose behaviour this package has.
+__version__: Final = "0.19.8+zero"
 
 
 def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
@@ -205,21 +206,23 @@ def _show_loss_scale(engine: Engine) -> None:
     optimizer, scale = engine.optimizer, _LossScale(engine)
     if optimizer is None:
         return
-    # Properties need a class: a scale that was copied would be out of date after an overflow.
+    # Properties need a class. Values copied to the object would be out of date after an overflow.
     kind = type(optimizer)
     names = {
         _PLAIN: kind,
         "__module__": kind.__module__,
-        # A copy or a pickle is of the plain class: no engine steps it, and this one has no module.
+        # A copy or pickle has the plain class: no engine steps it, and this class has no module.
         "__reduce_ex__": lambda self, _: (object.__new__, (kind,), self.__getstate__()),
         "loss_scaler": property(lambda _: scale),
         "cur_scale": property(lambda _: scale.cur_scale),
         "loss_scale": property(lambda _: scale.cur_scale),
         "dynamic_loss_scale": property(lambda _: scale.dynamic),
         "overflow": property(lambda _: scale.overflow),
-        "optimizer": property(lambda self: self),  # theirs wraps torch's, which this is
+        # DeepSpeed's optimizer wraps torch's; ours is torch's.
+        "optimizer": property(lambda self: self),
     }
-    own = {"__module__", "__reduce_ex__", _PLAIN}  # else what it has by itself stays
+    # All other names that the class has already keep their values.
+    own = {"__module__", "__reduce_ex__", _PLAIN}
     names = {name: what for name, what in names.items() if name in own or not hasattr(kind, name)}
     names = {name: what for name, what in names.items() if name not in vars(optimizer)}
     optimizer.__class__ = type(kind.__name__, (kind,), names)

@@ -86,4 +86,5 @@ def barrier(group: Any = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(dist, name)  # all_reduce, ReduceOp, new_group: DeepSpeed has torch's names here
+    # DeepSpeed has names of torch here, such as `all_reduce`, `ReduceOp` and `new_group`.
+    return getattr(dist, name)

@@ -127,7 +127,7 @@ def read_engine_config(
         optimizer=optimizer and NamedOptimizer(*optimizer, state_dtype, rests in (None, "device")),
         scheduler=scheduler and NamedScheduler(*scheduler),
         steps_per_print=value("steps_per_print") or None,
-        # Steps with inf or nan in a gradient are skipped where the mode is a 16-bit one.
+        # With a 16-bit dtype, steps with inf or nan in a gradient are skipped.
         checks_overflow=value("bf16.check_grad_overflow") if is_bf16 else bool(loss_scale),
         autocast_dtype=autocast_dtype,
         drop_last=value("dataloader_drop_last"),
@@ -188,7 +188,8 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
     sizes: list[Any] = [None if value is UNRESOLVED else value for value in known]
     train, micro, steps = sizes
     if train is None and micro is None:
-        settings.check_resolved()  # they may be "auto", beside others
+        # Raises if one of them is "auto".
+        settings.check_resolved()
         raise ConfigError(
             "train_batch_size: expected it, or train_micro_batch_size_per_gpu, got neither"
         )
@@ -215,7 +216,7 @@ def _loss_scale_of(
     """Return the loss scale, with fp16 and where autocast computes in fp16; else None."""
     value = settings.value
     if not value("fp16.enabled"):
-        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
+        # The settings of torch.amp.GradScaler, which DeepSpeed uses there.
         is_half = autocast_dtype is torch.float16
         return DynamicLossScale(window=2000, hysteresis=1) if is_half else None
     scale = value("fp16.loss_scale")
@@ -260,7 +261,8 @@ def _rows(settings: Settings) -> tuple[SourceRow, ...]:
             if value is UNRESOLVED:
                 value = value.value
             elif setting.key.is_ignored or isinstance(value, Mapping):
-                value = shown(value)  # it may have no str(): an int of 5,000 digits
+                # `str` fails for an int of 5,000 digits.
+                value = shown(value)
             rows.append(SourceRow(setting.key.path, value, setting.origin, meaning))
     return tuple(rows)
 

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from torch import nn
 from zero_partition import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 
-# What a file that says nothing makes leaves of: as in DeepSpeed, classes of transformers.
+# Leaves by default, as in DeepSpeed: classes of transformers.
 LEAF_CLASSES: Final = tuple(
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
     for model, name in (
@@ -22,7 +22,8 @@ LEAF_CLASSES: Final = tuple(
     )
 )
 
-_SET: Final[WeakSet[nn.Module]] = WeakSet()  # here: to ask of a parameter alone, without a model
+# Modules that `set_leaf` made leaves; to find a parameter's without its model.
+_SET: Final[WeakSet[nn.Module]] = WeakSet()
 
 
 def find_modules(model: nn.Module, wanted: Iterable[Any], how: str) -> dict[Any, list[nn.Module]]:
@@ -37,7 +38,8 @@ def find_modules(model: nn.Module, wanted: Iterable[Any], how: str) -> dict[Any,
 
 def set_leaf(module: nn.Module, is_leaf: bool) -> None:
     """Make this very module a leaf, or no leaf."""
-    (set_leaf_modules if is_leaf else unset_leaf_modules)(module, "")  # in its own named_modules()
+    # "" is the name of a module in its own `named_modules`.
+    (set_leaf_modules if is_leaf else unset_leaf_modules)(module, "")
     (_SET.add if is_leaf else _SET.discard)(module)
 
 

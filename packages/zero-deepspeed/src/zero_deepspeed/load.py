@@ -33,16 +33,22 @@ from .saved import DeepSpeedFolder
 class DeepSpeedLoadReport:
     """Report of a load."""
 
-    path: Path  # of the folder the files lie in
+    # Folder of the files.
+    path: Path
     step: int  # DeepSpeed's global_steps
-    stage: int  # that saved it
-    world_size: int  # likewise
-    num_params: int  # in the files
-    num_states: int  # entries of optimizer state that were loaded, of whole parameters
-    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
-    unexpected: tuple[str, ...]  # that the model does not have
-    engine: Mapping[str, Any]  # what its engine kept besides: counters, scheduler; not restored
-    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
+    # Stage and number of ranks that saved the checkpoint.
+    stage: int
+    world_size: int
+    # Parameters in the files, and entries of whole parameters' optimizer state that were loaded.
+    num_params: int
+    num_states: int
+    # Names of parameters and buffers that were not loaded, and of those that the model lacks.
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    # Other values of DeepSpeed's engine, such as counters and the scheduler; they are not restored.
+    engine: Mapping[str, Any]
+    # The argument of `save_checkpoint`.
+    client_state: Mapping[str, Any]
 
     def __str__(self) -> str:
         return (

@@ -35,7 +35,7 @@ def see_memory_usage(message: str, force: bool = False, ranks: Any = (0,)) -> No
 
 # NOTE(estimates): DeepSpeed's functions of these names compute formulas. Here they ask
 # `zero_engine.plan`, which knows what is allocated: bf16 with fp32 masters, Adam, buffers included.
-# `additional_buffer_factor` and `zero_init` are for DeepSpeed's signatures alone: nothing is
+# `additional_buffer_factor` and `zero_init` are there for DeepSpeed's signatures only: nothing is
 # estimated by a factor, and no model need be whole in one place while it is built.
 
 

@@ -20,13 +20,15 @@ from zero_partition import memory_report
 
 from .configuration.keys import KEYS
 
-_PACKAGES: Final = {  # what a key needs, and may be missing
+# Key -> package that it needs, which may not be installed.
+_PACKAGES: Final = {
     "tensorboard.enabled": "torch.utils.tensorboard",
     "wandb.enabled": "wandb",
     "comms_logger.enabled": "tabulate",
     "flops_profiler.enabled": "tabulate",
 }
-_TIMERS: Final = {  # of DeepSpeed; a reduction takes as long as something waits for it
+# Timer of DeepSpeed -> range of ours. A reduction takes as long as something waits for it.
+_TIMERS: Final = {
     "forward": "forward",
     "backward": "backward",
     "backward_allreduce": "reduce",
@@ -75,9 +77,11 @@ class Monitor(AbstractMonitor):
         known = {path: key.default for path, key in KEYS.items() if key.becomes == "monitoring"}
         self._said = said = {**known, **asked}
         self._model = model
-        self._losses: list[tuple[int, Tensor]] = []  # of this step; each after so many samples
+        # Losses of the micro-batches of this step, each with the engine's count of samples then.
+        self._losses: list[tuple[int, Tensor]] = []
         self._stack, self._writers = ExitStack(), []
-        self._counters: dict[str, Any] = {}  # of flops, of the last forward and the last backward
+        # "forward", "backward" -> flops of the last one.
+        self._counters: dict[str, Any] = {}
         self._counting = self._stack.enter_context(ExitStack())
         for name in ("csv_monitor", "tensorboard"):
             if said[f"{name}.enabled"]:

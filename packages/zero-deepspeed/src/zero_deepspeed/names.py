@@ -23,7 +23,7 @@ _CHECKPOINTING: Final = {
 _OPTIMIZERS: Final = "zero_deepspeed.optimizers"
 _ZERO: Final = "GatheredParameters Init register_external_parameter"
 
-# By module of DeepSpeed: where its names are, and these; "x=y" is the x of there under the name y.
+# Module of DeepSpeed -> module of ours -> its names there. "x=y" gives our x the name y.
 NAMES: Final[dict[str, dict[str, str]]] = {
     "checkpoint": {},
     "checkpoint.utils": {"zero_deepspeed.weights": "clone_tensors_for_torch_save"},
@@ -80,7 +80,8 @@ NAMES: Final[dict[str, dict[str, str]]] = {
         )
     },
 }
-_FILES: Final = ("accelerator", "comm", "zero")  # modules of DeepSpeed that are files here
+# Modules of DeepSpeed that are files of this package.
+_FILES: Final = ("accelerator", "comm", "zero")
 _THEIRS: Final = "deepspeed"
 _OURS: Final = "zero_deepspeed"
 
@@ -117,7 +118,8 @@ class _Names(MetaPathFinder, Loader):
         if self._package == _OURS:
             return None
         module = import_module(_OURS + spec.name.removeprefix(_THEIRS))
-        spec.loader_state = module.__spec__  # which the import system is about to replace
+        # The import system is about to replace the module's own spec.
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -136,7 +138,8 @@ class _Names(MetaPathFinder, Loader):
 
 def make_modules() -> None:
     """Import every module of the table, as an attribute of the module that encloses it. Local."""
-    sys.meta_path.append(_Names(_OURS))  # last: files go first
+    # At the end, so that files are found first.
+    sys.meta_path.append(_Names(_OURS))
     for name in NAMES:
         import_module(f"{_OURS}.{name}")
 
@@ -156,11 +159,13 @@ def install() -> None:
     loaded = sys.modules.get(_THEIRS)
     spec = None if loaded is not None else find_spec(_THEIRS)
     origin = getattr(loaded, "__file__", loaded) if spec is None else spec.origin
-    if origin is not None:  # a folder without __init__.py, "deepspeed/ds_config.json", has none
+    # None for a folder without __init__.py, such as that of "deepspeed/ds_config.json".
+    if origin is not None:
         raise ConfigError(
             f"deepspeed.install(): expected that DeepSpeed is not installed, got {origin}; remove "
             "it (pip uninstall deepspeed), or leave install() out and write `import "
             f"{_OURS} as deepspeed`"
         )
-    sys.meta_path.insert(0, _Names(_THEIRS))  # first: others would load our files a second time
+    # At the start: another finder would load our files a second time.
+    sys.meta_path.insert(0, _Names(_THEIRS))
     sys.modules[_THEIRS] = sys.modules[_OURS]

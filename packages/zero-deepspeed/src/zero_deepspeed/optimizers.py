@@ -95,8 +95,10 @@ class Lion(torch.optim.Optimizer):
         foreach_add_(averages, grads, alpha=1 - beta2)
 
 
-_REFUSED: Final = {"max_grad_norm", "fp32_optimizer_states", "per_head_muon"}  # as in a file
-_ONLY: Final = {  # where an option has one value that torch's optimizers can do
+# Options that are not built; they are refused with the error of their key in a file.
+_REFUSED: Final = {"max_grad_norm", "fp32_optimizer_states", "per_head_muon"}
+# Option -> the only value that torch's optimizers support, and the reason.
+_ONLY: Final = {
     "bias_correction": (True, "Adam without bias correction is not built"),
     "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
     "ns_method": ("standard", "torch's Muon has the standard iteration alone"),
@@ -219,7 +221,8 @@ class FusedAdam(torch.optim.Adam):
     for `set_grad_none`, is a ConfigError.
     """
 
-    needs_cut = "flat"  # elementwise, which is not asked of subclasses of torch's
+    # Adam is elementwise. Without this, a subclass of torch's would be tried out.
+    needs_cut = "flat"
 
     def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
         self,
@@ -325,7 +328,7 @@ def _make_mixed_adam(
     return DeviceAdam(params, decoupled=is_decoupled, masters=False, **options)
 
 
-# NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.
+# NOTE(halves): options that only one half knows are passed to it. Both know lr and weight_decay.
 _MUON_OPTIONS: Final = {
     *("lr", "weight_decay", "momentum"),
     *("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
@@ -341,7 +344,8 @@ def _make_muon(
     muon_lr: float | None = None,
     adam_lr: float | None = None,
     adam_w_mode: bool = True,
-    torch_adam: bool = True,  # it is either way
+    # Changes nothing: Adam is torch's in any case.
+    torch_adam: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
     adam = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -406,7 +410,7 @@ _MIXED_OPTIONS: Final = {
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"),
     *("bias_correction", "set_grad_none"),
 }
-# By name: the options, and what makes the optimizer of parameters and options.
+# Name -> its options, and a function that makes the optimizer from parameters and options.
 _MAKERS: Final[dict[str, tuple[set[str], Callable[..., torch.optim.Optimizer]]]] = {
     "adam": (_ADAM_OPTIONS, partial(_make_adam, "adam")),
     "adamw": (_ADAM_OPTIONS, partial(_make_adam, "adamw")),

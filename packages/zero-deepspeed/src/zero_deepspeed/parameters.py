@@ -51,7 +51,7 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-# What is asked of a frozen parameter is None, here and for a rank's part, as in DeepSpeed.
+# As in DeepSpeed, functions that read return None for a frozen parameter.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -106,7 +106,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
     zero_engine.set_local_optimizer_state(param, optim_state_key, value)
 
 
-# Written as zero_engine's are: every rank calls them, with the same whole value, or with its part.
+# As in zero_engine, every rank calls these, with the same whole value or with its shard.
 safe_set_full_fp32_param = zero_engine.set_full_param
 safe_set_full_grad = zero_engine.set_full_grad
 safe_set_local_fp32_param = zero_engine.set_local_param

@@ -15,8 +15,10 @@ from zero_engine.checkpoint.file_system import read_regular
 from zero_engine.checkpoint.ranges import MemoryRun, Range, read_torch_file
 from zero_partition.seams import StateSource
 
-_LATEST: Final = ("latest", "latest_universal")  # by which tag a load begins, first the first
-_PARAMS: Final = "zero"  # the folder of a universal checkpoint with one folder per parameter
+# Files that name the tag to load; the first that exists counts.
+_LATEST: Final = ("latest", "latest_universal")
+# Folder of a universal checkpoint that has a folder for each parameter.
+_PARAMS: Final = "zero"
 _OPTIMIZER: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -25,7 +27,7 @@ class _Attributes:
     """Placeholder for a pickled object of which only attributes are read."""
 
 
-# What DeepSpeed's own optimizer files hold beside tensors and plain values.
+# Classes in the files of DeepSpeed's own optimizers, and the classes to unpickle them as.
 _STAND_INS: Final[Mapping[str, type]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Attributes,
@@ -81,7 +83,8 @@ def is_deepspeed(folder: Path, tag: str | None) -> bool:
     """Return whether the folder of a tag has files of DeepSpeed's, which are not opened. Local."""
     try:
         names = [path.name for path in _folder_of(folder, tag).iterdir()]
-    except OSError:  # as with a folder that is missing: whoever opens it says so
+    except OSError:
+        # The folder is missing, for example. Opening it raises an error that says so.
         return False
     return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
 
@@ -121,7 +124,8 @@ def _numbered(
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match is None or int(match[match.re.groups]):  # of another model-parallel rank
+        if match is None or int(match[match.re.groups]):
+            # The last group is the model-parallel rank. Only files of rank 0 count.
             continue
         if (other := found.setdefault(rank_of(match), path)) != path:
             raise FileError(
@@ -142,7 +146,8 @@ def _refuse_others(folder: Path, known: set[Path]) -> None:
 
 
 _OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")
-_OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into one dict
+# DeepSpeed puts its own keys and the user's into one dict. All other keys are the user's.
+_OF_DEEPSPEED: Final = {
     *_OF_ENGINE,
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("shared_params", "frozen_param_fragments", "data_sampler", "random_ltd"),
@@ -162,11 +167,16 @@ class DeepSpeedFolder:
     path: Path
     step: int
     stage: int
-    world_size: int  # that saved it
-    source: StateSource  # fp32 where they train, frozen ones as they are; without param groups
-    frozen: frozenset[str]  # names of parameters in it that do not train
-    engine: Mapping[str, Any]  # what its engine kept besides, by DeepSpeed's names
-    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
+    # Number of ranks that saved it.
+    world_size: int
+    # Values of trained parameters in fp32, of frozen ones in their dtype; without param groups.
+    source: StateSource
+    # Names of the frozen parameters in `source`.
+    frozen: frozenset[str]
+    # Other values of the engine, by DeepSpeed's names.
+    engine: Mapping[str, Any]
+    # The argument of `save_checkpoint`.
+    client_state: Mapping[str, Any]
 
     @classmethod
     def open(
@@ -246,12 +256,16 @@ class _Reading:
     """Content of the files of one checkpoint, from which `folder` makes a DeepSpeedFolder."""
 
     path: Path
-    models: Mapping[int, Mapping[str, Any]]  # as `_read_files` gives them
+    # Both as `_read_files` returns them.
+    models: Mapping[int, Mapping[str, Any]]
     optimizer: Sequence[Mapping[str, Any]]
     stage: int = field(init=False)
-    shapes: dict[str, torch.Size] = field(init=False)  # in order
-    flats: list[list[Tensor]] = field(init=False)  # partitions of masters, by rank and group
-    runs: dict[str, list[MemoryRun]] = field(factory=dict, init=False)  # of parameters, in those
+    # Name -> shape of each trained parameter, in order.
+    shapes: dict[str, torch.Size] = field(init=False)
+    # Partitions of masters, by rank and group; see NOTE(partitions).
+    flats: list[list[Tensor]] = field(init=False)
+    # Name -> runs of a parameter in `flats`.
+    runs: dict[str, list[MemoryRun]] = field(factory=dict, init=False)
 
     def folder(self) -> DeepSpeedFolder:
         model = self.models[0]
@@ -323,7 +337,8 @@ class _Reading:
             )
 
     def _states(self) -> dict[str, dict[str, Range]]:
-        found = {  # by the id of a partition: which it is, and its state
+        # id of a partition -> its rank and group, and its optimizer state.
+        found = {
             id(flat): (rank, group, state)
             for rank, (flats, said) in enumerate(zip(self.flats, self.optimizer, strict=True))
             for group, (flat, state) in enumerate(zip(flats, self._states_of(said), strict=False))
@@ -340,7 +355,8 @@ class _Reading:
     def _states_of(self, said: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The state of each of a rank's partitions, in order."""
         base = said["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
-        if isinstance(base, list):  # "elastic": without padding, and without param groups
+        if isinstance(base, list):
+            # "Elastic" state has no padding and no param groups.
             step = said.get("base_optimizer_state_step")
             shared = {} if step is None else {"step": step}
             yield from ({**shared, **state} for state in base)
@@ -417,7 +433,7 @@ def _folder_from(
     )
 
 
-# ---- What ds_to_universal.py has converted ----
+# ---- Universal checkpoints, as ds_to_universal.py makes them ----
 
 # NOTE(universal): zero/NAME/fp32.pt has the master of a parameter, and zero/NAME/exp_avg.pt and the
 # like its state: a tensor, flat if stage 3 saved it, or a dict with that as "param". Where there is

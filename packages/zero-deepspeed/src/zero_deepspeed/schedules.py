@@ -20,7 +20,8 @@ from zero_partition.plan import nearest
 
 from .configuration.keys import KEYS
 
-PerGroup = float | Sequence[float]  # one value, or one for each param group
+# One value for all param groups, or one for each.
+PerGroup = float | Sequence[float]
 
 
 class LearningRateSchedule(LRScheduler):
@@ -33,7 +34,8 @@ class LearningRateSchedule(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         for group in optimizer.param_groups if last_batch_iteration != -1 else ():
-            group.setdefault("initial_lr", group["lr"])  # torch asks for it when resuming
+            # torch requires this entry in a group when a schedule is resumed.
+            group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, self.option("last_batch_iteration", last_batch_iteration))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -120,7 +122,7 @@ class OneCycle(LearningRateSchedule):
         self.decay_lr_rate = self.option("decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = self.option("decay_mom_rate", decay_mom_rate)
         self.cycle_momentum = self.option("cycle_momentum", cycle_momentum)
-        # Asked once: a momentum of 0 that the cycle itself sets does not end it.
+        # Computed once, since a momentum of 0 that the cycle sets must not end it.
         self.momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
         if self.cycle_momentum and not any(self.momentum_keys):
             warnings.warn(
@@ -169,7 +171,7 @@ class OneCycle(LearningRateSchedule):
         if step > size:
             step = self.first_steps + self.second_steps - step
             size, stairs = self.second_steps, self.second_stairs
-        # In whole numbers: 1 / 3 * 3 stairs must not come out just below the stair.
+        # In integers, since 1 / 3 * 3 stairs must not be just below a stair.
         return (step * stairs // size) / stairs if stairs else step / size
 
 
@@ -217,10 +219,11 @@ class LRRangeTest(LearningRateSchedule):
 class _Warmup(LearningRateSchedule):
     """Base of the three schedules with a warmup: its progress, from 0 to 1."""
 
-    total_num_steps: float = math.inf  # of those that end, another number
+    # Schedules that end set another number.
+    total_num_steps: float = math.inf
 
     def _set_warmup(self, num_steps: Any, kind: Any) -> None:
-        # Below two steps there is nothing between the ends, and log(1) = 0 to divide by.
+        # With fewer than two steps there is nothing in between, and log(1) = 0 would be a divisor.
         self.warmup_num_steps = max(2, self.option("warmup_num_steps", num_steps))
         self.warmup_type = self.option("warmup_type", kind)
         if self.total_num_steps < self.warmup_num_steps:
@@ -384,7 +387,8 @@ def make_scheduler(optimizer: Optimizer, type: str, params: Mapping[str, Any]) -
             f"{f'; did you mean {near!r}?' if near else ''}. Any other scheduler is passed as an "
             "object: initialize(lr_scheduler=...)"
         )
-    options = dict(list(signature(kind).parameters.items())[1:])  # without the optimizer
+    # The first parameter is the optimizer.
+    options = dict(list(signature(kind).parameters.items())[1:])
     check_names("scheduler.params", params, options)
     for name, option in options.items():
         if option.default is option.empty and name not in params:

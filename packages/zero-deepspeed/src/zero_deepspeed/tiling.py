@@ -69,7 +69,8 @@ class TiledLinear(nn.Module):
                 linear_cls(
                     self.in_parts[i + 1] - self.in_parts[i],
                     self.out_parts[o + 1] - self.out_parts[o],
-                    bias=bias and i == in_splits - 1,  # as names in their checkpoints have it
+                    # Only the last tile has a bias, as in DeepSpeed's checkpoints.
+                    bias=bias and i == in_splits - 1,
                     **kwargs,
                 )
                 for i in range(in_splits)

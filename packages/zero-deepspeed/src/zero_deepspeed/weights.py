@@ -163,7 +163,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, dict):
-        copied = copy(item)  # a defaultdict, say, with what it makes
+        # Keep the type and its settings, such as the factory of a defaultdict.
+        copied = copy(item)
         copied |= {key: clone_tensors_for_torch_save(each, device) for key, each in item.items()}
         return copied
     if isinstance(item, list | tuple):

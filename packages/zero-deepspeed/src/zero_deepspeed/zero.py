@@ -260,7 +260,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "register_external_parameter(): expected a torch.nn.Parameter, got a "
             f"{type(parameter).__name__}"
         )
-    with suppress(StateError):  # belongs to no sharded model yet
+    # A StateError means that the module or parameter is in no sharded model yet.
+    with suppress(StateError):
         zero_partition.register_external_parameter(module, parameter)
 
 
@@ -278,9 +279,9 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-# NOTE(said twice): DeepSpeed's parameters keep what `Init` was told, or else its configuration.
-# Here a model that is built in parts knows nothing of the wire, which `initialize` makes of its
-# configuration: so that is where it must be said, and the argument may say it too.
+# NOTE(said twice): DeepSpeed's parameters keep the arguments of `Init`, or its configuration. Here
+# a model that is built in parts knows nothing of the wire, which `initialize` makes from its own
+# configuration. So the configuration must set it, and the argument may set it too.
 
 
 def _check_wire_arguments(

@@ -20,9 +20,11 @@ from zero_engine import ConfigError
 class ValueKind:
     """Values that a key may have: how they are tested, converted and described in errors."""
 
-    expected: str  # ends the sentence "expected ..."
+    # Text after "expected " in an error.
+    expected: str
     fits: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = lambda value: value  # to what is kept, of those that fit
+    # Maps a value that fits to the value that is kept.
+    convert: Callable[[Any], Any] = lambda value: value
 
     def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
         """Return the converted value; raise ConfigError, naming `where`, if it does not fit."""
@@ -41,10 +43,11 @@ def shown(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    # A bool is an int to Python and a flag to whoever wrote the file.
+    # A bool is an int in Python, but a flag in a file.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max  # neither inf nor nan, nor an int beyond both
+    # Neither inf nor nan, nor an int beyond the range of a float.
+    return abs(value) <= sys.float_info.max
 
 
 def _range(minimum: float, maximum: float) -> str:
@@ -115,7 +118,7 @@ def either(first: ValueKind, second: ValueKind) -> ValueKind:
     )
 
 
-# Flags are written 0 and 1 too, as DeepSpeed reads them.
+# As in DeepSpeed, 0 and 1 are flags, too.
 FLAG: Final = ValueKind(
     "true or false", lambda value: isinstance(value, bool | int | float) and value in (0, 1), bool
 )

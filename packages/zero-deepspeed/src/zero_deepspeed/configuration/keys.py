@@ -43,17 +43,21 @@ _OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
 _SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 _ZERO: Final = "zero_optimization"
-_PRECISION: Final = "zero.precision"  # which several keys make together
+# Field that several keys set together.
+_PRECISION: Final = "zero.precision"
 _AT_LEAST_0: Final = number(0)
 _SHARE: Final = number(0, 1)
 _BETA: Final = number(0, below=1)
-_RATES: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
+# One number for all param groups, or a list with one for each.
+_RATES: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))
 
 
 def _as_steps(value: Any) -> int | None:
-    if value == math.inf:  # for never, as accelerate writes it
+    # accelerate writes infinity for "never".
+    if value == math.inf:
         return None
-    return POSITIVE.convert(value) if POSITIVE.fits(value) else 0  # training goes on without
+    # 0 stands for a value that is no number of steps: nothing is printed, and training goes on.
+    return POSITIVE.convert(value) if POSITIVE.fits(value) else 0
 
 
 def _prints_nothing(value: Callable[[str], Any]) -> bool:
@@ -62,7 +66,8 @@ def _prints_nothing(value: Callable[[str], Any]) -> bool:
 
 
 _STEPS: Final = ValueKind("a number of steps", lambda _: True, _as_steps)
-_FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
+# In the range of fp32, as is its inverse.
+_FACTOR: Final = number(2.0**-126, below=2.0**127)
 
 
 def _params(section: str, kind: ValueKind, *names: str) -> tuple[FileKey, ...]:
@@ -250,7 +255,8 @@ _SCHEDULE: Final = (
 _DEVICE: Final = choice("none", "cpu", "nvme")
 _DISK: Final = DiskSettings()
 
-_ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
+# Bytes of an fp32 master and of its first and second moment.
+_ADAM_BYTES_PER_ELEMENT: Final = 12
 _LEAST_SUBGROUP_BYTES: Final = 2**20
 _PAGE_BYTES: Final = 4096
 _MAX_BLOCK_BYTES: Final = 2**30
@@ -260,7 +266,8 @@ _PARAM: Final = f"{_ZERO}.offload_param.device"
 _OPTIMIZER: Final = f"{_ZERO}.offload_optimizer.device"
 _PARAM_ON_DISK: Final[dict[str, Any]] = {"gates": (_PARAM,), "opened_by": "nvme"}
 _STATE_ON_DISK: Final[dict[str, Any]] = {"gates": (_OPTIMIZER,), "opened_by": "nvme"}
-_ON_HOST: Final = (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")  # as older files say it
+# Keys of older files for offloading to the host.
+_ON_HOST: Final = (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")
 
 
 def _subgroup_bytes(numel: int) -> int:
@@ -330,7 +337,7 @@ _AIO: Final = section(
     _aio("block_size", "block_bytes", 2**20, convert=_whole_pages),
     _aio("queue_depth", "queue_depth", 8),
     _aio("intra_op_parallelism", "num_workers", 1),
-    _aio("thread_count", "num_workers", 1),  # an older name
+    _aio("thread_count", "num_workers", 1),  # older name
     *ignored("single_submit overlap_events"),
     not_built(
         "use_gds",
@@ -383,7 +390,7 @@ _FOLDER: Final = (
     FileKey("job_name", TEXT, "DeepSpeedJobName", "monitoring"),
 )
 
-# What they show changes no number of a training.
+# Monitors do not change the numbers of a training.
 _MONITORS: Final = (
     *section("tensorboard", *_FOLDER, gates=("tensorboard.enabled",)),
     *section("csv_monitor", *_FOLDER, gates=("csv_monitor.enabled",)),
@@ -489,7 +496,7 @@ _ALL: Final = (
 )
 KEYS: Final[dict[str, FileKey]] = {key.path: key for key in _ALL}
 
-# As written in a file: aliases too.
+# Path in a file -> key. Aliases are included.
 WRITTEN: Final[dict[str, FileKey]] = {path: key for key in _ALL for path in key.paths}
 
 SECTIONS: Final[frozenset[str]] = frozenset(
@@ -508,7 +515,7 @@ def find_slip(path: str) -> str | None:
     """The key that was meant: one of the section with nearly that name, or of another with it."""
     section, inside = _siblings(path)
     name = path.removeprefix(section)
-    # A slip is likelier than the right name in the wrong section.
+    # A misspelt name is likelier than the right name in the wrong section.
     close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.8)
     if close:
         return inside[close[0]]

@@ -87,7 +87,8 @@ def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, An
 
 
 def _option(group: Mapping[str, Any], name: str) -> Any:
-    value = group.get(f"initial_{name}", group.get(name))  # before a scheduler's first step
+    # A scheduler stores the first value under this name, and then changes the option.
+    value = group.get(f"initial_{name}", group.get(name))
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -101,7 +102,8 @@ def _hidden_size(config: Any) -> int | None:
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
-_TWICE: Final = object()  # the value of a name that an object of the file has more than once
+# Value of a name that occurs more than once in an object of the file.
+_TWICE: Final = object()
 
 
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +131,8 @@ def _load(source: Source) -> Mapping[str, Any]:
         raise FileError(
             f"{where}: expected a readable JSON file, got {error.strerror or error}"
         ) from error
-    except (ValueError, RecursionError) as error:  # ValueError: also of undecodable bytes
+    except (ValueError, RecursionError) as error:
+        # Undecodable bytes are a ValueError, too.
         raise FileError(f"{where}: expected JSON, got {error}") from error
     if not isinstance(loaded, dict):
         raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
@@ -181,14 +184,16 @@ def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, 
 
 ZERO: Final = "zero_optimization"
 STAGE: Final = f"{ZERO}.stage"
-_NO_UNKNOWN: Final = (f"{ZERO}.", "optimizer.", "scheduler.")  # begin paths that must be known
+# Paths with these prefixes must be known.
+_NO_UNKNOWN: Final = (f"{ZERO}.", "optimizer.", "scheduler.")
 
 
 class _Unresolved(Enum):
     UNRESOLVED = "auto"
 
 
-UNRESOLVED: Final = _Unresolved.UNRESOLVED  # "auto" until something says what it is
+# Value of a key that is "auto" in the file, until something resolves it.
+UNRESOLVED: Final = _Unresolved.UNRESOLVED
 
 
 @final
@@ -198,8 +203,10 @@ class Setting:
 
     key: FileKey
     value: Any
-    origin: str  # "file", "auto" (the file says "auto"), "inferred" from other values, or "default"
-    written: str  # the path in the file, which may be an alias
+    # "file", "auto" (the file says "auto"), "inferred" from other values, or "default".
+    origin: str
+    # Path in the file, which may be an alias.
+    written: str
 
 
 @final
@@ -369,7 +376,8 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _warn_of_what_changes_nothing(settings: Settings) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
-        return  # rank 0 says it; before there are ranks, each does
+        # Rank 0 warns. Before there are ranks, each process does.
+        return
     names = []
     for item in settings.given():
         key = item.key
@@ -414,7 +422,7 @@ def _precision_of(settings: Settings) -> Precision | None:
             f"data_types.param_dtype: expected {params or torch.float32}, as fp16.enabled and "
             f"bf16.enabled say, got {asked}; leave it out, or turn the section of its dtype on"
         )
-    # Without a 16-bit section a model trains as it is, whatever else is said of its gradients.
+    # Without a 16-bit section a model trains in its own dtype, whatever is set for gradients.
     masters = torch.float32 if params and not _has_16_bit_masters(settings) else None
     accumulate, kept = value("data_types.grad_accum_dtype"), masters or params or torch.float32
     if accumulate not in (None, kept):
@@ -513,7 +521,7 @@ def _check_modes(settings: Settings) -> None:
             "fp16.enabled: expected at most one of fp16.enabled and bf16.enabled, got both; turn "
             "one off"
         )
-    # Read by hand: with fp16 off, "auto" there means nothing.
+    # `settings.value` would refuse "auto", which means nothing here with fp16 off.
     scale = settings.by_path["fp16.loss_scale"].value
     if is_bf16 and isinstance(scale, int | float) and scale != 0:
         raise ConfigError(
@@ -570,13 +578,14 @@ def _wire_of(
     )
 
 
-# Values that several keys make together, those within others first.
+# Field that several keys set together -> function that makes its value. Inner fields come first.
 _PARTS: Final[Mapping[str, Any]] = {
     "zero.offload.disk": DiskSettings,
     "zero.offload": Offload,
     "zero.wire": _wire_of,
 }
-_OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
+# Fields that are computed from several keys, and that no single key sets.
+_OF_SEVERAL: Final = ("zero.precision",)
 
 
 def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
@@ -592,13 +601,15 @@ def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
 
 def zero_arguments(settings: Settings) -> dict[str, Any]:
     """Keyword arguments for ZeroConfig; what the configuration leaves out keeps our defaults."""
-    settings.check_resolved(only_not_built=True)  # others matter only where they are read, below
+    # Other keys may be "auto" here. They are checked when they are read.
+    settings.check_resolved(only_not_built=True)
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
     fields["zero.precision"] = _precision_of(settings)
     _check_folder(settings, fields)
     for owner, make in _PARTS.items():
         part = make(**_taken(fields, owner))
-        if part != make():  # else the file asks for nothing: "none", in many templates
+        # An unset part equals the default. Many templates say "none" for it.
+        if part != make():
             fields[owner] = part
     return _taken(fields, "zero")
 
@@ -615,7 +626,8 @@ def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
         key, field = setting.key, setting.key.becomes
         if field is None or not field.startswith(within) or field in _OF_SEVERAL:
             continue
-        if not settings.is_read(key) or (raw := settings.value(key.path)) is None:  # as if absent
+        # A null counts as a missing key.
+        if not settings.is_read(key) or (raw := settings.value(key.path)) is None:
             continue
         value, other = key.convert(raw), said_by.setdefault(field, setting)
         if found.setdefault(field, value) != value:

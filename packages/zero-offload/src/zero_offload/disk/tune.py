@@ -67,8 +67,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
         try:
             os.posix_fallocate(fd, 0, nbytes)
             candidates = _candidates(direct)
-            # The first write of a file takes longer than later ones, and swapping consists of later
-            # ones.
+            # Swapping writes to files that were written before, and a first write takes longer.
             _time(candidates[0], fd, memory, direct, writes=True)
             stop = time.perf_counter() + seconds
             for count, candidate in enumerate(itertools.cycle(candidates)):

@@ -24,7 +24,6 @@ def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) 
         into.copy_(source, non_blocking=True)
         event = torch.Event(device)
         event.record(streams[device])
-    # After an exception nobody waits for the event, and the memory may be freed before the copy
-    # ends.
+    # After an exception nobody waits for the event, and the memory may be freed too early.
     (source if into.is_cpu else into).record_stream(streams[device])
     return event
