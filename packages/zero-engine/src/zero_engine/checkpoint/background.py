@@ -35,18 +35,22 @@ from .pipeline import CheckpointRanks
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, SaveReport, SaveRequest, WriteBatch
 
-_ALIGN_BYTES: Final = 64  # of each copy in their memory
+# Alignment of each copy in host memory.
+_ALIGN_BYTES: Final = 64
 
 
 @define(eq=False)
 class Copying:
     """Copies that are taken on another thread while training reads the same values."""
 
-    _pending: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # copy and source
-    _watched: list[tuple[str, Tensor, int]] = field(factory=list, init=False)  # and version
+    # Copies to make, and their sources.
+    _pending: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)
+    # Name, tensor and its version when `watch` was called.
+    _watched: list[tuple[str, Tensor, int]] = field(factory=list, init=False)
     _is_over: Event = field(factory=Event, init=False)
     _device: torch.device | None = field(default=None, init=False)
-    _is_ready: torch.Event | None = field(default=None, init=False)  # on that device
+    # Event on `_device` after the work that copies wait for.
+    _is_ready: torch.Event | None = field(default=None, init=False)
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Let `run` fail if a tensor is written to before all copies are made."""
@@ -95,7 +99,8 @@ class Copying:
                         copy.copy_(source, non_blocking=True)
             stream.synchronize()
         for copy, source in self._pending:
-            if source.is_cpu:  # one core: torch would take all of those that training has
+            # numpy copies on one core. torch would use all cores, which training needs.
+            if source.is_cpu:
                 np.copyto(copy.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
 
@@ -107,7 +112,8 @@ class HostSnapshot:
     """
 
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
-    _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
+    # One mapping for all copies, since thousands would be slow.
+    _memory: Tensor | None = field(default=None, init=False)
 
     def capture(self, writer: CheckpointWriter, copying: Copying | None) -> int:
         """Let a writer write from copies; return the bytes of these.
@@ -118,7 +124,8 @@ class HostSnapshot:
         sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
         if self._memory is None or self._memory.numel() != sum(aligned):
-            self._memory = None  # before there is more
+            # Release the memory before more is allocated.
+            self._memory = None
             self._memory = self._arena.allocate(sum(aligned))
         rooms = iter(self._memory.split(aligned))
         writer.read_from([_copied(batch, rooms, copying) for batch in writer.batches])
@@ -135,7 +142,8 @@ def _copied(batch: WriteBatch, rooms: Iterator[Tensor], copying: Copying | None)
     for run, value in zip(batch.runs, batch.read(), strict=True):
         copy, flat = next(rooms)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
         if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
-            values.append(flat)  # for the writer to refuse
+            # The writer raises an error for it.
+            values.append(flat)
             continue
         if copying is not None and batch.is_resident:
             copying.add(run.key, copy, flat)
@@ -146,14 +154,17 @@ def _copied(batch: WriteBatch, rooms: Iterator[Tensor], copying: Copying | None)
 
 
 _POLL_S: Final = 0.02
-_AT_EXIT_S: Final = 20.0  # without a change in the folder: where the program ends,
-_LEFT_S: Final = 120.0  # where an exception has ended training here; a rank may be in fsync,
-_APART_S: Final = 10.0  # and where ranks have parted, so that one may be dead
+# Rank 0 gives up on the files of other ranks after so many seconds without a change in the folder:
+# where the program ends; where an exception has ended training here, as a rank may be in fsync; and
+# where communication has failed, as a rank may be dead.
+_AT_EXIT_S: Final = 20.0
+_LEFT_S: Final = 120.0
+_APART_S: Final = 10.0
 _LOG: Final = logging.getLogger(__name__)
 
-# NOTE(background): no thread but the main one takes part in collectives. Ranks tell rank 0 by small
-# files beside what they have written; rank 0's thread waits for those of all, and publishes. That
-# something went wrong, every rank learns in the next call, which is collective.
+# NOTE(background): only the main thread takes part in collectives. Ranks tell rank 0 by small files
+# beside those that they have written; rank 0's thread waits for those of all ranks, and publishes.
+# Ranks learn of a failure in the next call, which is collective.
 
 
 @final
@@ -161,8 +172,10 @@ _LOG: Final = logging.getLogger(__name__)
 class Snapshot:
     """Copy in host memory for which a save has blocked training."""
 
-    path: Path  # of the checkpoint's own folder, once it is complete
-    num_bytes: int  # of host memory that this rank holds until then
+    # The checkpoint's own folder, once it is complete.
+    path: Path
+    # Bytes of host memory that this rank uses until then.
+    num_bytes: int
     seconds: float
 
 
@@ -248,8 +261,9 @@ class Saver:
         )
         sharded = sharded_of(self._model, self._optimizer, "Saver.save()")
         copying = Copying() if self._overlap else None
+        # Shards need not be watched: our functions write to them, and these wait for the copies.
         if copying is not None and sharded.placements.params is Placement.REPLICATED:
-            for name, param in self._model.named_parameters():  # shards are behind our own gates
+            for name, param in self._model.named_parameters():
                 copying.watch(name, param)
         try:
             sizes = run_on_all_ranks(
@@ -305,11 +319,13 @@ class _Background:
     """One save, on a thread of its own."""
 
     writer: CheckpointWriter
-    copying: Copying | None  # before it is written
+    # Copies to make before anything is written; None if they are made already.
+    copying: Copying | None
     timeout_s: float
     thread: Thread = field(init=False)
-    is_over: Event = field(factory=Event, init=False)  # rank 0 need not wait for others' files
-    # How long the folder may stay as it is before rank 0 takes others for dead.
+    # Set when a rank has failed, so that rank 0 does not wait for more files.
+    is_over: Event = field(factory=Event, init=False)
+    # Seconds without a change in the folder after which rank 0 takes other ranks for dead.
     idle_s: float = field(default=math.inf, init=False)
     error: Exception | None = field(default=None, init=False)
     written: dict[str, Any] | None = field(default=None, init=False)
@@ -328,11 +344,13 @@ class _Background:
         except CommError as error:
             self.leave(type(error))
             raise
-        if any(problems):  # which a rank whose disk is full could not say otherwise
+        # Told here too, since a rank whose disk is full cannot write a file that says so.
+        if any(problems):
             self.is_over.set()
         self.thread.join()
         if self.error is not None:
-            writer.abandon()  # others may have written since, and have ended by now
+            # Remove what other ranks may have written since. Their threads have ended by now.
+            writer.abandon()
 
         def look() -> dict[str, Any] | None:
             if self.error is not None:
@@ -360,7 +378,8 @@ class _Background:
             if writer.group.rank == 0:
                 writer.publish(self._collect())
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would hold the copies
+            # The frames refer to the copies, whose memory would not be released.
+            traceback.clear_frames(error.__traceback__)
             self.error = error
         finally:
             writer.abandon()
@@ -401,7 +420,8 @@ class _Background:
         for rank in range(writer.group.world_size):
             at = self._said_by(rank)
             while not at.exists():
-                if not main_thread().is_alive():  # the job is ending, and others may have ended
+                # The program is ending here, and other ranks may have ended already.
+                if not main_thread().is_alive():
                     self.idle_s = min(self.idle_s, _AT_EXIT_S)
                 now, sizes = time.monotonic(), None if math.isinf(self.idle_s) else self._sizes()
                 if sizes != seen:
@@ -427,7 +447,8 @@ class _Background:
         return found
 
 
-_USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubernetes, spot machines
+# Sent by schedulers, such as Slurm and Kubernetes, and by spot machines.
+_USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @final

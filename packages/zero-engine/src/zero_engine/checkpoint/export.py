@@ -23,7 +23,8 @@ from .manifest import MANIFEST
 from .pretrained import INDEX, SINGLE
 from .ranges import ALL_CODES, FileRun, Range, file_bytes, in_files
 
-_CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
+# Bytes that are read and converted at a time.
+_CHUNK_BYTES: Final = 2**20
 
 
 @frozen
@@ -43,9 +44,11 @@ class _Tensor:
 class ExportReport:
     """Files that `export` wrote, and what they contain."""
 
-    files: tuple[Path, ...]  # of weights
+    # Files of weights.
+    files: tuple[Path, ...]
     num_tensors: int
-    num_bytes: int  # of these files
+    # Bytes of these files.
+    num_bytes: int
 
 
 def export(
@@ -90,7 +93,7 @@ def export(
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
     final, num_bytes = out.absolute(), 0
-    # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
+    # Not "partial": a save to the same folder meanwhile would remove it as a leftover.
     aside = f".{final.name}.exporting-{secrets.token_hex(4)}"
     try:
         FILE_SYSTEM.make_folders(final.parent)
@@ -208,7 +211,7 @@ def _write(path: Path, part: list[_Tensor], progress: Callable[[int], object] | 
     """
     part = sorted(part, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     said = ((t.name, ALL_CODES[t.dtype], t.reader.shape, t.num_bytes) for t in part)
-    metadata = {"format": "pt"}  # transformers asks for this word
+    metadata = {"format": "pt"}  # required by transformers
     with NewFile(path, FILE_SYSTEM) as file:
         for view in file_bytes(said, _values(part, progress), align=8, metadata=metadata):
             file.put(view)
@@ -234,7 +237,8 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
     with naming(path):
         FILE_SYSTEM.make_folders(path.parent)
         with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
-            aside.unlink(missing_ok=True)  # of a process that was killed
+            # A process that was killed may have left it.
+            aside.unlink(missing_ok=True)
             if path.suffix == ".safetensors":
                 first: dict[int, str] = {}
                 for name, value in state.items():

@@ -113,7 +113,7 @@ class OpenFolder:
         OSError: It cannot be opened, or is being removed.
     """
 
-    file: int = -1  # -1: closed
+    file: int = -1  # -1 when closed
 
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -145,7 +145,8 @@ def _lock(folder: int, kind: int) -> None:
         fcntl.flock(folder, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # no locks here, or none of folders
+    except OSError:
+        # The file system has no locks, or none for folders.
         pass
 
 
@@ -195,18 +196,20 @@ def naming(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: cannot be written: {why}; {remedy}") from error
 
 
-_BLOCK_BYTES: Final = 4 * 2**20  # written at a time
-_NUM_BLOCKS: Final = 4  # in memory: one fills; a disk is not steady, and others may wait for it
-_ALIGN_BYTES: Final = 4096  # what O_DIRECT asks for, of any disk
+# Bytes that are written at a time, and the number of such blocks in memory. One block is filled
+# while the others are written: the speed of a disk varies.
+_BLOCK_BYTES: Final = 4 * 2**20
+_NUM_BLOCKS: Final = 4
+_ALIGN_BYTES: Final = 4096  # required by O_DIRECT
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
-# NOTE(direct): through the page cache a checkpoint is copied once more, pushes out what others have
-# there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, and each goes
-# past the cache while the next fills. What does not fill a page at the end, and all of it where the
-# file system has no O_DIRECT, goes the usual way.
+# NOTE(direct): through the page cache, a checkpoint is copied once more, displaces data of others,
+# and is written only when `fsync` is called. So bytes are gathered in aligned blocks, and each is
+# written past the cache while the next is filled. An end that does not fill a page, and everything
+# where the file system has no O_DIRECT, goes through the cache.
 #
-# The blocks lie in huge pages where the kernel grants those: what goes to a disk at once is one
-# piece of memory then and not a thousand, and writing took half as long again without.
+# The blocks are in huge pages where the kernel has them: a write is then one piece of memory
+# instead of a thousand. Without huge pages, writing took 1.5 times as long.
 
 
 @define(eq=False)
@@ -219,10 +222,13 @@ class NewFile:
     crc32: int = field(default=0, init=False)
     _file: int = field(init=False)
     _is_direct: bool = field(default=bool(_DIRECT), init=False)
-    _blocks: deque[memoryview] = field(init=False)  # the first fills; the last were given away last
-    _filled: int = field(default=0, init=False)  # bytes of the first block
+    # The first block is being filled. The others are in the order of their last writes.
+    _blocks: deque[memoryview] = field(init=False)
+    # Bytes in the first block.
+    _filled: int = field(default=0, init=False)
     _writer: ThreadPoolExecutor = field(init=False)
-    _under_way: deque[Future[None]] = field(factory=deque, init=False)  # of the last blocks
+    # Writes of blocks in progress, the oldest first.
+    _under_way: deque[Future[None]] = field(factory=deque, init=False)
 
     def __enter__(self) -> NewFile:
         self._file = self._open()
@@ -254,7 +260,8 @@ class NewFile:
             room = _BLOCK_BYTES - self._filled
             part, view = view[:room], view[room:]
             self._blocks[0][self._filled : self._filled + len(part)] = part
-            self.crc32 = zlib.crc32(part, self.crc32)  # while it is in the processor's cache
+            # Computed while the bytes are in the processor's cache.
+            self.crc32 = zlib.crc32(part, self.crc32)
             self._filled += len(part)
             if self._filled == _BLOCK_BYTES:
                 self._under_way.append(self._writer.submit(self._write, self._blocks[0]))
@@ -268,10 +275,12 @@ class NewFile:
             try:
                 return self.system.open(self.path, flags | _DIRECT, 0o666)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # that: the file system has none
+                # EINVAL means that the file system has no O_DIRECT.
+                if error.errno != errno.EINVAL:
                     raise
                 self._is_direct = False
-                flags &= ~os.O_EXCL  # it may have been made all the same
+                # The failed call may have created the file.
+                flags &= ~os.O_EXCL
         return self.system.open(self.path, flags, 0o666)
 
     def _wait_for(self, num_left: int) -> None:
@@ -286,7 +295,8 @@ class NewFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._be_usual()  # blocks of this disk are larger than a page
+                # This disk needs a larger alignment than a page.
+                self._be_usual()
                 continue
             view = view[written:]
             if written % _ALIGN_BYTES:
@@ -302,6 +312,7 @@ class NewFile:
 def _huge_pages(num_bytes: int) -> mmap.mmap:
     """Map anonymous memory, in huge pages if the kernel has them; it is allocated when used."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a kernel without them, or another system
+    # Some kernels have no huge pages, and other systems no `madvise`.
+    with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -25,11 +25,12 @@ from .ranges import FileRun, Range, TensorFile
 T = TypeVar("T")
 
 LATEST: Final = "latest"
-REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one of the same tag
+# In the name of a folder that is being replaced by one of the same tag.
+REPLACED: Final = ".replaced-"
 
-# NOTE(complete): a folder TAG is complete: it got its name when everything in it was on disk. While
-# it is replaced by another of the same tag there is a moment without TAG, when the one before is
-# `.TAG.replaced-XXXX`, and as good. All else that begins with a dot is ignored.
+# NOTE(complete): a folder TAG is complete: it gets its name when everything in it is on disk. While
+# it is replaced by another of the same tag, there is no TAG for a moment; the old one is then
+# `.TAG.replaced-XXXX`, and counts as complete. All other names that begin with a dot are ignored.
 
 
 def find_complete(folder: Path) -> dict[str, Path]:
@@ -96,15 +97,19 @@ def _manifests_in(folder: Path) -> dict[Path, int]:
     """Return the inode of the manifest in each complete checkpoint's folder."""
     found = {}
     for path in find_complete(folder).values():
-        with suppress(OSError):  # it has just gone
+        # The checkpoint may have been removed since it was found.
+        with suppress(OSError):
             found[path] = (path / MANIFEST).stat().st_ino
     return found
 
 
-_MOST_CHANGES: Final = 100  # of a folder, seen while one of its checkpoints is opened
-_VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
+# Most changes of a folder that are tolerated while one of its checkpoints is opened.
+_MOST_CHANGES: Final = 100
+# Bytes that are read at a time to verify a file.
+_VERIFIED_BYTES: Final = 4 * 2**20
 
-_OF_RANKS: Final = ("rank_buffers", "rngs", "loco")  # sections with tensors of each rank
+# Sections of a manifest with tensors of each rank.
+_OF_RANKS: Final = ("rank_buffers", "rngs", "loco")
 
 
 @final
@@ -118,10 +123,14 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    source: StateSource  # values in the dtype in which they are trained: that of masters
-    average: Mapping[str, AbstractRangeReader]  # of parameters that train
-    folder: OpenFolder  # of its own
-    _of_ranks: Mapping[str, Mapping[int, Mapping[str, Range]]]  # by section, rank and name
+    # Values in the dtype that is trained: the master's, where there is one.
+    source: StateSource
+    # Name of each trained parameter -> its average.
+    average: Mapping[str, AbstractRangeReader]
+    # The checkpoint's own folder, kept open so that nobody removes it.
+    folder: OpenFolder
+    # Section -> rank -> name -> reader.
+    _of_ranks: Mapping[str, Mapping[int, Mapping[str, Range]]]
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -152,7 +161,8 @@ class Checkpoint:
     def _open(cls, folder: Path, tag: str | None) -> Checkpoint | None:
         found, hint = find_complete(folder), read_latest(folder)
         if hint is not None and hint not in found and holds_parts(folder / hint):
-            found[hint] = folder / hint  # its manifest is gone
+            found[hint] = folder / hint
+        # Its manifest is missing. Reading that raises an error that says so.
         if tag is not None and tag not in found:
             raise FileError(
                 f"{folder}: expected a checkpoint {tag!r}, got "
@@ -160,7 +170,8 @@ class Checkpoint:
             )
         serials, damaged = serials_in(found if tag is None else {tag: found[tag]})
         if damaged and (tag is not None or hint is None or hint in damaged):
-            bad = hint if hint in damaged else next(iter(damaged))  # it may be the newest
+            # Without a hint, the damaged one may be the newest.
+            bad = hint if hint in damaged else next(iter(damaged))
             raise FileError(f"{damaged[bad]}; {other_tags(folder, bad)}") from damaged[bad]
         if tag is None:
             tag = next((name for name, serial in serials.items() if serial), None)

@@ -61,7 +61,8 @@ def open_together(
 
     look = partial(run_on_all_ranks, act, what=what, group=group, timeout_s=_TIMEOUT_S)
     said, num_looks = look(), 1
-    while len(set(said)) > 1 and num_looks < _NUM_LOOKS:  # saved anew between two ranks' looks
+    # A checkpoint may have been saved between the looks of two ranks.
+    while len(set(said)) > 1 and num_looks < _NUM_LOOKS:
         said, num_looks = look(), num_looks + 1
     same = {"checkpoint": said[group.rank]} | {name: str(value) for name, value in facts.items()}
     check_agreement(same, group=group, timeout_s=_TIMEOUT_S)
@@ -97,7 +98,7 @@ def stop_unless_it_fits(
         raise
 
 
-# ---- What `save` saved ----
+# ---- Checkpoints that `save` wrote ----
 
 
 @final
@@ -105,17 +106,24 @@ def stop_unless_it_fits(
 class LoadReport:
     """Summary of what was restored; `print` it."""
 
-    path: Path  # of the checkpoint's own folder
+    # The checkpoint's own folder.
+    path: Path
     step: int
     extra: Any
-    num_tensors: int  # whole ones, of parameters, buffers and optimizer state
+    # Whole tensors of parameters, buffers and optimizer state.
+    num_tensors: int
     num_tensors_saved: int
-    num_bytes: int  # of those that were restored, whole
-    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
-    unexpected: tuple[str, ...]  # that the model does not have
-    restores_rngs: bool  # they were saved by as many ranks
-    begins_anew: tuple[str, ...]  # what training kept and cannot go on with here, each with why
-    engine: Any  # what an engine keeps
+    # Bytes of the whole tensors that were restored.
+    num_bytes: int
+    # Names of parameters and buffers that were not loaded, and of those that the model lacks.
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    # Whether random states were restored: only if as many ranks saved them.
+    restores_rngs: bool
+    # State of training that cannot be continued here, each with the reason.
+    begins_anew: tuple[str, ...]
+    # Values that an engine saved.
+    engine: Any
 
     def __str__(self) -> str:
         anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
@@ -245,7 +253,8 @@ def load(
                     restore_rngs(checkpoint.read("rngs", position), group.device)
             except (CommError, AgreementError, FileError, LoadError, StateError):
                 raise
-            except Exception as error:  # of a file, or of a scheduler that its state does not suit
+            except Exception as error:
+                # An error of a file, or of a scheduler that the state does not fit.
                 raise FileError(
                     f"{checkpoint.path}: {type(error).__name__}: {error}; it failed after some "
                     "values were written: load again before training goes on"
@@ -347,7 +356,8 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     mistake = None if find_complete(folder) else _find_mistake(folder.absolute(), tag)
     if mistake is not None:
         raise FileError(f"load(): expected the folder of all checkpoints, got {mistake}")
-    is_new = missing_ok and folder.exists() and not any(folder.iterdir())  # whatever the tag
+    # In an empty folder nothing was saved, whatever the tag.
+    is_new = missing_ok and folder.exists() and not any(folder.iterdir())
     found = Checkpoint.open(folder, tag) if folder.exists() and not is_new else None
     if found is None and not missing_ok:
         lacks = "holds no complete checkpoint" if folder.exists() else "no such folder"

@@ -23,11 +23,13 @@ from .file_system import OpenFolder, read_regular
 from .limits import LARGEST_NUMBER, MOST_DIMENSIONS, MOST_NESTED, MOST_RANK_DIGITS
 
 T = TypeVar("T")
-Check = Callable[[Any, str], T]  # of what JSON says, and where that is; raises FileError
+# Takes a value of JSON and the place where it is; returns the checked value or raises FileError.
+Check = Callable[[Any, str], T]
 
 # ---- Values ----
 
-_KIND: Final = "$"  # the key of what JSON has no word for
+# Key of an object that stands for a value that JSON does not have.
+_KIND: Final = "$"
 
 
 def to_json(value: Any, where: str, *, depth: int = 0) -> Any:
@@ -53,7 +55,8 @@ def to_json(value: Any, where: str, *, depth: int = 0) -> Any:
         said = items if type(value) is list else {_KIND: kind, "items": items}
     elif isinstance(value, Mapping):
         said = _mapping_to_json(value, where, depth + 1)
-    elif value is not None:  # a number or string, maybe of numpy or an enumeration
+    elif value is not None:
+        # A number or string, maybe of numpy or an enumeration.
         plain = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
         if plain is None:
             raise ConfigError(
@@ -78,7 +81,8 @@ def from_json(said: Any, where: str = "", *, depth: int = 0) -> Any:
     Raises:
         FileError: `said` is nothing that `to_json` makes, or is nested too deep; it names `where`.
     """
-    if depth > MOST_NESTED + 1:  # a param group is one around its options
+    # A param group adds one level around its options.
+    if depth > MOST_NESTED + 1:
         raise FileError(f"{where}: expected at most {MOST_NESTED} values in values")
 
     def inner(item: Any) -> Any:
@@ -141,8 +145,8 @@ def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
         found = torch.empty(0, dtype=dtype, device="cpu").view(shape)
     else:
         found = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
-    # One that was on a device is on this process's again, whatever that is, as with torch.load. A
-    # process that has not used its device, as `zero export`, need not begin to.
+    # A tensor that was on a device is put on this process's device, of whatever kind, as by
+    # torch.load. A process that has not used its device, such as `zero export`, does not begin to.
     return found.to(accelerator_in_use() or "cpu") if said.get("on_device") is True else found
 
 
@@ -255,7 +259,7 @@ def _object(kind: Callable[..., T], **checks: Check[Any]) -> Check[T]:
     return look
 
 
-# ---- What there is to say ----
+# ---- Content of a manifest ----
 
 
 @frozen
@@ -263,7 +267,7 @@ class FileFacts:
     """Size and checksum that a file must have."""
 
     num_bytes: int
-    crc32: int  # zlib's, over all of it
+    crc32: int  # zlib's, of the whole file
 
 
 @frozen
@@ -283,8 +287,10 @@ class TensorFacts:
     dtype: torch.dtype
     shape: torch.Size
     pieces: tuple[StoredRange, ...]
-    is_frozen: bool = False  # a parameter that does not train
-    split: Split | None = None  # then the order is that of the parts
+    # Whether it is a parameter that does not train.
+    is_frozen: bool = False
+    # With a split, `pieces` are in the order of its parts.
+    split: Split | None = None
 
 
 def no_pieces(dtype: torch.dtype, shape: torch.Size, split: Split | None) -> dict[str, Any]:
@@ -378,12 +384,14 @@ class Manifest:
 
     tag: str = field(converter=_by(_text))
     step: int = field(converter=_by(_count))
-    world_size: int = field(converter=_by(_count))  # that saved it
-    num_parts: int = field(converter=_by(_count), default=1)  # of DTensors, over those ranks
-    num_stages: int = field(converter=_by(_count), default=1)  # of a pipeline, over those ranks
-    # None: loaded by its tag only.
+    # Ranks that saved it, and over how many parts of DTensors and stages of a pipeline they were.
+    world_size: int = field(converter=_by(_count))
+    num_parts: int = field(converter=_by(_count), default=1)
+    num_stages: int = field(converter=_by(_count), default=1)
+    # Larger for newer checkpoints. None: loaded by its tag only.
     serial: int | None = field(converter=_by(_maybe(_count)), default=None)
-    excludes_frozen: bool = field(converter=_by(_truth))  # what did not train was left out
+    # Whether parameters that did not train were left out.
+    excludes_frozen: bool = field(converter=_by(_truth))
     files: Mapping[str, FileFacts] = field(converter=_by(_files))
     params: Mapping[str, TensorFacts] = field(converter=_by(_tensors))
     buffers: Mapping[str, TensorFacts] = field(converter=_by(_tensors))
@@ -398,14 +406,14 @@ class Manifest:
     own_state: Mapping[int, Mapping[str, TensorFacts]] = field(
         converter=_by(_of_ranks), factory=dict
     )
-    # Of what modules save by code of their own; None: not known.
+    # What modules save by their own code. None: not known.
     state_dict: StateDictLayout | None = field(converter=_by(_maybe(_layout)), factory=_NO_LAYOUT)
     rank_buffers: Mapping[int, Mapping[str, TensorFacts]] = field(converter=_by(_of_ranks))
     rngs: Mapping[int, Mapping[str, TensorFacts]] = field(converter=_by(_of_ranks))
     loco: Mapping[int, Mapping[str, TensorFacts]] = field(converter=_by(_of_ranks), factory=dict)
     loco_facts: Mapping[str, str] = field(converter=_by(_dict_of(_text)), factory=dict)
     average: Mapping[str, TensorFacts] = field(converter=_by(_tensors), factory=dict)
-    # Of the average; None: none was saved.
+    # Updates of the average. None: no average was saved.
     num_updates: int | None = field(converter=_by(_maybe(_count)), default=None)
     scheduler: Any = field(converter=_by(_value))
     engine: Any = field(converter=_by(_value))
@@ -470,7 +478,8 @@ def unsealed(path: Path, folder: OpenFolder | None = None) -> dict[str, Any]:
         raise FileError(f"{path}: expected a manifest in JSON, got a {type(said).__name__}")
     crc32 = said.pop("crc32", None)
     try:
-        found, is_same = _crc32_of(said), content == seal({**said})  # white space, too
+        # White space must be equal, too.
+        found, is_same = _crc32_of(said), content == seal({**said})
     except (RecursionError, ValueError) as error:
         raise FileError(f"{path}: expected a manifest, and it is nested too deep") from error
     if crc32 != found or not is_same:

@@ -29,9 +29,12 @@ _TIMEOUT_S: Final = 60.0
 class CheckpointRanks:
     """Ranks that save or load one checkpoint, and the position of this rank among them."""
 
-    group: Group  # all of them
-    position: int  # number of this rank: those of the first stage are counted first
-    stages: Group | None = None  # ranks with other stages, in the order of stages
+    # All ranks that save or load.
+    group: Group
+    # Number of this rank among them; ranks of the first stage come first.
+    position: int
+    # Ranks that have the other stages, one of each, in the order of stages.
+    stages: Group | None = None
 
     @classmethod
     def of(cls, sharded: ShardedModel, stages: AnyRanks | None) -> CheckpointRanks:
@@ -84,7 +87,8 @@ class CheckpointRanks:
 
 # ---- Saving ----
 
-_BY_NAME: Final = ("params", "optimizer", "ties")  # sections of a manifest, of every stage
+# Sections of a manifest that are joined from those of all stages.
+_BY_NAME: Final = ("params", "optimizer", "ties")
 
 
 def join_stages(
@@ -149,7 +153,8 @@ def join_stages(
 
 def _find_problem(content: Mapping[str, Any]) -> str:
     """Return what a checkpoint of several stages has no place for; "" if there is nothing."""
-    layout = content["state_dict"]  # None: it is not known
+    # None means that the layout is not known.
+    layout = content["state_dict"]
     if layout is None or layout["keys"] or layout["values"]:
         return (
             "modules change what state_dict() gives, by hooks or methods of their own, which is "
@@ -199,7 +204,7 @@ def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[
     aliases = chain.from_iterable(param_ref.plan.names for param_ref in sharded.param_refs)
     buffers = (name for name, _ in sharded.model.named_buffers(remove_duplicate=False))
     mine = {*aliases, *buffers, *(param_ref.saved_name for param_ref in sharded.param_refs)}
-    # Of all ranks, as those of one stage may have different parameters.
+    # All ranks tell their names, since those of one stage may have different parameters.
     by_rank = all_gather_json([ranks.stage, sorted(mine)], group=ranks.group, timeout_s=_TIMEOUT_S)
     here, other = set[str](), set[str]()
     for stage, names in by_rank:
@@ -213,7 +218,7 @@ def without(
     """Return a checkpoint's values, and an average's, without those of `names`. Local."""
     if not names:
         return source, average
-    # A parameter that was tied, and has on this stage only a name that was not the first.
+    # Names of tied parameters whose first name is on another stage, by that first name.
     here = {first: name for name, first in source.ties.items() if name not in names}
     here = {first: name for first, name in here.items() if first in names}
 

@@ -20,7 +20,7 @@ from .ranges import Range, open_safetensors, open_torch_file
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-# What a folder may have, the first first.
+# Files to look for in a folder, in this order.
 _IN_FOLDER: Final = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 

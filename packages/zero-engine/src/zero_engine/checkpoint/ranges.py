@@ -25,7 +25,7 @@ from .limits import LARGEST_HEADER_BYTES
 
 # ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
 
-# Of each dtype that checkpoints are written in; all others are written as their bytes, "U8".
+# Code of each dtype that checkpoints are written in; others are written as bytes, "U8".
 CODES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,7 +50,8 @@ _DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
+# Bytes that are copied from a device at a time.
+_CHUNK_BYTES: Final = 4 * 2**20
 _LENGTH_BYTES: Final = 8
 _WHEN_READ: Final = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
@@ -104,7 +105,8 @@ class TensorFile:
     """Safetensors file; its header is read when it is needed, and the file is not kept open."""
 
     path: Path
-    folder: OpenFolder | None = None  # that it is read from, whatever its path is by then
+    # Folder that the file is read from, even after that was renamed.
+    folder: OpenFolder | None = None
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
@@ -114,7 +116,8 @@ class TensorFile:
                 return _read_header(file)
         except FileNotFoundError as error:
             raise FileError(f"{self.path}: no such file") from error
-        except (ArithmeticError, *_WHEN_READ) as error:  # of numbers that are too large, too
+        except (ArithmeticError, *_WHEN_READ) as error:
+            # Numbers that are too large raise an ArithmeticError.
             raise FileError(
                 f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
                 "it again"
@@ -245,7 +248,8 @@ class Range(AbstractRangeReader):
             part, memory = memory[: last - first], memory[last - first :]
             if isinstance(run, FileRun) and is_as_in_files:
                 run.read_into(part.detach(), first)
-                part[:0].zero_()  # autograd hears of the write
+                # `read_into` writes without torch. This lets autograd notice the write.
+                part[:0].zero_()
             else:
                 part.copy_(run.read(first, last))
 
@@ -311,8 +315,8 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
         )
     _check_archive(path)
     allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
-    # Torch warns that it validates sparse tensors, or does not (it depends on the version). Where
-    # warnings are errors, a whole file would be called damaged.
+    # Depending on its version, torch warns that it validates sparse tensors, or that it does not.
+    # Where warnings are errors, an intact file would be called damaged.
     quiet = warnings.catch_warnings(action="ignore")
     with torch.serialization.safe_globals(allowed), quiet:
         try:
@@ -324,7 +328,8 @@ def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) 
                 "a DeepSpeed checkpoint can be converted by its own zero_to_fp32.py with "
                 "--safe_serialization, and the weights loaded with load_pretrained()"
             ) from error
-        except Exception as error:  # what a damaged file makes torch say has many types
+        except Exception as error:
+            # torch raises errors of many types for a damaged file.
             raise FileError(
                 f"{path}: expected a whole file of torch.save ({error}); it is damaged"
             ) from error
@@ -351,5 +356,6 @@ def _unknown_names(path: Path) -> str:
     """Return the names that a file needs beyond those allowed, found without running it."""
     try:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-    except Exception:  # it is damaged as well: the first error says enough
+    except Exception:
+        # The file is damaged as well, as the first error says.
         return ""

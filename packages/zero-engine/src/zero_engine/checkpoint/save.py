@@ -48,7 +48,8 @@ from .pipeline import CheckpointRanks, join_stages
 from .writer import CheckpointWriter, SaveReport, SaveRequest, WriteBatch, WriteItem, tensor_at
 
 _TIMEOUT_S: Final = 60.0
-_SECTIONS: Final = (  # of the manifest, whose tensors lie in files
+# Sections of the manifest whose tensors are in files.
+_SECTIONS: Final = (
     *("params", "buffers", "rank_buffers", "optimizer", "own_state", "rngs", "loco", "average"),
 )
 
@@ -160,7 +161,8 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     said = {name: str(value) for name, value in facts.items()}
     sharded.compare_launches("save()", at_once=True)
     check_agreement(said, group=group, timeout_s=_TIMEOUT_S)
-    if not is_named:  # on no rank: the name that rank 0 has would do, but is not theirs
+    # All ranks agree, so none of them has named a folder.
+    if not is_named:
         raise ConfigError(
             f"save(): expected the path of a folder that every rank sees, got {asked.folder!r} "
             f"(rank {group.rank}); pass the same one on all ranks"
@@ -213,7 +215,7 @@ def _content(asked: SaveRequest, sharded: ShardedModel, ranks: CheckpointRanks) 
         "world_size": ranks.group.world_size,
         "num_parts": sharded.routes.num_parts,
         "num_stages": ranks.num_stages,
-        # On one rank parameters rest whole.
+        # On one rank parameters are replicated, whatever stage was asked for.
         "stage": next(int(s) for s, row in STAGES.items() if row == sharded.placements),
         "excludes_frozen": bool(asked.exclude_frozen),
         **{name: {} for name in _SECTIONS},

@@ -26,33 +26,38 @@ from .manifest import MANIFEST, FileFacts, no_pieces, read_fields, seal
 from .ranges import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
-_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may
+# Mapped tensors begin at multiples of this, which suits any dtype and vector units.
+_ALIGN_BYTES: Final = 64
 
 _PARTIAL: Final = ".partial-"
 _PRUNED: Final = ".pruned-"
 _LOCK: Final = "lock"
-_NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its job has just made it
+# Age from which a partial folder without a lock file is left over: a job makes the file at once.
+_NO_LOCK_S: Final = 60.0
 
-# NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
-# TAG; whatever has a name without a dot is complete. What is to go is renamed first, and deleted
-# then. Rank 0's process holds a lock in the partial folder: where nobody does, it is left over. The
-# lock's file is the first in a folder and the last that goes, so that a kill leaves none without.
+# NOTE(order): everything is written to `.TAG.partial-XXXX` and is on disk before that is renamed to
+# TAG, so a name without a dot is complete. A folder to be removed is renamed first. Rank 0's
+# process holds a lock in the partial folder: where nobody does, the folder is left over. The lock's
+# file is made first and removed last, so that a kill leaves no folder without it.
 
-# NOTE(linked): frozen parameters are compared with their file in the checkpoint before, byte by
-# byte, and if they are the same there is one file with two names. To read costs less than to write,
-# and a file that has been damaged since is not carried on.
+# NOTE(linked): frozen parameters are compared with their file in the previous checkpoint, byte by
+# byte. If they are equal, that file gets a second name. Reading takes less time than writing, and a
+# file that has been damaged since then is not used again.
 
 
 @frozen
 class WriteItem:
     """A run of elements of a flattened tensor, which this rank writes."""
 
-    path: tuple[str, ...]  # in the manifest
+    # Keys of the tensor's entry in the manifest.
+    path: tuple[str, ...]
     dtype: torch.dtype
-    shape: torch.Size  # of the whole tensor
+    # Shape of the whole tensor.
+    shape: torch.Size
     start: int
     stop: int
-    split: Split | None = None  # its elements are counted in the order of the parts then
+    # With a split, `start` and `stop` count elements in the order of its parts.
+    split: Split | None = None
 
     @property
     def key(self) -> str:
@@ -75,9 +80,11 @@ class WriteBatch:
     """Runs that are read together."""
 
     runs: tuple[WriteItem, ...]
-    read: Callable[[], Sequence[Tensor]]  # 1-D each
+    # Returns the values of each run, 1-D.
+    read: Callable[[], Sequence[Tensor]]
     is_resident: bool = False  # see `zero_partition.seams.PartBatch`
-    is_frozen: bool = False  # of parameters that do not train
+    # Whether the runs are of parameters that do not train.
+    is_frozen: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +108,8 @@ class SaveRequest:
     is_latest: bool = True
     average: ShardedAverage | None = None
     stages: AnyRanks | None = None
-    engine: Any = None  # what an engine keeps, which warns of gradients itself
+    # Values that an engine saves; an engine also warns of gradients itself.
+    engine: Any = None
     system: FileSystem = FILE_SYSTEM
 
 
@@ -110,10 +118,13 @@ class SaveRequest:
 class SaveReport:
     """Path and size of a checkpoint that was saved."""
 
-    path: Path  # of the checkpoint's own folder
-    num_tensors: int  # whole ones
-    num_bytes: int  # of all ranks' files
-    linked_bytes: int  # of those, in files that the checkpoint before has too, on this rank
+    # The checkpoint's own folder.
+    path: Path
+    # Whole tensors, and bytes of all ranks' files.
+    num_tensors: int
+    num_bytes: int
+    # Bytes of this rank's files that the previous checkpoint has, too.
+    linked_bytes: int
 
 
 @define(eq=False, kw_only=True)
@@ -121,12 +132,18 @@ class CheckpointWriter:
     """Checkpoint that is written by its methods, in their order; `abandon` ends it. Local."""
 
     asked: SaveRequest
-    group: Group  # all ranks that write it
-    content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
-    batches: list[WriteBatch]  # what this rank writes
-    num_tensors: int  # whole ones, of all ranks
-    path: Path = field(init=False)  # of the folder that is written to
-    _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
+    # All ranks that write it.
+    group: Group
+    # Content of the manifest. `publish` adds the files, and where tensors are in them.
+    content: dict[str, Any]
+    # Runs that this rank writes.
+    batches: list[WriteBatch]
+    # Whole tensors of all ranks.
+    num_tensors: int
+    # The partial folder.
+    path: Path = field(init=False)
+    # Descriptor of the lock's file on rank 0; see NOTE(order).
+    _lock: int | None = field(default=None, init=False)
 
     @property
     def folder(self) -> Path:
@@ -162,7 +179,8 @@ class CheckpointWriter:
                     self.content["serial"] = 1 + max(serials, default=0)
                 system.mkdir(self.path)
                 self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-                with suppress(OSError):  # the file system may have no locks: see `_is_left_over`
+                # The file system may have no locks; see `_is_left_over`.
+                with suppress(OSError):
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileError:
             self.abandon()
@@ -221,7 +239,8 @@ class CheckpointWriter:
             system.sync_folder(self.path)
             self._rename()
             system.sync_folder(self.folder)
-            with suppress(OSError):  # it does no harm there
+            # A lock file that stays does no harm.
+            with suppress(OSError):
                 system.unlink(final / _LOCK)
             self._release()
             if self.asked.is_latest:
@@ -234,7 +253,8 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Remove the partial folder, if that is possible. After `publish` nothing is removed."""
-        path = getattr(self, "path", None)  # an interrupt may come before it has one
+        # An interrupt may come before the path is set.
+        path = getattr(self, "path", None)
         if self.group.rank == 0 and path is not None and path.exists():
             _remove(path, self.asked.system)
         self._release()
@@ -244,7 +264,8 @@ class CheckpointWriter:
         mine = written[self.group.rank]["files"]
         try:
             linked = [f["bytes"] for n, f in mine.items() if (self.final / n).stat().st_nlink > 1]
-        except OSError:  # pruned or replaced by now
+        except OSError:
+            # The checkpoint has been pruned or replaced by now.
             linked = []
         return SaveReport(
             path=self.final,
@@ -255,7 +276,8 @@ class CheckpointWriter:
 
     def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
         """Return the folder and files of the newest checkpoint with an intact manifest, or None."""
-        with suppress(OSError, FileError):  # it has just gone
+        # The checkpoint may be removed meanwhile.
+        with suppress(OSError, FileError):
             found = find_complete(self.folder)
             tag = next((tag for tag, serial in serials_in(found)[0].items() if serial), None)
             if tag is not None:
@@ -270,7 +292,8 @@ class CheckpointWriter:
 
     def _link(self, path: Path, batches: Sequence[WriteBatch], before: Path) -> bool:
         """Hard-link the previous checkpoint's file if its bytes are the same; return whether."""
-        with suppress(OSError, FileError):  # it is gone, or cannot have two names
+        # The file may be gone, or the file system may have no hard links.
+        with suppress(OSError, FileError):
             with open_regular(before / path.name) as file:
                 is_same = all(file.read(len(view)) == view for view in _bytes_of(batches))
                 is_same = is_same and not file.read(1)
@@ -285,7 +308,8 @@ class CheckpointWriter:
         if is_replaced:
             self.asked.system.rename(self.final, aside)
         try:
-            self.asked.system.rename(self.path, self.final)  # also over an empty folder
+            # This replaces an empty folder, too.
+            self.asked.system.rename(self.path, self.final)
         except OSError:
             if is_replaced:
                 self.asked.system.rename(aside, self.final)
@@ -293,7 +317,8 @@ class CheckpointWriter:
 
     def __del__(self) -> None:
         """Release the lock if an interrupt came before `abandon`: the next save then cleans up."""
-        with suppress(BaseException):  # which Python would print only
+        # Python would only print an error.
+        with suppress(BaseException):
             self._release()
 
     def _release(self) -> None:
@@ -394,7 +419,8 @@ def _prune(newest: Path, keep: int, system: FileSystem) -> None:
     found = find_complete(newest.parent)
     serials = serials_in(found)[0]
     others = [tag for tag, serial in serials.items() if serial and tag != newest.name]
-    for tag in reversed(others[keep - 1 :]):  # the oldest first, if this is interrupted
+    # The oldest are removed first, in case this is interrupted.
+    for tag in reversed(others[keep - 1 :]):
         _retire(found[tag], tag, system)
 
 
