@@ -32,14 +32,14 @@ from zero_engine.torch_private import current_backward, is_in_functional_transfo
 from .engine_config import EngineConfig
 from .loss_scale import LossScaler, PendingOverflow, StaticLossScale, has_state, remember
 
-# NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
-# and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
-# optimizer steps: so it does not matter who calls backward, and on what.
+# NOTE(boundary): a micro-batch ends with step(). At stages 0 and 1, which keep whole gradients
+# anyway, the engine is inside no_sync until the micro-batch that ends with a step of the optimizer
+# begins. So it does not matter who calls backward, and on which loss.
 
 # NOTE(direct): in a backward that no engine runs, gradients are divided by the number of
-# micro-batches where they enter the model, at what `forward` returned. An output may be computed
-# from another one, as a loss is from logits: where there are several, the user gets views of them,
-# through which only gradients from outside pass, so that nothing is divided twice.
+# micro-batches where they enter the model, at the outputs of `forward`. An output may be computed
+# from another one, as a loss is from logits. If there are several, the user gets views, which only
+# gradients from outside pass through, so that nothing is divided twice.
 
 # NOTE(scale): a loss is multiplied by the loss scale in fp32: in fp16 the product would overflow.
 
@@ -75,7 +75,8 @@ class Engine(nn.Module):
             each call of `backward` counts as a micro-batch.
     """
 
-    _running: ClassVar[list[Engine]] = []  # in backward(); a loss may be of several
+    # Engines whose `backward` is running; a loss may be of several.
+    _running: ClassVar[list[Engine]] = []
 
     def __init__(
         self,
@@ -94,25 +95,32 @@ class Engine(nn.Module):
         self._lr_scheduler = lr_scheduler
         self.config = config
         self.group = group
-        self._data = data  # among which samples are divided
+        # Ranks that samples are divided among.
+        self._data = data
         self._across = across
         self._is_late = self.device.type != "cpu"  # see NOTE(verdict)
         scale = config.loss_scale
         self._loss_scaler = None if scale is None else LossScaler(scale)
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._skipped_steps = 0
-        self._num_micro_batches = config.accumulation_steps  # of one global step
-        self._num_pending = 0  # micro-batches since the last boundary
-        # Whether the next micro-batch is one, decided by hand; counted when None.
+        # Micro-batches of one global step.
+        self._num_micro_batches = config.accumulation_steps
+        # Micro-batches since the last boundary.
+        self._num_pending = 0
+        # Whether the next micro-batch ends with a boundary, as the user set it. None: count.
         self._is_boundary = None if config.manages_accumulation else True
         self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = self._was_skipped = False
-        self._verdict: PendingOverflow | None = None  # of the last step; None if it is known
+        # Outcome of the last step while it is not known yet; None otherwise.
+        self._verdict: PendingOverflow | None = None
         self._was_scaled = self._is_destroyed = self._is_compiled = False
-        self._scaled_backward = -1  # the last one to pass through a loss that was scaled
-        self._num_backwards = 0  # since the last boundary, where those are the user's
-        self._open_no_sync = 0  # the user's
+        # Number, by `current_backward`, of the last backward through a scaled loss.
+        self._scaled_backward = -1
+        # Backwards since the last boundary. Each is a micro-batch where every step is a boundary.
+        self._num_backwards = 0
+        # Contexts of `no_sync` that the user has entered.
+        self._open_no_sync = 0
         self._monitor = None
         if config.monitor is not None and self.global_rank == 0:
             self._monitor = config.monitor(module)
@@ -368,7 +376,8 @@ class Engine(nn.Module):
         """
         if self._is_destroyed:
             return
-        with suppress(LossScaleError):  # it asks for another scale, and nothing is scaled any more
+        # The error asks for another scale, but nothing is scaled any more.
+        with suppress(LossScaleError):
             self._apply_pending()
         self._is_destroyed = True
         if self._monitor is not None:
@@ -501,7 +510,8 @@ class Engine(nn.Module):
         """Return outputs of `forward` with hooks for a direct backward; see NOTE(direct)."""
         if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
             return outputs
-        if is_in_functional_transform():  # its gradients are the caller's, and no micro-batch's
+        # Gradients of a transform are its caller's, and belong to no micro-batch.
+        if is_in_functional_transform():
             return outputs
         entries = {id(tensor): tensor for tensor in _tensors_in(outputs) if tensor.grad_fn}
         if len(entries) > 1:
@@ -898,7 +908,8 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not yet there: __init__ is running
+            # `__init__` is running, and has not set it yet.
+            if name == "module":
                 raise
         return getattr(self.module, name)
 
@@ -913,7 +924,8 @@ class Engine(nn.Module):
         self._skipped_steps += not was_applied
         self._tell()
         if self._loss_scaler is not None:
-            self._loss_scaler.update(not was_applied)  # may raise: last
+            # Comes last, since it may raise.
+            self._loss_scaler.update(not was_applied)
 
     def _tell(self) -> None:
         """Print a line on rank 0, once in `steps_per_print` global steps."""

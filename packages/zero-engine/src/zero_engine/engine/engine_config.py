@@ -52,10 +52,14 @@ def _is_function(owner: Any, attribute: Attribute, value: Any) -> None:
 class SourceRow:
     """One line of `EngineConfig.table`."""
 
-    key: str  # its path in the file
-    value: Any  # in the end; has a str()
-    origin: str  # "file", "auto" (the file leaves it open), "inferred" or "default"
-    meaning: str  # the field of EngineConfig that it becomes part of, or why it changes nothing
+    # Path of the key in the file.
+    key: str
+    # The value that is used; `str` does not fail for it.
+    value: Any
+    # "file", "auto" (the file leaves it open), "inferred" or "default".
+    origin: str
+    # The field of EngineConfig that it becomes part of, or why it changes nothing.
+    meaning: str
 
 
 @final

@@ -106,7 +106,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     check_mpu(mpu, what="initialize()")
     assert model is not None, "its kind was checked"
     chosen = _choose_config(args, config)
-    unit = mpu if group is None else None  # what says which ranks share a sample
+    # Says which ranks share a sample; None if `group` was passed.
+    unit = mpu if group is None else None
     ranks = _join(mpu, dist_init_required) if group is None else group
     group = whole_of(ranks)
     across = model_group_of(mpu, what="initialize()")
@@ -123,7 +124,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if optimizer is not None or settings.optimizer is not None:
         _check_trains(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if not devices <= {group.device, torch.device("meta")}:  # of the latter shard() says more
+    # Tensors on meta are left to `shard`, which checks them.
+    if not devices <= {group.device, torch.device("meta")}:
         model.to(group.device)
     if model_parameters is None:
         model_parameters = [param for param in model.parameters() if param.requires_grad]
@@ -138,18 +140,21 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if settings.prepare is not None:
         settings.prepare(model)
     if settings.zero.offload is not None and settings.zero.offload.path is not None:
-        with suppress(OSError):  # shard() says on all ranks what is wrong with it
+        # If this fails, `shard` raises an error on all ranks that says why.
+        with suppress(OSError):
             settings.zero.offload.path.mkdir(parents=True, exist_ok=True)
     _, wire = ranks_of(ranks, settings.zero.wire, settings.zero.placements)
     precision = settings.zero.precision
-    if data.world_size != group.world_size:  # ranks that share a sequence add up their parts
+    # Ranks that share a sequence add up the parts of its gradients.
+    if data.world_size != group.world_size:
         precision = evolve(precision or AS_IT_IS, mean_over=data.world_size)
     own = settings.zero.groups
     if not own and group.world_size > 1:
         own = _expert_groups(model, made, mpu)
     zero = evolve(settings.zero, wire=wire, precision=precision, groups=own)
     settings = evolve(settings, zero=zero)
-    shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
+    # Comes last, so that an error above leaves the model unchanged.
+    shard(model, made, settings.zero, group=group)
     groups: dict[str, Any] = {"group": group, "data": data, "across": across}
     engine = Engine(model, made, settings, lr_scheduler=scheduler, **groups)
     return engine, made, loader, scheduler
@@ -194,7 +199,8 @@ def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
 def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     """Return the ranks to shard over. Collective where the job has to be joined."""
     if dist_init_required is False:
-        default_group()  # which raises where there should be a job
+        # Raises if the process was started as one of several and has not joined them.
+        default_group()
     group = zero_comm.init()
     return group if mpu is None else shard_group_of(mpu, what="initialize()")
 
@@ -204,7 +210,8 @@ def _as_engine_config(
     auto: Mapping[str, Any] | None,
     *,
     world_size: int,
-    **said: Any,  # by other arguments
+    # Other arguments of `initialize`.
+    **said: Any,
 ) -> EngineConfig:
     if auto is not None and isinstance(chosen, ZeroConfig | EngineConfig):
         raise ConfigError(
@@ -273,7 +280,8 @@ def _choose_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, confi
             f"with the optimizer, got {made!r}"
         )
     scheduled = getattr(made, "optimizer", optimizer)
-    groups = [id(param_group) for param_group in optimizer.param_groups]  # a chain's: its members'
+    # A chain of optimizers has the param groups of its members.
+    groups = [id(param_group) for param_group in optimizer.param_groups]
     if isinstance(made, LRScheduler) and not any(
         id(param_group) in groups for param_group in scheduled.param_groups
     ):
@@ -374,9 +382,11 @@ def check_mpu(mpu: Any, *, what: str) -> None:
             )
         return
     names = ["get_data_parallel_group"]
-    if hasattr(mpu, "get_model_parallel_world_size"):  # else the model is not split
+    # Without this method, the model is not split.
+    if hasattr(mpu, "get_model_parallel_world_size"):
         names += ["get_model_parallel_world_size", "get_model_parallel_group"]
-    if hasattr(mpu, "get_sequence_parallel_world_size"):  # else sequences are not split
+    # Without this method, sequences are not split.
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
         names += ["get_sequence_data_parallel_group"]
     missing = [f"{name}()" for name in names if not callable(getattr(mpu, name, None))]
     if missing:
@@ -469,7 +479,8 @@ def model_part_of(mpu: Any) -> Any:
 def _wrap(process_group: Any, where: str) -> Group:
     try:
         return Group.from_process_group(process_group)
-    except (TypeError, ValueError) as error:  # what torch says of a group it does not know
+    except (TypeError, ValueError) as error:
+        # torch raises these for a group that it does not know.
         raise ConfigError(
             f"{where}: expected a process group of torch.distributed, got {process_group!r}"
         ) from error

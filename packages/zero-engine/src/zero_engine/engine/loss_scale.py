@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_engine.checks import at_least, check_number, is_kind
 from zero_engine.errors import ConfigError, LossScaleError
 
-# The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
+# Limits of fp32, in which the loss is scaled and gradients are unscaled.
 SMALLEST_SCALE: Final = 2.0**-126
 LARGEST_SCALE: Final = 2.0**127
 
@@ -89,8 +89,10 @@ class LossScaler:
                 f"LossScaler: expected a StaticLossScale or a DynamicLossScale, got {value!r}"
             )
         self._value = value
-        self._clean_steps = 0  # in a row, since the last overflow
-        self._hysteresis = 1  # the scale halves at this many-th overflow from here
+        # Steps since the last overflow.
+        self._clean_steps = 0
+        # Overflows until the scale is halved.
+        self._hysteresis = 1
         if isinstance(value, StaticLossScale):
             self._scale = float(value.scale)
         else:
@@ -183,18 +185,20 @@ class LossScaler:
 
 
 # NOTE(verdict): on CUDA a fused optimizer skips its step on the device, and the host goes on as if
-# it had not. It learns at the end of the next micro-batch, when the answer has long arrived, and
-# only then takes back what it did: the scheduler's step. Losses in between are scaled by a number
-# that the device has chosen.
+# it had not. The host learns of it at the end of the next micro-batch, when the outcome has been
+# copied, and then undoes the scheduler's step. Losses in between are scaled on the device.
 
 
 @frozen
 class PendingOverflow:
     """Outcome of the last step, which is being copied to the host."""
 
-    finite: Tensor  # bool scalar: whether the step was applied; in pinned memory of the host
-    arrived: torch.Event | None  # None if it is there
-    loss_scale: Tensor | None  # float32 scalar on the device: what comes next; None if not scaled
+    # Whether the step was applied: a bool scalar in page-locked host memory.
+    finite: Tensor
+    # Event after the copy of `finite`; None if that has its value already.
+    arrived: torch.Event | None
+    # The next loss scale: a float32 scalar on the device; None if losses are not scaled.
+    loss_scale: Tensor | None
     _undo: Callable[[], None]
 
     @classmethod

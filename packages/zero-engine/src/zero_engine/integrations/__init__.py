@@ -6,7 +6,8 @@ need beyond them is listed below, and a test looks each of them up in the versio
 
 from typing import Final
 
-PRIVATE_METHODS: Final = {  # by module and class: what is called or overridden
+# Module and class -> methods that are called or overridden.
+PRIVATE_METHODS: Final = {
     "transformers:Trainer": (
         "_load_best_model _load_from_checkpoint _load_optimizer_and_scheduler "
         "_move_model_to_device _save _save_optimizer_and_scheduler _wrap_model"

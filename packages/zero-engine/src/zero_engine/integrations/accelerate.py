@@ -29,7 +29,7 @@ from zero_engine import ConfigError, Precision, ZeroConfig
 from zero_engine.torch_private import accelerator
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Arguments for what distributes a model in another way; ACCELERATE_USE_... says them, too.
+# Arguments for other ways to distribute a model. Variables ACCELERATE_USE_... set them, too.
 _OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
@@ -69,15 +69,18 @@ class ZeroAccelerator(Accelerator):
         _check_axes(kwargs)
         self._plugin = _take_plugin(kwargs, zero)
         self._zero = ZeroConfig() if zero is None else zero
-        self._given: list[torch.optim.Optimizer] = []  # while prepare() runs
-        self._aside: list[ShardedModel] = []  # while save_state() or load_state() runs
+        # Optimizers that were passed to `prepare`, while it runs.
+        self._given: list[torch.optim.Optimizer] = []
+        # Sharded models, while `save_state` or `load_state` runs.
+        self._aside: list[ShardedModel] = []
         if accelerator() is None:
             kwargs["cpu"] = True
         super().__init__(**kwargs)
         config = {} if self._plugin is None else self._plugin.deepspeed_config
         numbers = [config.get(f"gradient_{name}") for name in ("accumulation_steps", "clipping")]
         steps, self._max_norm = (n if isinstance(n, int | float) else 0 for n in numbers)
-        if steps > 1:  # Accelerate writes 1 for none; the plugin's takes precedence there, too
+        # Accelerate sets 1 for no accumulation. As there, the plugin's number takes precedence.
+        if steps > 1:
             self.gradient_accumulation_steps = int(steps)
         processes, dtype = os.environ.get("WORLD_SIZE", "1"), self.mixed_precision
         if int(processes) > self.num_processes:
@@ -127,10 +130,12 @@ class ZeroAccelerator(Accelerator):
         known = [*self._given, *(each.optimizer for each in self._optimizers)]
         optimizers = [each for each in known if _updates(each, model)]
         config = self._config_of(model, is_trained=bool(optimizers))
-        device = torch.empty(0, device=self.device).device  # as tensors have it: cpu:0 is cpu
+        # The device as tensors have it: for "cpu:0" that is "cpu".
+        device = torch.empty(0, device=self.device).device
         if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
             model.to(self.device)
-            for optimizer in optimizers:  # its state goes where the parameters are
+            # Loading an optimizer's own state moves it to the parameters' devices.
+            for optimizer in optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
         several: Any = optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
         zero_engine.shard(model, several, config, group=self._ranks(device))
@@ -138,7 +143,8 @@ class ZeroAccelerator(Accelerator):
         def clip(*_: Any) -> None:
             zero_engine.clip_grad_norm_(model, self._max_norm)
 
-        for optimizer in optimizers if self._max_norm else ():  # as DeepSpeed, by its file
+        # As in DeepSpeed, each step clips if the plugin's file asks for it.
+        for optimizer in optimizers if self._max_norm else ():
             optimizer.register_step_pre_hook(clip)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
@@ -196,8 +202,9 @@ class ZeroAccelerator(Accelerator):
                 "TorchDynamoPlugin(..., use_regional_compilation=True), or compile() its blocks"
             )
         dtype = _DTYPES.get(self.mixed_precision)
-        if dtype is not None and self._plugin is not None:  # what it means to DeepSpeed
-            # Without an optimizer there are no masters: what is evaluated alone stays as it is.
+        # In DeepSpeed, a mixed precision is the dtype of the parameters.
+        if dtype is not None and self._plugin is not None:
+            # Without an optimizer there are no masters, so an evaluated model keeps its dtype.
             kept = (config.precision or Precision(params=dtype)) if is_trained else None
             config = attrs.evolve(config, precision=kept)
         return config
@@ -227,7 +234,8 @@ class ZeroAccelerator(Accelerator):
             if {param for param in params if param.requires_grad} <= set(listed) <= params:
                 self.unscale_gradients()
                 return zero_engine.clip_grad_norm_(found.model, max_norm, norm_type)
-        return super().clip_grad_norm_(listed, max_norm, norm_type)  # sharded gradients refuse it
+        # For sharded gradients this raises an error.
+        return super().clip_grad_norm_(listed, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model on rank 0, in host memory, and {} on the others. Collective."""
@@ -268,7 +276,8 @@ class ZeroAccelerator(Accelerator):
         for number, found in enumerate(self._aside):
             into = Path(folder, f"zero_{number}" if number else "zero")
             zero_engine.save(into, found.model, found.optimizer, step=self.step, keep=1)
-            models.append(found.model)  # for hooks after this one, without weights of its own
+            # Hooks after this one find the model; its weights are saved already.
+            models.append(found.model)
 
     def _load_sharded(self, _: list[nn.Module], folder: str) -> None:
         for number, found in enumerate(self._aside):
@@ -287,7 +296,8 @@ class ZeroAccelerator(Accelerator):
 def _check_axes(kwargs: dict[str, Any]) -> None:
     """Raise ConfigError where axes of ranks are asked for that are not taken."""
     if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        kwargs.setdefault("parallelism_config", ParallelismConfig())  # which the launcher says
+        # The launcher's environment variables set its fields.
+        kwargs.setdefault("parallelism_config", ParallelismConfig())
     axes = kwargs.get("parallelism_config")
     for name in ("cp_size", "sp_size") if axes is not None else ():
         if getattr(axes, name, 1) > 1:
@@ -309,7 +319,8 @@ def _take_plugin(kwargs: dict[str, Any], zero: ZeroConfig | None) -> DeepSpeedPl
     given = kwargs.pop("deepspeed_plugin", None) or kwargs.pop("deepspeed_plugins", None)
     if given is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         given = DeepSpeedPlugin()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # Accelerate would import the package
+    # With it, Accelerate would import DeepSpeed.
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     plugins = list(given.values()) if isinstance(given, dict) else [given] if given else []
     if len(plugins) > 1 or not isinstance(zero, type(None) if plugins else ZeroConfig | None):
         raise ConfigError(

@@ -36,7 +36,8 @@ from zero_engine.checkpoint.folder import Checkpoint
 _OF_DDP: Final = ("cluster_environment", "parallel_devices", "process_group_backend", "timeout")
 _PRECISIONS: Final = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 _AVERAGES: Final = (StochasticWeightAveraging, WeightAveraging)
-_BESIDE: Final = "lightning"  # in a checkpoint's `extra`: what Lightning keeps, as it writes it
+# Key in a checkpoint's `extra` for the content of Lightning's own file.
+_BESIDE: Final = "lightning"
 
 
 @cache
@@ -65,7 +66,8 @@ class _Called(nn.Module):
 class _Zero:
     """Methods of both strategies, which also inherit from a strategy of Lightning's."""
 
-    device_mesh: Any = None  # of "data_parallel" and "tensor_parallel" ranks, where there are such
+    # Has the axes "data_parallel" and "tensor_parallel"; None without tensor parallelism.
+    device_mesh: Any = None
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class _Zero:
                 "ZeroStrategy: expected one precision, Lightning's by '16-mixed' and the like, or "
                 f"ZeroConfig's with '32-true'; got the plugin {name} and {own}"
             )
-        # `configure_optimizers()` that returns None is an optimizer of Lightning's without groups.
+        # If `configure_optimizers()` returns None, Lightning makes an optimizer without groups.
         real = [optimizer for optimizer in optimizers if optimizer.param_groups]
         given: Any = real[0] if len(real) == 1 else real or None
         over = None if self.device_mesh is None else self.device_mesh["data_parallel"]
@@ -170,13 +172,16 @@ class ZeroStrategy(_Zero, DDPStrategy):
         ConfigError: An option is wrong or unknown, or `config` comes with others.
     """
 
-    lightning_module: Any  # the trainer connects it first
-    restore_checkpoint_after_setup = True  # each rank reads the part that it keeps, as set up
+    # Set by the trainer before anything else.
+    lightning_module: Any
+    # Each rank reads its own part, which is known after the setup.
+    restore_checkpoint_after_setup = True
 
     def __init__(self, stage: int = 3, *, single_file: bool = False, **options: Any) -> None:
         super().__init__(stage, **options)
         self._single_file = single_file
-        self._resumed: Any = None  # a folder of which the trainer has what is kept beside tensors
+        # Folder that the trainer is resuming from, until its tensors are loaded.
+        self._resumed: Any = None
 
     def model_sharded_context(self) -> Any:
         """Return a context that shards what `configure_model` builds, as it is built. Collective.
@@ -212,14 +217,15 @@ class ZeroStrategy(_Zero, DDPStrategy):
             if is_fitting:
                 self.setup_optimizers(trainer)
             self._shard(module, self.optimizers if is_fitting else (), plugin)
-        # Past forward where the optimizer steps inside training_step(), by hand.
+        # With manual optimization, training_step() steps the optimizer, so forward must not run it.
         self.model = _Called(module) if module.automatic_optimization else module
         self.setup_precision_plugin()
-        # Its own would clip by the norm of one rank's part.
+        # The plugin's own functions would clip by the norm of one rank's shards.
         plugin.clip_grad_by_norm = lambda of, norm: zero_engine.clip_grad_norm_(_plain(of), norm)
         plugin.clip_grad_by_value = lambda of, by: zero_engine.clip_grad_value_(_plain(of), by)
         for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning):  # it looks for groups' parameters by name
+            # It maps parameters of param groups to names and back, which would fail for shards.
+            if isinstance(callback, BaseFinetuning):
                 callback._apply_mapping_to_param_groups = partial(_named_groups, module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,8 +255,10 @@ class ZeroStrategy(_Zero, DDPStrategy):
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, or a file if it is of weights only. Collective."""
-        module, filled = self.lightning_module, checkpoint["state_dict"]  # by on_save_checkpoint()
-        if (sharded := find_sharded(module)) is None:  # before any fit
+        # `on_save_checkpoint` may have put entries into "state_dict".
+        module, filled = self.lightning_module, checkpoint["state_dict"]
+        # Before a fit, the module is not sharded.
+        if (sharded := find_sharded(module)) is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self._single_file or "optimizer_states" not in checkpoint:
@@ -294,7 +302,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
             self._thaw(_open(path).frozen)
             optimizer = getattr(find_sharded(module), "optimizer", None)
             _load(path, module, optimizer, module.strict_loading)
-        elif any(states):  # none of an optimizer that configure_optimizers() did not return
+        # Optimizers that configure_optimizers() did not return have no state here.
+        elif any(states):
             whole = states[0] if len(states) == 1 else {"optimizers": states}
             zero_engine.load_full_optimizer_state_dict(module, whole)
 
@@ -396,7 +405,8 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         beside = _kept_beside(extra, path, weights_only)
         if strict and others.keys() - beside.keys():
             raise KeyError(f"fabric.load(): {path} lacks {sorted(others.keys() - beside.keys())}")
-        for key in [key for key in others if key in beside]:  # in the same order on every rank
+        # The order is the same on every rank, since loading may be collective.
+        for key in [key for key in others if key in beside]:
             if hasattr(state[key], "load_state_dict"):
                 state[key].load_state_dict(beside.pop(key))
             else:
@@ -448,7 +458,8 @@ def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
     values = list(state.values()) if isinstance(state, dict) else []
     model = next((v for v in values if isinstance(v, _Called)), None)
     own = getattr(model and find_sharded(model.module), "optimizer", None)
-    members = [own, *getattr(own, "optimizers", ())]  # of several, each is in `state`
+    # Of several optimizers, `state` may contain each one.
+    members = [own, *getattr(own, "optimizers", ())]
     found = [v for v in values if any(v is member for member in members)]
     optimizer = own if own is not None and found else None
     taken = [id(v) for v in (model, *found)]

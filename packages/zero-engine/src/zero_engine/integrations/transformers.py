@@ -25,7 +25,8 @@ from zero_engine.engine import DynamicLossScale, EngineConfig, LossScaler, Stati
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
 _WORDS: Final[dict[Any, str]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and what to do instead
+# Argument of TrainingArguments or from_pretrained() -> what to do instead.
+_REFUSED: Final = {
     "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE), and start with torchrun",
     "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
     "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
@@ -98,12 +99,13 @@ class ZeroTrainer(transformers.Trainer):
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
         params = settings.zero.precision and settings.zero.precision.params
         mixed = _WORDS.get(params) or accelerator.mixed_precision
-        # No autocast over 16-bit parameters; fp16 on a CPU too, where Accelerate leaves it out.
+        # Autocast to fp16 on a CPU too, where Accelerate has none, but not over 16-bit parameters.
         accelerator.native_amp |= mixed == "fp16"
         accelerator.native_amp &= params not in _WORDS
         scale = settings.loss_scale
         if scale is None and mixed == "fp16":
-            scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
+            # The settings of torch's GradScaler.
+            scale = DynamicLossScale(window=2000, hysteresis=1)
         elif scale is None and settings.checks_overflow:
             scale = StaticLossScale(1.0)
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
@@ -122,7 +124,8 @@ class ZeroTrainer(transformers.Trainer):
         make = _read(self._zero, self.args, self.model, num_training_steps).scheduler
         if self.lr_scheduler is None and make is not None:
             self.lr_scheduler = make(optimizer or self.optimizer)
-            self._created_lr_scheduler = True  # so that the next train() makes another
+            # Tells the next train() to create another scheduler.
+            self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -135,25 +138,29 @@ class ZeroTrainer(transformers.Trainer):
         is_new = whole is not self._sharded and (training or find_sharded(whole) is None)
         full_eval = None if training or self.is_in_train else self._full_eval_dtype()
         if is_new or full_eval not in (None, next(whole.parameters()).dtype):
-            self._settings = _read(self._zero, self.args, whole)  # `model_init` may have made it
+            # `model_init` may have created another model.
+            self._settings = _read(self._zero, self.args, whole)
             is_trained = training or any(param.requires_grad for param in whole.parameters())
             zero = self._settings.zero
-            if full_eval is not None:  # the optimizer goes on with its masters
+            # The optimizer continues with its masters.
+            if full_eval is not None:
                 masters = torch.float32 if is_trained and zero.stage else None
                 precision = Precision(params=full_eval, masters=masters)
                 zero = attrs.evolve(zero, precision=precision)
             optimizer = self.create_optimizer() if is_trained else None
             _, optimizer, _, _ = zero_engine.initialize(
                 model=whole,
-                optimizer=getattr(optimizer, "optimizer", optimizer),  # in Accelerate's
-                config=attrs.evolve(self._settings, zero=zero, scheduler=None),  # Trainer's own
+                # The optimizer may be inside Accelerate's wrapper. The scheduler is Trainer's own.
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                config=attrs.evolve(self._settings, zero=zero, scheduler=None),
             )
             if optimizer is not None:
                 self.optimizer = accelerator.prepare(optimizer, device_placement=[False])
             self.model_wrapped = accelerator.prepare_model(whole, False, evaluation_mode=True)
             self.model_wrapped._is_accelerate_prepared = True
             if self._settings.zero.stage == 3 and self.args.world_size > 1:
-                for module in whole.modules():  # for generate() and layerdrop, which are in step
+                # With this mark, generate() and layerdrop keep ranks in step.
+                for module in whole.modules():
                     module._is_fsdp_managed_module = True
             sharded: Any = find_sharded(whole)
             sharded.removers.append(partial(_unprepare, whole))
@@ -192,11 +199,13 @@ class ZeroTrainer(transformers.Trainer):
         named = self.model.named_parameters(remove_duplicate=False)
         values = {id(param): state_dict[name] for name, param in named if name in state_dict}
         sharded: Any = find_sharded(self.model)
-        with sharded.exporting(values):  # libraries in between ask the model, or a part of it
+        # Libraries that take part in saving read the values from the model, or from a part of it.
+        with sharded.exporting(values):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder, optimizer = Path(output_dir, "zero"), self.optimizer.optimizer  # in Accelerate's
+        # The optimizer is inside Accelerate's wrapper.
+        folder, optimizer = Path(output_dir, "zero"), self.optimizer.optimizer
         options: Any = {"step": self.state.global_step, "scheduler": self.lr_scheduler}
         is_peft = hasattr(self.model, "peft_config")
         zero_engine.save(folder, self.model, optimizer, exclude_frozen=is_peft, **options)
@@ -222,7 +231,8 @@ class ZeroTrainer(transformers.Trainer):
         files = [Path(checkpoint, name) for name in ("optimizer.pt", "scheduler.pt")]
         if ours.is_dir():
             zero_engine.load(ours, self.model, optimizer, **options)
-        elif all(file.is_file() for file in files):  # of the host's own Trainer, under DDP
+        elif all(file.is_file() for file in files):
+            # Files of transformers' own Trainer under DDP.
             state, schedule = (torch.load(f, map_location="cpu", weights_only=True) for f in files)
             zero_engine.load_full_optimizer_state_dict(self.model, state)
             options["scheduler"].load_state_dict(schedule)
@@ -257,7 +267,8 @@ class _Scaler:
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
-        self._is_finite: bool | None = None  # what is known of the gradients of the step at hand
+        # Whether the gradients of the current step are finite; None while that is not known.
+        self._is_finite: bool | None = None
         self.state_dict, self.load_state_dict = scaler.state_dict, scaler.load_state_dict
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -319,7 +330,8 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
 
 def _is_spread(model: Any) -> bool:
     devices = getattr(model, "hf_device_map", None) or {}
-    return len(set(devices.values())) > 1  # a quantised model has a map of one device
+    # A quantised model has a map of one device.
+    return len(set(devices.values())) > 1
 
 
 def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
