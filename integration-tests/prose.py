@@ -25,9 +25,9 @@ OPENER: Final = re.compile(
 MOST_TRAILING: Final = {
     "zero-ckpt": 6,
     "zero-comm": 8,
-    "zero-deepspeed": 19,
-    "zero-engine": 26,
-    "zero-offload": 25,
+    "zero-deepspeed": 5,
+    "zero-engine": 10,
+    "zero-offload": 2,
     "zero-partition": 38,
 }
 

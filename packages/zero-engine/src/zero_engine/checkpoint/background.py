@@ -344,7 +344,7 @@ class _Background:
         except CommError as error:
             self.leave(type(error))
             raise
-        # Told here too, since a rank whose disk is full cannot write a file that says so.
+        # A rank whose disk is full tells of its failure only here: it cannot write a file.
         if any(problems):
             self.is_over.set()
         self.thread.join()

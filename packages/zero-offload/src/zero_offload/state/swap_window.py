@@ -40,7 +40,7 @@ class SwapWindow:
 
     store: AbstractStore
     arena: HostArena
-    # Key whose write has failed, until `forget_failure`. It may have been closed long before.
+    # Key whose write has failed, or None. It may have been closed long before.
     failed: int | None = field(default=None, init=False)
     _name: str = field(factory=lambda: f"optimizer-{next(_NUMBERS)}", init=False)
     # Key -> bytes of its value.
