@@ -218,7 +218,7 @@ def without(
     """Return a checkpoint's values, and an average's, without those of `names`. Local."""
     if not names:
         return source, average
-    # Names of tied parameters whose first name is on another stage, by that first name.
+    # First name -> name here, of tied parameters whose first name is on another stage.
     here = {first: name for name, first in source.ties.items() if name not in names}
     here = {first: name for first, name in here.items() if first in names}
 
