@@ -277,7 +277,7 @@ def check_folder(where: str, folder: Any) -> None:
 
 
 def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | None = None) -> T:
-    """Run `act` on every rank as `together` does; return what it returned here. Collective.
+    """Run `act` on every rank as `run_on_all_ranks` does; return what it returned here. Collective.
 
     The result may be of any type.
     """

@@ -239,7 +239,7 @@ class StepPlan:
         self._look = self._look or self._look_at(params, state)
 
     def renew(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether this plan can be used for the next step, too; see `keep` for arguments.
+        """Return whether this plan can be used for the next step, too; see `record` for arguments.
 
         If so, its gradients and step counts are the new ones. Lists are compared as wholes: with
         thousands of small tensors, planning anew would take longer than stepping them.

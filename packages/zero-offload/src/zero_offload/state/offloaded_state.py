@@ -376,7 +376,7 @@ class OffloadedState:
         self._written, self._stepped = {}, {}
 
     def attributes(self) -> list[Attributes]:
-        """Return plain attributes of each optimizer, in the order of the steppers."""
+        """Return plain attributes of each optimizer, in the order of the templates."""
         return [template.attributes() for template in self.templates]
 
     def numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ class OptimizerTemplate:
         """Return the template of a class and its arguments, without the user's parameters.
 
         Raises:
-            UnsupportedOptimizerError: An argument is refused; or as for any stepper.
+            UnsupportedOptimizerError: An argument is refused; or as for any template.
             ValueError: The class refuses an argument.
         """
         _refuse(asked, arguments)

@@ -66,7 +66,7 @@ class UnitSource(Protocol):
 @final
 @frozen(eq=False)
 class ShardGather(UnitSource):
-    """All-gather of the ranks' shards, exact or encoded."""
+    """Gather of the ranks' shards, exact or encoded."""
 
     is_collective = True
     name: str
@@ -133,7 +133,7 @@ class PeerShards(UnitSource):
 @final
 @frozen(eq=False)
 class NodeGather(UnitSource):
-    """All-gather, within the node, of the copy of these values that its ranks share."""
+    """Gather, within the node, of the copy of these values that its ranks share."""
 
     is_collective = True
     secondary: SecondaryShards
