@@ -232,7 +232,7 @@ def launch_whole(param_ref: ParamRef, part: Tensor | None = None) -> Callable[..
         starts = [overlap.start - shard.start for overlap, shard in pairs]
         unit.exposure.gather(buffer.shard, whole, splits=splits, starts=starts)
     elif whole.numel():
-        part = part_of(param_ref) if part is None else part
+        part = part_of(param_ref) if part is None else part.to(group.device)
         handle = all_gather_flat(
             whole, splits=splits, group=group, shard=part, tag=buffer.gather_tag
         )
@@ -266,23 +266,6 @@ def launch_buffer(
     full = shard.new_empty(buffer.plan.layout.numel)
     handle = buffer.all_gather(full, shard=shard, is_exact=True)
     return lambda: buffer.views_of(handle.wait())
-
-
-def launch_trained(param_ref: ParamRef) -> Callable[..., Tensor]:
-    """Launch the gather of one parameter as it is updated: of its masters, if it has some.
-
-    Collective, as `launch_whole`, and waited for as there. Nothing is sent where the parameter is
-    replicated without masters or a codec.
-    """
-    buffer = param_ref.buffer
-    buffer.follow_writes()
-    if buffer.has_masters:
-        return launch_whole(
-            param_ref, part_of(param_ref, buffer.trained).to(param_ref.group.device)
-        )
-    if buffer.whole is None or buffer.codec is not None:
-        return launch_whole(param_ref)
-    return buffer.views_of(buffer.whole)[param_ref.position].detach().clone
 
 
 def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:

@@ -30,7 +30,6 @@ from zero_partition.run.step import bring_back_state
 from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access, step_pre_hooks
-from zero_partition.values.access import launch_grad
 from zero_partition.values.average import ShardedAverage
 from zero_partition.values.runs import (
     belongs_on_device,
@@ -39,6 +38,7 @@ from zero_partition.values.runs import (
     param_refs_in,
     plan_states,
 )
+from zero_partition.values.value import GradValue, has_gradients
 
 _TIMEOUT_S = 60.0
 
@@ -242,15 +242,11 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
 
 def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
     """Return the whole gradients that there are, each in memory of its own. Collective."""
-    with plain_access():
-        if sharded.reducer.sync:
-            sharded.reducer.before_step()  # reduce what no_sync left; forget what the user dropped
-        has_any = any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients)
-    if not has_any:
+    if not has_gradients(sharded):
         return {}
     param_refs = [param_ref for param_ref in sharded.param_refs if param_ref.is_trainable]
-    waits = [(param_ref.param, launch_grad(param_ref, "unpartition()")) for param_ref in param_refs]
-    return {param: wait() for param, wait in waits if wait is not None}
+    waits = {p.param: GradValue(p.param, "unpartition()").launch() for p in param_refs}
+    return {param: wait() for param, wait in waits.items() if wait is not None}
 
 
 def _return_state(
