@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -173,15 +173,6 @@ def sort_places(param_refs: Iterable[ParamRef]) -> list[ParamRef]:
     return sorted(
         set(param_refs), key=lambda param_ref: (param_ref.buffer.index, param_ref.position)
     )
-
-
-def by_group(param_refs: Sequence[ParamRef]) -> Iterator[tuple[Group, list[int]]]:
-    """Yield the groups over which parameters are sharded, with the positions of theirs. Local."""
-    found: dict[str, list[int]] = {}
-    for position, param_ref in enumerate(param_refs):
-        found.setdefault(param_ref.buffer.plan.ranks, []).append(position)
-    for of_group in found.values():
-        yield param_refs[of_group[0]].group, of_group
 
 
 def part_of(param_ref: ParamRef, shard: Tensor | None = None) -> Tensor:

@@ -37,6 +37,7 @@ from zero_partition.values.runs import (
     owner_of,
     param_refs_in,
     plan_states,
+    states_in_optimizer,
 )
 from zero_partition.values.value import GradValue, has_gradients
 
@@ -78,14 +79,9 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
     if sharded.optimizer is None or not sharded.shards_state:
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
     else:
-        own_states = sharded.optimizer.state
-        states = [
-            flat_entries(own_states.get(owner_of(param_ref), {}))
-            for param_ref in sharded.param_refs
-        ]
-        planned = plan_states(sharded, sharded.param_refs, states, timeout_s=_TIMEOUT_S)
-        del states, own_states  # shards of state are given up as they are returned
-        entries = dict(zip(sharded.param_refs, planned, strict=True))
+        states = states_in_optimizer(sharded, sharded.param_refs)
+        entries = plan_states(sharded, states, timeout_s=_TIMEOUT_S)
+        del states  # shards of state are given up as they are returned
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
         if keeps_shards:
@@ -275,10 +271,8 @@ def _return_state(
         shard = owner_of(param_ref)
         state = flat_entries(optimizer.state.pop(shard, {}))
         if id(shard) in known:
-            tag = param_ref.buffer.gather_tag
             of_param = {
-                key: launch_entry(entry, state, key, group=ranks, tag=tag)
-                for key, entry in planned.items()
+                key: launch_entry(param_ref, key, entry, state) for key, entry in planned.items()
             }
             waits.append((param_ref.param, of_param))
     for param, of_param in waits:

@@ -19,7 +19,6 @@ from zero_partition.optimizer.shards import SplitEntry
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import (
     ModelPhase,
-    ParamRef,
     ShardedModel,
     launch_buffer,
     part_of,
@@ -28,7 +27,7 @@ from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
 from .load import find_misfits
-from .runs import Part, PartBatch, WholeTensor, param_refs_in, read_into, trained_values
+from .runs import PartBatch, WholeTensor, param_refs_in, read_into, trained_values
 from .split_readers import reader_of_part
 from .state_dict import gather_state_dict
 
@@ -161,8 +160,12 @@ class ShardedAverage:
         self._usable("ShardedAverage.batches()")
         batches = []
         for buffer, average in self._averages.items():
-            mine = {_part_of(p, average.dtype): part_of(p, average) for p in param_refs_in(buffer)}
-            given = {part: value for part, value in mine.items() if part.span.numel}
+            given = {}
+            for param_ref in param_refs_in(buffer):
+                tensor = WholeTensor.of(param_ref, None, param_ref.plan.shape, average.dtype)
+                part = tensor.given_part(param_ref, param_ref.kept)
+                if part.span.numel:
+                    given[part] = part_of(param_ref, average)
             read = partial(list, given.values())
             batches.append(PartBatch(tuple(given), False, read, False))
         return batches
@@ -173,10 +176,8 @@ class ShardedAverage:
         problems = []
         for param_ref in self._places:
             if param_ref.name in readers:
-                shape, dtype = (
-                    outer_of(param_ref.param).shape,
-                    self._averages[param_ref.buffer].dtype,
-                )
+                shape = outer_of(param_ref.param).shape
+                dtype = self._averages[param_ref.buffer].dtype
                 problems += find_misfits(param_ref.name, shape, dtype, readers[param_ref.name])
             elif param_ref.plan.shape.numel():
                 problems.append(f"the average lacks {param_ref.name!r}")
@@ -187,9 +188,8 @@ class ShardedAverage:
         for param_ref in self._places:
             if param_ref.kept.numel:
                 part = part_of(param_ref, self._averages[param_ref.buffer])
-                read_into(
-                    part, reader_of_part(param_ref.param, readers[param_ref.name]), param_ref.kept
-                )
+                reader = reader_of_part(param_ref.param, readers[param_ref.name])
+                read_into(part, reader, param_ref.kept)
         self.num_updates = num_updates
 
     def split(self) -> dict[str, SplitEntry]:
@@ -236,9 +236,3 @@ class ShardedAverage:
                 for rest in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
                     rest.write(value)
         self._sharded.publish_params(is_sharded=True)
-
-
-def _part_of(param_ref: ParamRef, dtype: torch.dtype) -> Part:
-    """Return what this rank gives of the average of a parameter; maybe no elements."""
-    tensor = WholeTensor.of(param_ref, None, param_ref.plan.shape, dtype)
-    return Part(tensor, tensor.given_of(param_ref, param_ref.kept))

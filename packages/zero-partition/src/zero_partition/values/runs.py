@@ -42,7 +42,6 @@ from zero_partition.plan.split import Split
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
-    by_group,
     find_param_ref,
     part_of,
 )
@@ -52,6 +51,7 @@ CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it
 _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
 
 StateInfo: TypeAlias = dict[str, EntryInfo]  # by entry
+States: TypeAlias = Mapping[ParamRef, Mapping[str, Any]]  # by parameter, then by entry
 
 
 def belongs_on_device(key: str, group: Mapping[str, Any]) -> bool:
@@ -97,9 +97,9 @@ def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     buffer.follow_writes()
     if not keeps_own_masters(sharded, buffer):
         return buffer.trained
-    values, param_refs = buffer.trained.to(torch.float32), param_refs_in(buffer)
-    states = LocalState(sharded).read(param_refs, {MASTER})
-    for param_ref, state in zip(param_refs, states, strict=True):
+    values = buffer.trained.to(torch.float32)
+    states = LocalState(sharded).read(param_refs_in(buffer), {MASTER})
+    for param_ref, state in states.items():
         if MASTER in state:
             part_of(param_ref, values).copy_(_elements(state[MASTER], param_ref, param_ref.kept))
     return values
@@ -147,6 +147,12 @@ def owner_of(param_ref: ParamRef) -> nn.Parameter:
     ]
 
 
+def states_in_optimizer(sharded: ShardedModel, param_refs: Iterable[ParamRef]) -> States:
+    """Return this rank's entries of parameters, as `optimizer.state` has them. Local."""
+    state = {} if sharded.optimizer is None else sharded.optimizer.state
+    return {p: flat_entries(state.get(owner_of(p), {})) for p in param_refs}
+
+
 def _elements(value: Tensor, param_ref: ParamRef, span: Span) -> Tensor:
     """Return these elements of a whole entry, 1-D.
 
@@ -162,41 +168,35 @@ class LocalState:
 
     sharded: ShardedModel
 
-    def describe(self, param_refs: Sequence[ParamRef]) -> list[Mapping[str, Any]]:
+    def describe(self, param_refs: Sequence[ParamRef]) -> States:
         """Return each parameter's entries, if any; offloaded tensors have shape and dtype only."""
         offload = self.sharded.residence.offload
         if offload is None:
             return self.read(param_refs)
         started = set(offload.started(besides=(MASTER,)))
-        targets = [target if (target := _target_of(p)) in started else None for p in param_refs]
-        found = offload.describe(target for target in targets if target is not None)
-        entries: list[Any] = [
-            {} if target is None else flat_entries(found[target]) for target in targets
-        ]
+        targets = {p: target for p in param_refs if (target := _target_of(p)) in started}
+        found = offload.describe(targets.values())
+        entries = {p: flat_entries(found[target]) for p, target in targets.items()}
         # Masters of the partition's are values of parameters, and no entries.
-        for target, of_param in zip(targets, entries, strict=True):
-            if target is not None and offload.hides_master(target):
-                of_param.pop(MASTER, None)
-        return entries
+        for param_ref, target in targets.items():
+            if offload.hides_master(target):
+                entries[param_ref].pop(MASTER, None)
+        return {param_ref: entries.get(param_ref, {}) for param_ref in param_refs}
 
-    def read(
-        self, param_refs: Sequence[ParamRef], names: Collection[str] | None = None
-    ) -> list[Mapping[str, Any]]:
+    def read(self, param_refs: Sequence[ParamRef], names: Collection[str] | None = None) -> States:
         """Return each parameter's entries: as they are in memory, or host copies of offloaded ones.
 
         Offloaded entries include masters, and only those of these names are read; all when None.
         """
-        offload, optimizer = self.sharded.residence.offload, self.sharded.optimizer
+        offload = self.sharded.residence.offload
         if offload is None:
-            state = {} if optimizer is None else optimizer.state
-            return [flat_entries(state.get(owner_of(param_ref), {})) for param_ref in param_refs]
-        targets = [_target_of(param_ref) for param_ref in param_refs]
-        stepped = [target for target in targets if target is not None]
+            return states_in_optimizer(self.sharded, param_refs)
+        targets = {p: target for p in param_refs if (target := _target_of(p)) is not None}
         keys = None if names is None else {keys_of_entry(name)[0] for name in names}
-        found = offload.read(stepped, keys) if stepped else {}
-        return [{} if target is None else flat_entries(found[target]) for target in targets]
+        found = offload.read(targets.values(), keys) if targets else {}
+        return {p: flat_entries(found[targets[p]]) if p in targets else {} for p in param_refs}
 
-    def write(self, states: Mapping[ParamRef, Mapping[str, Any]]) -> None:
+    def write(self, states: States) -> None:
         """Make these the states of their parameters; `EntryPart`s in them are read now."""
         offload = self.sharded.residence.offload
         if offload is not None:
@@ -226,9 +226,7 @@ class LocalState:
             else:
                 member.state.pop(owner, None)
 
-    def _write_elsewhere(
-        self, offload: OptimizerOffload, states: Mapping[ParamRef, Mapping[str, Any]]
-    ) -> None:
+    def _write_elsewhere(self, offload: OptimizerOffload, states: States) -> None:
         """Write states to the optimizer offload; see NOTE(batches).
 
         The first entries of a parameter that are written replace all that it had.
@@ -343,29 +341,27 @@ def plan_state(
 
 
 def plan_states(
-    sharded: ShardedModel,
-    param_refs: Sequence[ParamRef],
-    states: Sequence[Mapping[str, Any]],
-    *,
-    has_own: bool = False,
-    timeout_s: float | None = None,
-) -> list[dict[str, Entry]]:
-    """Return how the states of parameters are divided over the ranks. Collective where sharded.
+    sharded: ShardedModel, states: States, *, has_own: bool = False, timeout_s: float | None = None
+) -> dict[ParamRef, dict[str, Entry]]:
+    """Return how this rank's states are divided over the ranks. Collective where sharded.
 
-    `states` are this rank's, one per place.
+    `states` are of the same parameters, in the same order, on every rank.
     """
+    planned: dict[ParamRef, dict[str, Entry]] = {}
     if not sharded.shards_state:
-        _check_keys(states, f"rank {sharded.group.rank}")
-        return [
-            {key: entry_on_each(value, param_ref.group.world_size) for key, value in state.items()}
-            for param_ref, state in zip(param_refs, states, strict=True)
-        ]
-    planned: list[dict[str, Entry]] = [{} for _ in param_refs]
-    for group, of_group in by_group(param_refs):
-        mine = [states[position] for position in of_group]
-        infos = gather_state_info(mine, group=group, timeout_s=timeout_s)
-        for position, of_param in zip(of_group, infos, strict=True):
-            planned[position] = plan_state(param_refs[position], of_param, has_own=has_own)
+        _check_keys(states.values(), f"rank {sharded.group.rank}")
+        for param_ref, state in states.items():
+            size = param_ref.group.world_size
+            planned[param_ref] = {key: entry_on_each(v, size) for key, v in state.items()}
+        return planned
+    by_ranks: dict[str, list[ParamRef]] = {}
+    for param_ref in states:
+        by_ranks.setdefault(param_ref.buffer.plan.ranks, []).append(param_ref)
+    for of_ranks in by_ranks.values():
+        mine = [states[param_ref] for param_ref in of_ranks]
+        infos = gather_state_info(mine, group=of_ranks[0].group, timeout_s=timeout_s)
+        for param_ref, of_param in zip(of_ranks, infos, strict=True):
+            planned[param_ref] = plan_state(param_ref, of_param, has_own=has_own)
     return planned
 
 
@@ -382,7 +378,7 @@ def entry_on_each(value: Any, world_size: int) -> Entry:
 
 
 def launch_entry(
-    entry: Entry, state: Mapping[str, Any], key: str, *, group: Group, tag: int = 0
+    param_ref: ParamRef, key: str, entry: Entry, state: Mapping[str, Any]
 ) -> Callable[[], Any]:
     """Launch the gather of a whole entry from this rank's state. Collective.
 
@@ -390,6 +386,7 @@ def launch_entry(
         A function to call once. It waits, and returns the whole in memory of its own, on the host
         or the device, as the optimizer has the entry.
     """
+    group, tag = param_ref.group, param_ref.sharded.access_tag
     if isinstance(entry, PerRankEntry):
         return _launch_nest(entry, state.get(key), group)
     if isinstance(entry, PlainEntry):
@@ -470,11 +467,13 @@ class WholeTensor:
             return cls(param_ref.saved_name, entry, shape, dtype)
         return cls(param_ref.saved_name, entry, split.shape, dtype, split)
 
-    def given_of(self, param_ref: ParamRef, span: Span) -> Span:
-        """Return the run that a rank gives that has these elements of what it is the part of."""
+    def given_part(self, param_ref: ParamRef, span: Span) -> Part:
+        """Return what a rank gives that has these elements of its parameter; maybe no elements."""
         if self.split is not None:
-            return span.shifted(self.split.span_of(part_index(param_ref.param)).start)
-        return span if param_ref.sharded.routes.is_first_part else Span(0, 0)
+            span = span.shifted(self.split.span_of(part_index(param_ref.param)).start)
+        elif not param_ref.sharded.routes.is_first_part:
+            span = Span(0, 0)
+        return Part(self, span)
 
 
 @frozen
@@ -564,11 +563,8 @@ def plan_parts(
     for buffer in dict.fromkeys(param_ref.buffer for param_ref in param_refs):
         buffer.follow_writes()
     local = LocalState(sharded)
-    states: Sequence[Mapping[str, Any]] = [{} for _ in param_refs]
-    entries: list[dict[str, Entry]] = [{} for _ in param_refs]
-    if has_state:
-        states = local.describe(param_refs)
-        entries = plan_states(sharded, param_refs, states, has_own=True, timeout_s=timeout_s)
+    states: States = local.describe(param_refs) if has_state else {}
+    entries = plan_states(sharded, states, has_own=True, timeout_s=timeout_s)
     parts = StateParts(
         frozen=frozenset(
             param_ref.saved_name for param_ref in param_refs if not param_ref.is_trainable
@@ -582,33 +578,25 @@ def plan_parts(
         extra=[extra_entries(o) for o in members_of(sharded.optimizer)] if has_state else (),
     )
     sources: dict[Part, tuple[ParamRef, Span]] = {}
-    for param_ref, state, planned in zip(param_refs, states, entries, strict=True):
-        name, shape, own_dtype = (
-            param_ref.saved_name,
-            param_ref.plan.shape,
-            param_ref.buffer.plan.dtype,
-        )
+    for param_ref in param_refs:
+        name, buffer, planned = param_ref.saved_name, param_ref.buffer, entries.get(param_ref, {})
         master = planned.pop(MASTER, None)  # that is kept without our asking
-        dtype = (
-            master.dtype if isinstance(master, TensorEntry) else param_ref.buffer.main_shard.dtype
-        )
-        if dtype != own_dtype:
-            parts.computes_in[name] = own_dtype
-        spans = {WholeTensor.of(param_ref, None, shape, dtype): param_ref.kept}
+        dtype = master.dtype if isinstance(master, TensorEntry) else buffer.main_shard.dtype
+        if dtype != buffer.plan.dtype:
+            parts.computes_in[name] = buffer.plan.dtype
+        spans = {WholeTensor.of(param_ref, None, param_ref.plan.shape, dtype): param_ref.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
-                value = entry.value_beside(state.get(key))
+                value = entry.value_beside(states[param_ref].get(key))
                 parts.values.setdefault(name, {})[key] = value
             elif isinstance(entry, PerRankEntry):
                 if parts.say_own(param_ref, key, entry):
-                    describe(local.read([param_ref])[0].get(key), parts.own)
+                    describe(local.read([param_ref])[param_ref].get(key), parts.own)
             else:
                 tensor = WholeTensor.of(param_ref, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(param_ref.group.rank)
         parts.tensors.extend(spans)
-        given = {
-            Part(t, t.given_of(param_ref, span)): (param_ref, span) for t, span in spans.items()
-        }
+        given = {t.given_part(param_ref, span): (param_ref, span) for t, span in spans.items()}
         sources |= {part: source for part, source in given.items() if part.span.numel}
     for is_frozen in (True, False):
         mine = [item for item in sources.items() if item[1][0].is_trainable is not is_frozen]
@@ -626,7 +614,7 @@ def plan_parts(
 def _read(local: LocalState, batch: Mapping[Part, tuple[ParamRef, Span]]) -> list[Tensor]:
     inside = {part: key for part, (at, _) in batch.items() if (key := _key_in_state(part, at))}
     owners = list(dict.fromkeys(batch[part][0] for part in inside))
-    states = dict(zip(owners, local.read(owners, {*inside.values()}), strict=True))
+    states = local.read(owners, {*inside.values()})
     model_shard: dict[FlatBuffer, Tensor] = {}
     values = []
     for part, (param_ref, span) in batch.items():

@@ -501,15 +501,13 @@ def _gather(
     param_refs = [p for p in sharded.param_refs if is_sharded and id(owner_of(p)) in numbers]
     for buffer in dict.fromkeys(param_ref.buffer for param_ref in param_refs):
         buffer.follow_writes()
-    described = local.describe(param_refs)
-    planned = plan_states(sharded, param_refs, described, timeout_s=_TIMEOUT_S)
-    entries = dict(zip(param_refs, planned, strict=True))
+    entries = plan_states(sharded, local.describe(param_refs), timeout_s=_TIMEOUT_S)
     for buffer, chosen in groupby(param_refs, key=lambda param_ref: param_ref.buffer):
         mine = list(chosen)
-        for param_ref, values in zip(mine, local.read(mine), strict=True):
-            number, tag = numbers[id(owner_of(param_ref))], sharded.access_tag
+        for param_ref, values in local.read(mine).items():
+            number = numbers[id(owner_of(param_ref))]
             for key, entry in entries[param_ref].items():
-                whole = launch_entry(entry, values, key, group=param_ref.group, tag=tag)()
+                whole = launch_entry(param_ref, key, entry, values)()
                 if is_kept:
                     to_host = partial(_whole_on_host, param_ref.param)
                     state.setdefault(number, {})[key] = map_tensors(whole, to_host)

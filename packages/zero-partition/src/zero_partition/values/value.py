@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from zero_comm import all_gather_json, broadcast_flat
 
 from zero_partition.dtensors import outer_of, part_of_whole, plain_of, whole_over_mesh
 from zero_partition.errors import StateError
-from zero_partition.nested import flat_entries, keys_of_entry, set_entry
+from zero_partition.nested import keys_of_entry, set_entry
 from zero_partition.optimizer.shards import Entry, PerRankEntry, PlainEntry
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
@@ -31,7 +31,14 @@ from zero_partition.run.sharded_model import (
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .runs import entry_on_each, gather_state_info, launch_entry, owner_of, plan_state
+from .runs import (
+    entry_on_each,
+    gather_state_info,
+    launch_entry,
+    owner_of,
+    plan_state,
+    states_in_optimizer,
+)
 
 
 class Value(ABC):
@@ -268,8 +275,7 @@ class StateValue(Value):
         if not self.sharded.shards_state:
             own = state[self.key]
             return own.detach().clone if isinstance(own, Tensor) else lambda: own
-        group, tag = self.param_ref.group, self.sharded.access_tag
-        return launch_entry(entry, state, self.key, group=group, tag=tag)
+        return launch_entry(self.param_ref, self.key, entry, state)
 
     def set_full(self, value: Any, from_rank: int | None) -> None:
         key, (state, entry) = self.key, self._agree()
@@ -324,17 +330,16 @@ class StateValue(Value):
             root = keys_of_entry(self.key)[0]
             states[owner] = {root: state[root]}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> Mapping[str, Any]:
         """Return this rank's state of the parameter, empty where it has none. Local."""
         self.sharded.require(self.what, StateKind.OPTIM)
-        optimizer = self.sharded.optimizer
-        if optimizer is None:
+        if self.sharded.optimizer is None:
             raise StateError(
                 f"{self.what}: the model was sharded without an optimizer (rank {self.rank})"
             )
-        return flat_entries(optimizer.state.get(owner_of(self.param_ref), {}))
+        return states_in_optimizer(self.sharded, [self.param_ref])[self.param_ref]
 
-    def _agree(self) -> tuple[dict[str, Any], Entry]:
+    def _agree(self) -> tuple[Mapping[str, Any], Entry]:
         """Return this rank's state, and how the entry is divided over all ranks. Collective."""
         state, key, group = self._state(), self.key, self.param_ref.group
         if not self.sharded.shards_state:
