@@ -4,7 +4,8 @@ Everything that looks into a sharded model between steps is here. A name is foun
 which says in which buffer of which model it lies and which elements this rank keeps. runs.py turns
 names into runs of elements by rank, and optimizer state into parts that any layout can read.
 
-- access.py: `full_param`, `full_grad`, `full_optimizer_state`, their setters, and this rank's part.
+- value.py: a parameter's values, its gradient or an entry of its optimizer state, whole or this
+  rank's part, read and written. access.py has the public functions for that.
 - gathered.py: `GatheredParameters` and `unsharded`: parameters whole inside a context.
 - state_dict.py: whole state dicts in torch's formats, and their loading.
 - load.py: a checkpoint's values into a model, by a plan that is complete before anything is
