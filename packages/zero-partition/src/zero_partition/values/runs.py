@@ -174,7 +174,11 @@ class LocalState:
         if offload is None:
             return self.read(param_refs)
         started = set(offload.started(besides=(MASTER,)))
-        targets = {p: target for p in param_refs if (target := _target_of(p)) in started}
+        targets = {
+            p: target
+            for p in param_refs
+            if (target := _target_of(p)) is not None and target in started
+        }
         found = offload.describe(targets.values())
         entries = {p: flat_entries(found[target]) for p, target in targets.items()}
         # Masters of the partition's are values of parameters, and no entries.
