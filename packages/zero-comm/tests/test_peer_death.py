@@ -198,7 +198,7 @@ def test_a_buffer_whose_owner_died_is_not_read_as_zeros(parent: RankPool) -> Non
     error, waited_s = first
 
     assert re.search(
-        r"rank 0 could not read a buffer that rank 1 .* lent: its process has ended", error
+        r"rank 0 could not read a buffer that rank 1 .* shared: its process has ended", error
     )
     assert waited_s < SOON_S
 

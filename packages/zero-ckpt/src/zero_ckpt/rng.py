@@ -75,7 +75,7 @@ class RngTracker:
         self._device = None if device is None else torch.device(device)
         self._states: dict[str, Tensor] = {}
         self._seeds: dict[str, int] = {}
-        self._lent: ForkedRng | None = None
+        self._forked: ForkedRng | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +119,7 @@ class RngTracker:
             SeedInUseError: Another rng has the seed.
             CheckpointError: The seed is no int of 64 bits, or this is inside a `fork`.
         """
-        self._check_not_lent("reseed")
+        self._check_not_forked("reseed")
         self._known("reseed", name)
         self._seed("reseed", name, seed)
 
@@ -141,18 +141,18 @@ class RngTracker:
                 "checkpointer this one, as in Checkpointer(tracker=get_cuda_rng_tracker()), or "
                 "fork default_checkpointer().tracker where checkpoint() is called"
             )
-        outer, lent = self._lent, ForkedRng(name, self.device)
-        before = get_state(lent.device)
+        outer, forked = self._forked, ForkedRng(name, self.device)
+        before = get_state(forked.device)
         if outer is not None:
             self._states[outer.name] = get_state(outer.device)
-        set_state(lent.device, self._states[name])
-        self._lent = lent
+        set_state(forked.device, self._states[name])
+        self._forked = forked
         try:
             yield
         finally:
-            self._states[name] = get_state(lent.device)
-            self._lent = outer
-            set_state(lent.device, before)
+            self._states[name] = get_state(forked.device)
+            self._forked = outer
+            set_state(forked.device, before)
             # A fork inside another one of the same name has drawn from the outer fork's rng.
             if outer is not None:
                 set_state(outer.device, self._states[outer.name])
@@ -160,8 +160,8 @@ class RngTracker:
     def get_states(self) -> dict[str, Tensor]:
         """Return the state of each rng by name, uint8 on the CPU; for `set_states`, and to save."""
         states = dict(self._states)
-        if self._lent is not None:
-            states[self._lent.name] = get_state(self._lent.device)
+        if self._forked is not None:
+            states[self._forked.name] = get_state(self._forked.device)
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
@@ -171,7 +171,7 @@ class RngTracker:
             CheckpointError: This is inside a `fork`; a name is no str; or a state is not that of a
                 generator of `device`. Nothing has been set then.
         """
-        self._check_not_lent("set_states")
+        self._check_not_forked("set_states")
         self._states = self._checked_states("set_states", states)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class RngTracker:
             CheckpointError: This is inside a `fork`; `state` is not of the form that `state_dict`
                 gives; or it is that of another type of device. Nothing has been loaded then.
         """
-        self._check_not_lent("load_state_dict")
+        self._check_not_forked("load_state_dict")
         where = "load_state_dict"
         if not isinstance(state, Mapping) or set(state) != {"states", "seeds"}:
             raise CheckpointError(
@@ -219,18 +219,18 @@ class RngTracker:
         Raises:
             CheckpointError: This is inside a `fork`.
         """
-        self._check_not_lent("reset")
+        self._check_not_forked("reset")
         self._states, self._seeds = {}, {}
 
     def capture(self) -> tuple[dict[str, Tensor], ForkedRng | None]:
         """Return the arguments for `restore`, inside a `fork` as well. Local."""
-        return self.get_states(), self._lent
+        return self.get_states(), self._forked
 
-    def restore(self, states: Mapping[str, Tensor], lent: ForkedRng | None) -> None:
+    def restore(self, states: Mapping[str, Tensor], forked: ForkedRng | None) -> None:
         """Restore rngs from `capture`, and the default generator too if that was in a `fork`."""
-        self._states, self._lent = dict(states), lent
-        if lent is not None:
-            set_state(lent.device, self._states[lent.name])
+        self._states, self._forked = dict(states), forked
+        if forked is not None:
+            set_state(forked.device, self._states[forked.name])
 
     def _seed(self, where: str, name: str, seed: Any) -> None:
         checked = seed_of(f"RngTracker.{where}({name!r})", seed)
@@ -269,11 +269,11 @@ class RngTracker:
         """Return itself: copies of a model draw from the same rngs, as from the default one."""
         return self
 
-    def _check_not_lent(self, where: str) -> None:
-        if self._lent is not None:
+    def _check_not_forked(self, where: str) -> None:
+        if self._forked is not None:
             raise CheckpointError(
                 f"RngTracker.{where}(): expected to be outside of fork(), but "
-                f"fork({self._lent.name!r}) has not ended; call it after that"
+                f"fork({self._forked.name!r}) has not ended; call it after that"
             )
 
     def _checked_states(self, where: str, states: Any) -> dict[str, Tensor]:
@@ -336,7 +336,7 @@ class RngSnapshot:
     _devices: Mapping[torch.device, Tensor]
     _tracked: Mapping[str, Tensor]
     # The rng of the `fork` that this was captured in; None outside of any.
-    _lent: ForkedRng | None
+    _forked: ForkedRng | None
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
@@ -359,4 +359,4 @@ class RngSnapshot:
         """Set all generators and rngs to the states in this snapshot. Local."""
         for device, state in self._devices.items():
             set_state(device, state)
-        self.tracker.restore(self._tracked, self._lent)
+        self.tracker.restore(self._tracked, self._forked)

@@ -128,10 +128,10 @@ class _Names(MetaPathFinder, Loader):
             module.__spec__ = module.__spec__.loader_state
             return
         found = {}
-        for home, names in NAMES[module.__name__.removeprefix(f"{_OURS}.")].items():
+        for source, names in NAMES[module.__name__.removeprefix(f"{_OURS}.")].items():
             for name in names.split():
                 there, _, here = name.partition("=")
-                found[here or there] = getattr(import_module(home), there)
+                found[here or there] = getattr(import_module(source), there)
         vars(module).update(found, __all__=sorted(found))
         module.__doc__ = f"{_THEIRS}{module.__name__.removeprefix(_OURS)}: {', '.join(found)}."
 

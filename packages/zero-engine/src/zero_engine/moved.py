@@ -90,15 +90,15 @@ def find(module: str, name: str) -> Any:
         AttributeError: The module never had the name.
     """
     old = f"{module}.{name}"
-    home, _, attribute = (_new_path(old) or "").rpartition(".")
+    new_module, _, attribute = (_new_path(old) or "").rpartition(".")
     is_hidden = name.startswith("__") and name not in {"__all__", "__version__"}
-    if is_hidden or not (home or old in _MOVED):
+    if is_hidden or not (new_module or old in _MOVED):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if old in _MOVED and _is_module(old, _MOVED[old]):  # its names are looked for one by one
         return import_module(old)
-    found = getattr(import_module(home), attribute)
+    found = getattr(import_module(new_module), attribute)
     warnings.warn(
-        f"{old} is {home}.{attribute} now; zero 0.3 forgets the old name",
+        f"{old} is {new_module}.{attribute} now; zero 0.3 forgets the old name",
         DeprecationWarning,
         stacklevel=3,  # who asked the module
     )

@@ -141,15 +141,15 @@ class Offload:
 _SMALL_BYTES: Final = 2**20  # sub-groups with less state stay in memory
 
 
-def shares_of(offload: Offload, *, at_home: bool) -> dict[str, Any]:
+def shares_of(offload: Offload, *, offloads_params: bool) -> dict[str, Any]:
     """Return how much of the state is stored where, as arguments of `OffloadedState.like`.
 
-    With `at_home`, shards of parameters are offloaded. Then no state stays on the device, which
-    could not step these.
+    With `offloads_params`, shards of parameters are offloaded. Then no state stays on the device,
+    which could not step these.
     """
     return {
         "state": "host" if offload.optimizer == "host" else "disk",
-        "fraction": {"host" if at_home else "device": 1 - offload.fraction},
+        "fraction": {"host" if offloads_params else "device": 1 - offload.fraction},
         "subgroup_bytes": offload.subgroup_bytes,
         "small_bytes": min(_SMALL_BYTES, offload.subgroup_bytes // 2),
     }
@@ -217,7 +217,7 @@ def backends_of(
             own_masters=own_masters,
             budget_bytes=budget,
             is_pinned=offload.pin,
-            **shares_of(offload, at_home=params is not None),
+            **shares_of(offload, offloads_params=params is not None),
         )
         if offload.delayed_update:
             state = DelayedState(inner, arena("delayed update"), grads_on_host=grads_on_host)

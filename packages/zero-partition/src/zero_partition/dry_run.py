@@ -221,8 +221,8 @@ def plan_memory(
     rank: int,
     *,
     offload: OffloadedBytes | None = None,
-    home_host_bytes: int = 0,
-    home_disk_bytes: int = 0,
+    params_host_bytes: int = 0,
+    params_disk_bytes: int = 0,
 ) -> PlannedMemory:
     """Compute one rank's bytes at the moments of training, by kind. Local.
 
@@ -232,8 +232,8 @@ def plan_memory(
         plan: Of the model.
         rank: The rank that has the bytes, among all that train the model.
         offload: Bytes of the offloaded optimizer state, if it is offloaded.
-        home_host_bytes: Host memory of offloaded shards of parameters, in bytes.
-        home_disk_bytes: Files of offloaded shards of parameters, in bytes.
+        params_host_bytes: Host memory of offloaded shards of parameters, in bytes.
+        params_disk_bytes: Files of offloaded shards of parameters, in bytes.
     """
     counts = _Counts(plan, rank, has_offload=offload is not None)
     for index, unit in enumerate(plan.units):
@@ -259,8 +259,8 @@ def plan_memory(
         parked_bytes=0,
         num_slot_conflicts=slot_conflicts(slots, plan.extents, plan.limits),
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
-        host_bytes=(offload.host_bytes if offload else 0) + home_host_bytes + counts.host_grads,
-        disk_bytes=(offload.disk_bytes if offload else 0) + home_disk_bytes,
+        host_bytes=(offload.host_bytes if offload else 0) + params_host_bytes + counts.host_grads,
+        disk_bytes=(offload.disk_bytes if offload else 0) + params_disk_bytes,
     )
     in_backward = evolve(
         working,

@@ -156,8 +156,8 @@ def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> 
     for tensor, owner in owned:
         progress.append(sent[owner] / max(totals[owner], 1))
         sent[owner] += tensor.nbytes
-    dealt = [owned[position] for position in sorted(range(len(owned)), key=progress.__getitem__)]
-    batches = in_batches(dealt, lambda each: each[0].nbytes, max_bytes=max_bytes)
+    in_turn = [owned[position] for position in sorted(range(len(owned)), key=progress.__getitem__)]
+    batches = in_batches(in_turn, lambda each: each[0].nbytes, max_bytes=max_bytes)
     return [Bucket.plan(batch, world_size) for batch in batches]
 
 

@@ -47,7 +47,7 @@ class RemoteBuffer:
     """A peer's buffer, which this rank may read until it says that it is done."""
 
     # Rank whose buffer it is, and rank that reads it.
-    lender: int
+    owner: int
     reader: int
     pid: int
     address: int
@@ -62,8 +62,8 @@ class RemoteBuffer:
             read_into(tensor, self.pid, self.address + offset)
         except OSError as error:
             raise CommError(
-                f"rank {self.reader} could not read a buffer that rank {self.lender} (process "
-                f"{self.pid}) had lent: {why(error)}. A buffer must stay until its wait() has "
+                f"rank {self.reader} could not read a buffer that rank {self.owner} (process "
+                f"{self.pid}) had shared: {why(error)}. A buffer must stay until its wait() has "
                 "returned, on every rank, and a result must go to memory that can be written"
             ) from error
 
@@ -113,7 +113,7 @@ class PeerMemory:
     # out, and transfers that it has carried out and not every peer is done with.
     _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
     _waiting: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)
-    _lent: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)
+    _shared: dict[int, deque[PeerTransfer]] = field(factory=dict, init=False)
     _is_advancing: bool = field(default=False, init=False)
     # Whether an exception came in the midst of `_advance`, which leaves transfers half done.
     is_broken: bool = field(default=False, init=False)
@@ -350,11 +350,11 @@ class PeerMemory:
             return
         # Peers are done with the transfers of a tag in order, and with none before it is offered:
         # this is the first that the peer was not done with.
-        for transfer in (*self._lent.get(tag, ()), *self._waiting.get(tag, ())):
+        for transfer in (*self._shared.get(tag, ()), *self._waiting.get(tag, ())):
             if rank not in transfer.done_by:
                 transfer.done_by.add(rank)
                 break
-        self._take_back(tag)
+        self._forget_read(tag)
 
     def _carry_out(self, tag: int) -> None:
         """Carry out the transfers of a tag, in order, as far as all peers have offered."""
@@ -370,22 +370,22 @@ class PeerMemory:
                 # Raised by the wait for this transfer, which may be another one than the present.
                 transfer.error = error
             transfer.is_carried_out = True
-            self._lent.setdefault(tag, deque()).append(transfer)
+            self._shared.setdefault(tag, deque()).append(transfer)
             self._write(DONE, tag, 0)
             transfer.done_entry = self._journal.num_written
-            self._take_back(tag)
+            self._forget_read(tag)
         if not waiting:
             self._waiting.pop(tag, None)
         if not any(offers.values()):
             self._offers.pop(tag, None)
 
-    def _take_back(self, tag: int) -> None:
+    def _forget_read(self, tag: int) -> None:
         """Forget buffers that every peer is done with."""
-        lent = self._lent.get(tag)
-        while lent and not self._missing(lent[0]):
-            lent.popleft()
-        if not lent:
-            self._lent.pop(tag, None)
+        shared = self._shared.get(tag)
+        while shared and not self._missing(shared[0]):
+            shared.popleft()
+        if not shared:
+            self._shared.pop(tag, None)
 
     def _write(self, kind: int, tag: int, address: int) -> None:
         self._journal.write((kind, tag, address), read_by_all=self._read_by_all)

@@ -25,7 +25,7 @@ from .process_memory import why
 HAS_LEFT: Final = 2**62
 
 _LOOK_S: Final = 0.02
-_LINGER_S: Final = 60.0
+_EXIT_WAIT_S: Final = 60.0
 
 
 @define(eq=False)
@@ -95,7 +95,7 @@ def _wait_for_peers() -> None:
 
 
 def _wait_for_readers_at_exit() -> None:
-    """Keep a process that ends alive while peers read its shards, for `_LINGER_S` at most.
+    """Keep a process that ends alive while peers read its shards, for `_EXIT_WAIT_S` at most.
 
     Does nothing after an error: peers that wait for this rank should learn of it at once.
     """
@@ -110,7 +110,7 @@ def _wait_for_readers_at_exit() -> None:
         lifetime.has_lingered = True
         lifetime.words[_CLOSED] = HAS_LEFT
         lifetime.peers.announce_exit()
-    deadline = time.monotonic() + _LINGER_S
+    deadline = time.monotonic() + _EXIT_WAIT_S
     while time.monotonic() < deadline and any(r.are_needed() for r in mine):
         time.sleep(_LOOK_S)
 

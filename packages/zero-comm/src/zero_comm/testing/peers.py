@@ -59,7 +59,7 @@ def journal_capacity(entries: int) -> Iterator[None]:
 @contextmanager
 def lingering(seconds: float) -> Iterator[None]:
     """Inside, a process that ends waits so long at most for who reads its shards. Local."""
-    with mock.patch.object(shards, "_LINGER_S", seconds):
+    with mock.patch.object(shards, "_EXIT_WAIT_S", seconds):
         yield
 
 
@@ -115,7 +115,7 @@ def reads_cut_short(num_bytes: int) -> Iterator[None]:
 @contextmanager
 def without_reads() -> Iterator[None]:
     """Inside, offering a buffer to peers is an AssertionError. Local."""
-    error = AssertionError("a buffer was lent")
+    error = AssertionError("a buffer was shared")
     with mock.patch.object(PeerMemory, "launch", side_effect=error):
         yield
 

@@ -52,7 +52,7 @@ def _plan_elsewhere(
 ) -> tuple[dict[str, Any], int]:
     """Return `plan_memory`'s arguments for this rank's offloaded shards, and bytes in transit."""
     if offload is None:
-        return {"offload": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
+        return {"offload": None, "params_host_bytes": 0, "params_disk_bytes": 0}, 0
     allocation = plan_allocation(
         planned.units,
         planned.param_placements,
@@ -68,8 +68,8 @@ def _plan_elsewhere(
     on_disk = [shard.nbytes for index, shard in allocation.shards.items() if index not in on_host]
     backends = {
         "offload": _plan_state(planned, allocation, offload, optimizer),
-        "home_host_bytes": sum(shard.nbytes for shard in on_host.values()),
-        "home_disk_bytes": sum(on_disk),
+        "params_host_bytes": sum(shard.nbytes for shard in on_host.values()),
+        "params_disk_bytes": sum(on_disk),
     }
     return backends, _passing_bytes(on_disk, planned, offload)
 
@@ -87,7 +87,7 @@ def _plan_state(
         allocation.positions,
         optimizer.param_groups,
         own_masters=allocation.masters,
-        **shares_of(offload, at_home=planned.policy.params),
+        **shares_of(offload, offloads_params=planned.policy.params),
     )
     if not planned.policy.is_delayed:
         return footprint

@@ -112,8 +112,8 @@ def find_nvcc(environment: Mapping[str, str]) -> str:
     Raises:
         CompileError: There is none.
     """
-    home = environment.get("CUDA_HOME", "/usr/local/cuda")
-    for command in (environment.get("NVCC"), "nvcc", f"{home}/bin/nvcc"):
+    cuda_root = environment.get("CUDA_HOME", "/usr/local/cuda")
+    for command in (environment.get("NVCC"), "nvcc", f"{cuda_root}/bin/nvcc"):
         if command and shutil.which(command, path=environment.get("PATH")):
             return command
     raise CompileError("no nvcc on PATH, in NVCC or in CUDA_HOME")

@@ -302,7 +302,7 @@ class OffloadedState:
 
         Call it before all states are replaced.
         """
-        self._come_to_rest()
+        self._give_up_window()
         for k in self._swapped(range(len(self._states))) if self._torn else ():
             self._window.expect([k])
             try:
@@ -452,7 +452,7 @@ class OffloadedState:
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; with `keeps_store`, delete the values from the store too."""
         self.gradients.close()
-        self._come_to_rest()
+        self._give_up_window()
         self._window.end(deletes=keeps_store)
         self._states, self._where = [], {}
 
@@ -492,7 +492,7 @@ class OffloadedState:
             if at_end is not None:
                 at_end()
         except BaseException as error:
-            self._come_to_rest()
+            self._give_up_window()
             # Sub-group whose write has failed; it may have been written in the step before.
             failed = self._window.failed
             if failed is None and not (writes and has_begun):
@@ -503,7 +503,7 @@ class OffloadedState:
                 raise torn from error
             raise
 
-    def _come_to_rest(self) -> None:
+    def _give_up_window(self) -> None:
         self._window.forget()
         with contextlib.suppress(Exception):
             self._window.flush()

@@ -183,7 +183,7 @@ def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...
             groups.append(_lay_out(open_pieces, items, open_residence, shares.small_bytes))
         open_pieces, open_bytes = [], 0
 
-    for residence, piece in _dealt(items, shares):
+    for residence, piece in _divide_by_residence(items, shares):
         item = items[piece.item]
         if (residence, item.place) != (open_residence, open_place):
             close()
@@ -210,7 +210,9 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
     return -(-nbytes // align) * align
 
 
-def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, ParamRange]]:
+def _divide_by_residence(
+    items: Sequence[Item], shares: Shares
+) -> Iterator[tuple[Residence, ParamRange]]:
     """Yield the largest pieces whose state is all in one place, with that place, in order."""
     total = sum(item.numel * item.element_bytes for item in items)
     # Bytes of state before which the device's part ends, and the host's.

@@ -228,8 +228,8 @@ def plan_units(
     for param, param_names in names.items():
         if not (may_be_meta and param.is_meta):
             check_parameter(param, param_names[0])
-        home = _SMALL if id(param) in small else _home(param_names, members, places)
-        members[home].append(param)
+        unit_name = _SMALL if id(param) in small else _unit_of(param_names, members, places)
+        members[unit_name].append(param)
     _check_storages(names)
     used = [name for name, params in members.items() if params]
     outer = {around for name in used for around in enclosing(name)}
@@ -319,14 +319,14 @@ def _check_storages(names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
             )
 
 
-def _home(names: Sequence[str], units: Container[str], places: Mapping[str, nn.Module]) -> str:
-    home = _innermost(names[:1], units)
+def _unit_of(names: Sequence[str], units: Container[str], places: Mapping[str, nn.Module]) -> str:
+    unit_name = _innermost(names[:1], units)
     if len(names) == 1:
-        return home
-    inside = names[0].removeprefix(home)
-    places_of_home = {name for name, module in places.items() if module is places[home]}
-    is_always_there = all(name.removesuffix(inside) in places_of_home for name in names)
-    return home if is_always_there else _innermost(names, units)
+        return unit_name
+    inside = names[0].removeprefix(unit_name)
+    names_of_unit = {name for name, module in places.items() if module is places[unit_name]}
+    is_always_there = all(name.removesuffix(inside) in names_of_unit for name in names)
+    return unit_name if is_always_there else _innermost(names, units)
 
 
 def _innermost(param_names: Sequence[str], units: Container[str]) -> str:

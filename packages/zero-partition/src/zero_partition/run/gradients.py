@@ -52,7 +52,7 @@ from zero_partition.stand_in import (
 )
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm, version_of
 
-from .unit import COMES_BACK, ShardState, Unit
+from .unit import RETURN_OUTPUTS, ShardState, Unit
 
 T = TypeVar("T")
 
@@ -105,9 +105,9 @@ T = TypeVar("T")
 # (docs/decisions/0038-reductions-advance-in-step.md). A buffer that is tiny beside what is in
 # flight, such as that of a last norm after the head's, fills in no time, and nothing advances.
 
-# NOTE(grad offload): with a home of gradients a reduced shard leaves the device as soon as it is
-# there, while backward goes on, and the end of backward waits for the last: from then on `grad` of
-# a shard is an ordinary tensor of the host, whoever reads it.
+# NOTE(grad offload): where gradients are offloaded, a reduced shard leaves the device as soon as it
+# is there, while backward goes on, and the end of backward waits for the last: from then on `grad`
+# of a shard is an ordinary tensor of the host, whoever reads it.
 
 
 class GradState(Enum):
@@ -810,7 +810,7 @@ class GradientReducer:
         raise StateError(
             f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
             f"{g.unit.name!r} was sharded (rank {self.routes.whole.rank}): its backward may have "
-            f"read other values. {COMES_BACK}"
+            f"read other values. {RETURN_OUTPUTS}"
         )
 
     def collect(self, g: BufferGradients) -> None:

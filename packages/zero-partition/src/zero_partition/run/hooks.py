@@ -52,7 +52,7 @@ from zero_partition.torch_private import (
 from .gradients import SMALL_BYTES, BufferGradients
 from .schedule import ForwardCall
 from .sharded_model import ModelPhase, ShardedModel, find_param_ref, param_ref_of
-from .unit import COMES_BACK, ShardState, Unit
+from .unit import RETURN_OUTPUTS, ShardState, Unit
 
 Result = TypeVar("Result")
 
@@ -323,7 +323,7 @@ class WatchedReads:
         if self.unit.state is not ShardState.UNSHARDED:
             raise StateError(
                 f"unit {self.unit.name!r}: backward reads its parameters while they are sharded "
-                f"(rank {self.unit.group.rank}). {COMES_BACK}"
+                f"(rank {self.unit.group.rank}). {RETURN_OUTPUTS}"
             )
         return saved[0]
 

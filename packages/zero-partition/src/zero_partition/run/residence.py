@@ -40,8 +40,8 @@ class OffloadPolicy:
         if not plan.trainable:
             return None
         chosen = precision.master_of(plan.dtype)
-        is_at_home = self.params and placement is Placement.SHARDED
-        is_elsewhere = is_at_home or (
+        is_offloaded = self.params and placement is Placement.SHARDED
+        is_elsewhere = is_offloaded or (
             self.state and (self.is_delayed or self.params or not self.host_is_device)
         )
         return plan.dtype if chosen is None and is_elsewhere else chosen
@@ -103,9 +103,10 @@ class OffloadPolicy:
 
 @frozen(eq=False)
 class OffloadAllocation:
-    """Shards that a home keeps, without values, and what is stepped elsewhere."""
+    """Offloaded shards of parameters, without values, and parameters of offloaded state."""
 
-    shards: dict[int, Tensor] = field(factory=dict)  # at home, on meta, by number of the buffer
+    # Offloaded shards, on meta, by number of the buffer.
+    shards: dict[int, Tensor] = field(factory=dict)
     # Likewise, by parameter.
     offloaded_params: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)
     positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
@@ -138,13 +139,13 @@ def plan_allocation(
     allocation = OffloadAllocation()
     buffers = [(b, at) for unit, at in zip(plans, placements, strict=True) for b in unit.buffers]
     for index, (buffer, placement) in enumerate(buffers, first_index):
-        rank, at_home = rank_of(buffer), policy.params and placement is Placement.SHARDED
-        if at_home:
+        rank, is_offloaded = rank_of(buffer), policy.params and placement is Placement.SHARDED
+        if is_offloaded:
             numel = buffer.layout.splits[rank]
             allocation.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
         if not (policy.state and buffer.trainable):
             continue
-        memory = torch.empty((), dtype=buffer.dtype, device="cpu" if at_home else device)
+        memory = torch.empty((), dtype=buffer.dtype, device="cpu" if is_offloaded else device)
         numels = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
         shapes = [
             param.cut.shard_shape(param.shape, numels.get(position, 0))
@@ -225,7 +226,7 @@ class ModelOffload:
 
         Raises:
             PartitionError: Another rank could not.
-            Exception: This one could not; what homes raise.
+            Exception: This one could not; what a `ParamOffload` raises.
         """
         if self.param_offload is None and self.backends.open_state is None:
             return

@@ -30,13 +30,13 @@ from zero_partition.plan.slots import (
 from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import current_backward, is_in_backward
 
-from .unit import COMES_BACK, ShardState, Unit
+from .unit import RETURN_OUTPUTS, ShardState, Unit
 
 # NOTE(assigned order): slots are taken at first use, by whoever comes. When a step has shown the
-# order, they are dealt anew, so that units that should be whole at once have slots of their own and
-# others share. That happens right after the optimizer's step, when every graph is out of date and
-# none can miss the memory that its views point into. A changed order is followed when it has come
-# twice: a loop of varying length keeps its slots.
+# order, they are assigned anew, so that units that should be whole at once have slots of their own
+# and others share. That happens right after the optimizer's step, when every graph is out of date
+# and none can miss the memory that its views point into. A changed order is followed when it has
+# come twice: a loop of varying length keeps its slots.
 
 # NOTE(backward order): autograd runs ready nodes latest-created first. When the hook on an output
 # of one forward call fires, every node created after that call ended has run: calls that began
@@ -178,7 +178,7 @@ class Schedule:
         if call.unit.index in self._unreachable:
             raise StateError(
                 f"unit {call.unit.name!r} was called twice before this backward, and one of the "
-                f"calls returned nothing that backward could come back through. {COMES_BACK}"
+                f"calls returned nothing that backward could come back through. {RETURN_OUTPUTS}"
             )
         call.backward = self._reached[call.unit.index] = self._backward
         call.task = current_backward()
@@ -298,7 +298,7 @@ class Schedule:
                 unit.forget_values()
 
     def step(self) -> None:
-        """The optimizer has stepped: deal slots, and where they stay, launch the first gathers."""
+        """The optimizer has stepped: assign slots; where memory stays, launch the first gathers."""
         for unit in self.units:
             if self.is_in_use(unit):
                 return
@@ -404,7 +404,7 @@ class Schedule:
                 ]
                 param_offload.expect([buffer.index for unit in mine for buffer in unit.buffers])
 
-    # ---- Slots are dealt; see NOTE(assigned order) ----
+    # ---- Slots are assigned; see NOTE(assigned order) ----
 
     def _limits_of_now(self) -> Limits:
         is_exposed = any(unit.exposure is not None for unit in self.units)

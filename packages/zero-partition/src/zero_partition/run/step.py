@@ -55,7 +55,7 @@ def step_offloaded(
                 if param.grad is not None and residence.is_stepped(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
-        # Only what is opened at a home needs to know; without one this is not looked for.
+        # Only shards that are offloaded are opened, and need it.
         written_only = set() if residence.param_offload is None else set(offload.written_only())
         overwritten = written_only & grads.keys()
         with OpenShards(residence.param_offload, buffer_of, overwritten) as opening:
@@ -80,7 +80,7 @@ def apply_delayed_update(residence: ModelOffload, gradients: Sequence[BufferGrad
         offload.apply_delayed_update(opening)
 
 
-def hand_over_state(
+def move_state_to_offload(
     optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has there, and leave a view of that in its place."""
@@ -107,7 +107,7 @@ def hand_over_state(
 
 
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `hand_over_state`: put the state, on the host, into `optimizer.state`."""
+    """Undo `move_state_to_offload`: put the state, on the host, into `optimizer.state`."""
     for member in members_of(optimizer):
         if isinstance(member.state, UpdatedState):  # else somebody has put another in its place
             member.state = defaultdict(dict, dict(member.state.items()))
@@ -218,7 +218,7 @@ class OpenShards:
     """Offloaded shards that are open while the optimizer steps them, a few at a time.
 
     Args:
-        home: Where shards of parameters are offloaded; without one there is nothing to open.
+        param_offload: Where shards of parameters are offloaded; None: there is nothing to open.
         buffer_of: By target.
         overwritten: Targets that are going to be written, and not read.
     """

@@ -26,7 +26,7 @@ from zero_partition.torch_private import own_parameters, plain_access, version_o
 
 from .source import CachedBuffers, CodecErrors, NodeGather, PeerShards, ShardGather, UnitSource
 
-COMES_BACK: Final = (
+RETURN_OUTPUTS: Final = (
     "Backward comes back to a unit through the tensors that its module returns: return the loss, "
     "where the module keeps it in an attribute. Making the modules involved one unit "
     "(ZeroConfig.units), or stage 2, avoids it too."

@@ -58,7 +58,7 @@ from zero_partition.run.hooks import (
 from zero_partition.run.residence import ModelOffload, OffloadBackends
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
-from zero_partition.run.step import hand_over_state
+from zero_partition.run.step import move_state_to_offload
 from zero_partition.run.unit import Unit
 from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
@@ -497,7 +497,7 @@ def _partition(
         shard_optimizer(optimizer, units)
     join_states(optimizer)  # at stage 0, and of parameters that are in no group
     if optimizer is not None and shards_state and residence.offload is not None:
-        hand_over_state(optimizer, residence.offload, units)
+        move_state_to_offload(optimizer, residence.offload, units)
     sharded = ShardedModel(
         model=model,
         routes=routes,

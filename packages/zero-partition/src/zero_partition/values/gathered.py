@@ -53,15 +53,15 @@ class _Whole:
 
     name: str
     param: nn.Parameter
-    home: Tensor  # the memory in which its values belong
+    memory: Tensor  # the memory in which its values belong
     version: int
     checksum: int
 
     @property
-    def is_at_home(self) -> bool:
+    def views_memory(self) -> bool:
         """Return whether the parameter still views the memory that the context gave it."""
         data = self.param.data
-        return data.data_ptr() == self.home.data_ptr() and data.is_contiguous()
+        return data.data_ptr() == self.memory.data_ptr() and data.is_contiguous()
 
 
 def _checksum(data: Tensor) -> int:
@@ -143,7 +143,8 @@ class ShardedParams:
         if not self.sharded.is_exact:
             self._gather(what)
         return [
-            (param_ref.name, param_ref.param, _home_of(param_ref)) for param_ref in self.param_refs
+            (param_ref.name, param_ref.param, _memory_of(param_ref))
+            for param_ref in self.param_refs
         ]
 
     def set_values(self, values: Iterable[Tensor]) -> None:
@@ -197,7 +198,7 @@ class ShardedParams:
                 unit.mark_gathered(is_gathered=True)
 
 
-def _home_of(param_ref: ParamRef) -> Tensor:
+def _memory_of(param_ref: ParamRef) -> Tensor:
     """Return the memory of a parameter that is gathered or replicated."""
     buffer = param_ref.buffer
     if param_ref.is_gathered:
@@ -243,9 +244,9 @@ class GatheredContext:
         self._is_open = True
         found = self.params.open(self.what)
         with plainly():
-            for name, param, home in found:
-                checksum = _checksum(home) if self.compares_bytes else 0
-                self._wholes.append(_Whole(name, param, home, version_of(param), checksum))
+            for name, param, memory in found:
+                checksum = _checksum(memory) if self.compares_bytes else 0
+                self._wholes.append(_Whole(name, param, memory, version_of(param), checksum))
 
     def report(self, *, has_raised: bool) -> None:
         """Tell the others how this rank leaves, once. Launches only: they may be gone."""
@@ -276,7 +277,7 @@ class GatheredContext:
         if self.modifier_rank is not None:
             self._send_changes(self.modifier_rank)
             with plainly():
-                self.params.set_values([whole.home for whole in self._wholes])
+                self.params.set_values([whole.memory for whole in self._wholes])
 
     def close(self) -> None:
         """Shard the parameters again, whatever happened. Local."""
@@ -298,21 +299,22 @@ class GatheredContext:
         handles = []
         with plainly():
             for whole in self._wholes:
-                if self.group.rank == modifier and not whole.is_at_home:
-                    whole.home.copy_(whole.param.data)
-                if whole.home.numel():
-                    flat = whole.home.view(-1)
+                if self.group.rank == modifier and not whole.views_memory:
+                    whole.memory.copy_(whole.param.data)
+                if whole.memory.numel():
+                    flat = whole.memory.view(-1)
                     handles.append(broadcast_flat(flat, src=modifier, group=self.group))
             for handle in handles:
                 handle.wait()
 
     def _judge(self, whole: _Whole) -> _ParamOutcome:
-        data, home = whole.param.data, whole.home
-        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+        data, memory = whole.param.data, whole.memory
+        kinds = [(each.shape, each.dtype, each.device) for each in (data, memory)]
+        if kinds[0] != kinds[1]:
             return _ParamOutcome.MISSHAPEN
         if self.modifier_rank is not None:
             return _ParamOutcome.FINE
-        is_same = whole.is_at_home and version_of(whole.param) == whole.version
+        is_same = whole.views_memory and version_of(whole.param) == whole.version
         if is_same and self.compares_bytes:
             is_same = _checksum(data) == whole.checksum
         return _ParamOutcome.FINE if is_same else _ParamOutcome.EDITED
@@ -333,8 +335,8 @@ class GatheredContext:
         if verdict is _ParamOutcome.MISSHAPEN and self.modifier_rank in (None, rank):
             raise StateError(
                 f"{what}: rank {rank} left parameter {whole.name!r} with another shape, dtype or "
-                f"device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. A "
-                "sharded model keeps its shapes: change them before shard()"
+                f"device {mine}; expected shape {tuple(whole.memory.shape)}, {whole.memory.dtype}. "
+                "A sharded model keeps its shapes: change them before shard()"
             )
 
 
