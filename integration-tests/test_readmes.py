@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import re
@@ -219,6 +220,60 @@ def test_every_word_of_ours_is_explained_and_some_page_leads_there() -> None:
     assert words == linked
     assert {*PLAIN} <= words
     assert len(words) <= 25
+
+
+# Words that a reader would have to learn, with plain ones in their place: "home" is memory or the
+# host, to "lend" is to expose, to "deal" is to assign, to "settle" is to wait or to flush.
+BANNED: Final = {
+    *("home", "homes", "lend", "lends", "lent", "lender", "lenders", "deal", "deals", "dealt"),
+    *("settle", "settles", "settled", "linger", "lingers", "remains", "let_go", "lets_go"),
+    *("take_back", "takes_back", "keep_whole", "keeps_whole", "hand_over", "hands_over"),
+    *("bring_in", "brings_in", "come_back", "comes_back", "come_to_rest", "lay_down"),
+    *("step_elsewhere", "as_it_holds"),
+}
+
+
+def _identifiers() -> dict[str, Path]:
+    """Names that the packages give to something, in lower case with underscores, and where."""
+    found: dict[str, Path] = {}
+    for file in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                    pass
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    pass
+                case ast.arg(arg=name):
+                    pass
+                case _:
+                    continue
+            words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
+            found["_".join(words).lower()] = file
+    return found
+
+
+def test_every_word_of_the_vocabulary_is_a_part_of_a_name_in_the_code() -> None:
+    """A word that the code does not use is not worth learning; one that was renamed goes, too."""
+    text = (ROOT / "docs/vocabulary.md").read_text()
+    verbs = ", ".join(row[0] for row in _rows("docs/vocabulary.md", "undone by")).split(", ")
+    headings, defined = re.findall(r"(?m)^### (.*)$", text), re.findall(r"\*\*(\w+)\*\*", text)
+    words = {re.sub("[ -]", "_", word) for word in (*headings, *defined, *verbs)}
+    names = "".join(f"_{name}_" for name in _identifiers())
+    unused = {word for word in words if f"_{word.replace('parameter', 'param')}_" not in names}
+
+    assert verbs
+    assert not unused
+
+
+def test_no_name_in_the_code_has_a_word_that_a_reader_would_have_to_learn() -> None:
+    """Each of these has a plain word in its place, as torch, FSDP2 or DeepSpeed have it."""
+    found = {
+        f"{name} in {file.relative_to(ROOT)}"
+        for name, file in _identifiers().items()
+        if any(f"_{word}_" in f"_{name}_" for word in BANNED)
+    }
+
+    assert not found
 
 
 @pytest.mark.parametrize("page", EXPLAINING, ids=lambda page: f"{page.parent.name}-{page.stem}")
