@@ -24,6 +24,7 @@ import zero_deepspeed.load
 import zero_deepspeed.schedules
 import zero_engine
 import zero_offload
+import zero_partition.seams
 from deepspeed_folders import Form, save_as_deepspeed
 from packaging.version import Version
 from torch import Tensor, nn
@@ -447,6 +448,8 @@ def test_a_loader_repeats_and_memory_is_logged(caplog: pytest.LogCaptureFixture)
         ("zero_engine.compat.deepspeed.__version__", deepspeed.__version__),
         ("zero_engine.checkpoint.DeepSpeedLoadReport", zero_deepspeed.load.DeepSpeedLoadReport),
         ("zero_engine.deepspeed.WarmupLR", zero_deepspeed.schedules.WarmupLR),
+        ("zero_partition.seams.Homes", zero_partition.seams.OffloadBackends),
+        ("zero_partition.seams.plan_room", zero_partition.seams.plan_allocation),
     ],
 )
 def test_old_paths_work_and_say_the_new_one(old: str, new: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -92,13 +91,19 @@ def test_a_process_that_trains_alone_beside_further_devices_says_so(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if launched is not None:
         monkeypatch.setenv("WORLD_SIZE", launched)
-    module = SimpleNamespace(device_count=lambda: num_devices)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         say_alone(torch.device("cuda", 0))
 
     assert ["torchrun --nproc-per-node 8" in str(each.message) for each in said] == [True] * is_said
+
+
+def test_a_model_on_the_meta_device_is_named_without_a_group_too() -> None:
+    """Its device is no accelerator to count, and has no values to shard."""
+    with torch.device("meta"), pytest.raises(PartitionError, match=r"'weight' is on the meta dev"):
+        zero_engine.shard(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("world_size", "is_refused"), [("2", True), ("1", False), ("two", False)])

@@ -320,3 +320,4 @@ def test_a_model_that_is_deleted_leaves_no_hook_and_its_parameters_say_so(group:
     for use in (zero_partition.full_param, torch.sum):
         with pytest.raises(StateError, match=r"'1\.weight'.*kept its values was deleted"):
             use(param)
+    assert "was deleted" in repr(param)  # a debugger prints it, and must not fail

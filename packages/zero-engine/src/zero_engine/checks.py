@@ -117,9 +117,10 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
 
 def say_alone(device: torch.device) -> None:
     """Say that this process trains alone, where the machine has further devices. Local."""
-    if device.type == "cpu" or "WORLD_SIZE" in os.environ:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or device.type != accelerator.type or "WORLD_SIZE" in os.environ:
         return
-    num_devices = torch.get_device_module(device).device_count()
+    num_devices = torch.accelerator.device_count()
     if num_devices > 1:
         warnings.warn(
             f"this process trains alone on {device}, and the machine has {num_devices} devices: "

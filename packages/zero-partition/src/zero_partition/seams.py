@@ -114,8 +114,9 @@ def __getattr__(name: str) -> Any:
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(
-        f"zero_partition.seams.{name} is {_RENAMED[name]} now; zero 0.3 forgets the old name",
+        f"{__name__}.{name} is {__name__}.{_RENAMED[name]} now; zero 0.3 forgets the old name",
         DeprecationWarning,
         stacklevel=2,
     )
-    return globals()[_RENAMED[name]]
+    found = globals()[name] = globals()[_RENAMED[name]]
+    return found

@@ -554,12 +554,8 @@ class AtRest(StandIn):
         """Call the function with gathered values in place of parameters whose values it uses."""
         if attribute == "data":
             return _guard_data(args[0], plain_call(func, args, kwargs))
-        if name in _PRINTS and not (owner := _owner_of(args[0])).is_gathered:
-            ranks, param = owner.group.world_size, args[0]
-            return (
-                f"{owner.name!r}: sharded over {ranks} rank{'s' * (ranks > 1)}, shape "
-                f"{tuple(param.shape)}, {param.dtype}; full_param(param) gathers it"
-            )
+        if name in _PRINTS and (text := _describe(args[0])):
+            return text
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
         if name in _LIKE and not isinstance(args[0], AtRest):
@@ -636,6 +632,18 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     if any(isinstance(tensor, AtRest) for tensor in tensors_among((args, kwargs))):
         return plain_call(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _describe(param: Tensor) -> str:
+    """Return the text that stands for a sharded parameter's values; empty if they are gathered."""
+    name, owner = _OWNERS[param][0], _OWNERS[param][1]()
+    what = f"{name!r}, shape {tuple(param.shape)}, {param.dtype}"
+    if owner is None:  # printing must not fail, as in a debugger
+        return f"{what}: the sharded model that kept its values was deleted"
+    if owner.is_gathered:
+        return ""
+    ranks = owner.group.world_size
+    return f"{what}: sharded over {ranks} rank{'s' * (ranks > 1)}; full_param(param) gathers it"
 
 
 def _owner_of(tensor: Tensor) -> Any:

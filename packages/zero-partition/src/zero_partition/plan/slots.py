@@ -378,7 +378,7 @@ class Slot(Generic[Owner]):
     num_views: int = 0  # views of the memory that its owners keep
 
     def allocate(self, device: torch.device, num_bytes: int | None = None) -> Tensor:
-        """Return memory for another owner. It is allocated at first use, and anew after `leave`.
+        """Return memory for another owner. It is allocated at first use, and anew after `vacate`.
 
         On a device it has `num_bytes`, if given, or stays larger where somebody else views it. On
         the CPU it has the slot's size.

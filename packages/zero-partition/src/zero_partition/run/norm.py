@@ -285,10 +285,10 @@ def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
     missing = [i for i, norm in enumerate(norms) if norm is None or norm_type != 2.0]
     tensors = [grads[i].tensor for i in missing]
     for dtype, among in _by_dtype(tensors).items():
-        param_refs = [missing[i] for i in among]
+        positions = [missing[i] for i in among]
         same = [tensors[i] for i in among]
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
-        for i, norm in zip(param_refs, foreach_norm(same, norm_type, dtype=wide), strict=True):
+        for i, norm in zip(positions, foreach_norm(same, norm_type, dtype=wide), strict=True):
             norms[i] = norm
     return [norm for norm in norms if norm is not None]
 
@@ -297,16 +297,16 @@ def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
     """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
     tensors = [grad.tensor for grad in grads]
     factor = factor.to(tensors[0].device) if tensors else factor
-    for dtype, param_refs in _by_dtype(tensors).items():
+    for dtype, positions in _by_dtype(tensors).items():
         is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
-        foreach_mul_([tensors[i] for i in param_refs], factor.to(dtype) if is_wide else factor)
+        foreach_mul_([tensors[i] for i in positions], factor.to(dtype) if is_wide else factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
-    param_refs: dict[torch.dtype, list[int]] = {}
+    positions: dict[torch.dtype, list[int]] = {}
     for i, grad in enumerate(grads):
-        param_refs.setdefault(grad.dtype, []).append(i)
-    return param_refs
+        positions.setdefault(grad.dtype, []).append(i)
+    return positions
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:

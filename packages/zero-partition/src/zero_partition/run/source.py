@@ -88,19 +88,20 @@ class ShardGather(UnitSource):
         for read in reads:
             if read is not None:
                 read.wait()
-        for buffer, whole in pairs if self.errors is not None else ():
-            self._note_errors(buffer, whole)
+        if self.errors is not None:
+            for buffer, whole in pairs:
+                self._note_errors(self.errors, buffer, whole)
         return [
             buffer.all_gather(whole, shard=buffer.model_shard.sent, version=self.version)
             for buffer, whole in pairs
         ]
 
-    def _note_errors(self, buffer: FlatBuffer, whole: Tensor) -> None:
+    def _note_errors(self, errors: CodecErrors, buffer: FlatBuffer, whole: Tensor) -> None:
         codec, shard = buffer.gather_codec, buffer.model_shard.sent
         # A shard that is stored encoded loses nothing more on its way.
-        if self.errors is not None and codec is not None and buffer.model_shard.codec is None:
+        if codec is not None and buffer.model_shard.codec is None:
             own = buffer.own_of(whole) if shard is None else shard
-            self.errors.params.note(self.name, codec, [own])
+            errors.params.note(self.name, codec, [own])
 
 
 @final

@@ -176,8 +176,8 @@ class ParamValue(Value):
             write_whole(param_ref, launch_whole(param_ref, part)())
             return
         self.sharded.begin_write()
-        for rest in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
-            with rest.edit() as shard:
+        for store in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
+            with store.edit() as shard:
                 self.copy_to(part_of(param_ref, shard), value)
         self.sharded.end_write(param_ref.unit)
 
