@@ -91,7 +91,6 @@ def test_a_process_that_trains_alone_beside_further_devices_says_so(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if launched is not None:
         monkeypatch.setenv("WORLD_SIZE", launched)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -117,8 +117,7 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
 
 def say_alone(device: torch.device) -> None:
     """Say that this process trains alone, where the machine has further devices. Local."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or device.type != accelerator.type or "WORLD_SIZE" in os.environ:
+    if device.type in ("cpu", "meta") or "WORLD_SIZE" in os.environ:
         return
     num_devices = torch.accelerator.device_count()
     if num_devices > 1:
