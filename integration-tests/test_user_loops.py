@@ -436,6 +436,11 @@ def _lazy(group: Group, stage: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
     with pytest.raises(PartitionError, match=r"parameter '1\.weight' of a lazy module.*forward"):
         zero_engine.shard(model, None, ZeroConfig(stage), group=group)
+    with pytest.raises(PartitionError, match=r"parameter '1\.weight' of a lazy module.*forward"):
+        zero_engine.plan(model, ZeroConfig(stage), world_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PartitionError, match=r"parameter '1\.weight' of a lazy module.*forward"):
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
     model(torch.ones(1, 4))
     zero_engine.shard(model, None, ZeroConfig(stage), group=group)
 

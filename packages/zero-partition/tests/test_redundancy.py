@@ -274,11 +274,13 @@ def test_what_no_optimizer_takes_is_refused_as_plain_torch_does() -> None:
 def test_what_cannot_be_meant_is_told_with_what_can() -> None:
     """Options would reach the inner optimizer, whose message knows nothing of them."""
     meta = [("empty", nn.Parameter(torch.empty(2, device="meta")))]
+    lazy = nn.LazyLinear(2).parameters()
     fine = make_params((2,))
     for params, options, error, says in (
         (fine, {"overlap_with_ddp": True}, TypeError, r"optimizer\.overlap_with_ddp\(ddp_model"),
         (fine, {"process_group": Group.solo()}, TypeError, "got both"),
         (meta, {}, PartitionError, r"'empty'.*on the meta device"),
+        (lazy, {}, PartitionError, r"parameter 0.*lazy module.*forward"),
     ):
         with pytest.raises(error, match=says):
             ZeroRedundancyOptimizer(params, torch.optim.SGD, Group.solo(), lr=0.1, **options)

@@ -15,6 +15,7 @@ import torch
 import zero_partition
 from attrs import evolve
 from torch import nn
+from torch.nn.parameter import is_lazy
 from zero_comm import AnyRanks, collective, failure
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
@@ -136,7 +137,8 @@ def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
         numel = Counter[torch.dtype]()
         for group in each.param_groups:
             for param in group["params"]:
-                numel[param.dtype] += param.numel() * param.requires_grad
+                if not is_lazy(param):
+                    numel[param.dtype] += param.numel() * param.requires_grad
         dtype, most = max(numel.items(), key=itemgetter(1), default=(None, 0))
         is_narrow = dtype in _NARROW and 2 * most > numel.total()
         if is_narrow and own_masters(each) is None:

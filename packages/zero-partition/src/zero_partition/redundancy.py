@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms import Join, Joinable, JoinHook
+from torch.nn.parameter import is_lazy
 from zero_comm import (
     AgreementError,
     AnyRanks,
@@ -336,8 +337,8 @@ def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, An
 
 
 def _bytes_of(param: Tensor) -> int:
-    # A sparse one has no `nbytes`, and is refused later.
-    return param.numel() * param.element_size()
+    # A sparse one has no `nbytes`, a lazy one no shape; both are refused later.
+    return 0 if is_lazy(param) else param.numel() * param.element_size()
 
 
 class _StepsAlong(JoinHook):
@@ -778,8 +779,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                         f"{name}: expected a plain tensor, got a DTensor; shard its model with "
                         "zero_engine.shard(model, optimizer, ZeroConfig(stage=1)), which takes them"
                     )
-                if param.layout is not torch.strided or param.is_meta:
+                if param.layout is not torch.strided or param.is_meta or is_lazy(param):
                     got = "on the meta device" if param.is_meta else f"of layout {param.layout}"
+                    got = "of a lazy module: run a forward first" if is_lazy(param) else got
                     raise PartitionError(
                         f"{name}: expected a dense tensor with values, got one {got}"
                     )
@@ -802,6 +804,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             "parameters in param groups": str([len(g["params"]) for g in self.param_groups]),
         }
         for name, _, param in named_params(self):
+            if is_lazy(param):
+                continue  # refused; it has no shape to compare
             travels, shape, stride, dtype, _ = facts_of(param)
             how = "trains" if travels else "is frozen"
             facts[name] = f"{how}, {tuple(shape)} with strides {stride}, {dtype}"

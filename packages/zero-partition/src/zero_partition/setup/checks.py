@@ -66,6 +66,7 @@ def check_model(
                 f"module {name!r} was compiled, in a model whose parameters are DTensors: the "
                 "compiler cannot follow the memory of these; leave out torch.compile()"
             )
+    check_shapes(model)
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
         _check_param(name, param, groups.get(pattern_of(name, groups), group))
@@ -85,6 +86,16 @@ def check_model(
                 f"buffer {name!r} is a view of parameter {owner!r}, whose values move into a flat "
                 "buffer: it would keep those of today for ever. Compute it in forward, or give it "
                 "memory of its own with .clone()"
+            )
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Raise PartitionError where a parameter has no shape yet. Local."""
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise PartitionError(
+                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
+                "model before building the optimizer and calling shard()"
             )
 
 
@@ -121,11 +132,6 @@ def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
             f"parameter {name!r} was sharded by Init over {early.group.world_size} ranks of "
             f"another group than the one of {group.world_size} ranks given to shard() (rank "
             f"{group.rank}); pass the same group to both"
-        )
-    if is_lazy(param):
-        raise PartitionError(
-            f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
-            "model before building the optimizer and calling shard()"
         )
     try:
         param_ref = find_param_ref(param)

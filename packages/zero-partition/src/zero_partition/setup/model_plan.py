@@ -25,6 +25,7 @@ from zero_partition.plan.wire import PlannedRoutes, plan_routes
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.residence import OffloadPolicy
 
+from .checks import check_shapes
 from .groups import plan_groups
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
@@ -112,6 +113,7 @@ def plan_model(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
+    check_shapes(model)
     with localized(model, [optimizer], lambda: find_sharded(model) is not None):
         return _plan(
             model,
