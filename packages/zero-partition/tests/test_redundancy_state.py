@@ -156,6 +156,33 @@ def test_state_travels_once_as_tensors_to_whom_it_is_for(group: Group) -> None:
     assert traffic.operations["gather"].payload_bytes == (own if group.rank else 0)
 
 
+class Average:
+    """An object that is its attributes."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.count = value, 1
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps an object with a tensor for each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # noqa: D102
+        super().step(closure)
+        for param in params_of(self):
+            self.state[param].setdefault("average", Average(param.detach().clone()))
+
+
+def test_objects_in_state_arrive_as_objects_of_their_class(group: Group) -> None:
+    """The plain optimizer, which loads the state, uses their attributes."""
+    oracle, optimizer = _pair(group, Averaging, lr=0.1)
+    step_alike(oracle, optimizer, range(2))
+    optimizer.consolidate_state_dict(to=None)
+    whole = optimizer.state_dict()["state"]
+    for number, expected in oracle.state_dict()["state"].items():
+        assert type(whole[number]["average"]) is Average
+        assert same(vars(whole[number]["average"]), vars(expected["average"]))
+
+
 class Opaque(torch.optim.SGD):
     """Keeps an object of its own class."""
 

@@ -79,7 +79,7 @@ class Bucket:
         views = []
         for (tensor, _), span in zip(self.owned, self.layout.spans, strict=True):
             dense = torch.empty_like(tensor, device="meta")
-            view = memory[span.as_slice()].view(tensor.dtype)
+            view = _view_at(memory, span.start, tensor)
             views.append(view.as_strided(tensor.shape, dense.stride()))
         return evolve(self, memory=memory, views=tuple(views))
 
@@ -653,13 +653,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         params, group = self._all_params(), self.group
         own: list[Tensor] = []
         described, problem = [], ""
-        for number, param in enumerate(params):
-            if param in self.optim.state:
-                try:
+        try:
+            for number, param in enumerate(params):
+                if param in self.optim.state:
                     described.append([number, describe(self.optim.state[param], own)])
-                except StateError as error:
-                    problem = f"state of parameter {number} on rank {group.rank}: {error}"
-                    break
+        except StateError as error:
+            problem = f"state of parameter {number} on rank {group.rank}: {error}"
         answers = all_gather_json([problem, described], group=group, tag=TAG)
         problem = next((problem for problem, _ in answers if problem), "")
         if problem:
@@ -668,18 +667,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         device = "cpu" if receives else "meta"
         owned: list[Owned] = []
         for rank, (_, of_rank) in enumerate(answers):
-            theirs = (each for _, of_param in of_rank for each in described_tensors(of_param))
-            tensors = own
-            if rank != group.rank:
-                tensors = [torch.empty(shape, dtype=d, device=device) for d, shape in theirs]
-            owned += [(tensor, rank) for tensor in tensors]
+            theirs = described_tensors(["list", [of_param for _, of_param in of_rank]])
+            tensors = (torch.empty(shape, dtype=d, device=device) for d, shape in theirs)
+            owned += [(tensor, rank) for tensor in (own if rank == group.rank else tensors)]
         travels = [(tensor, owner) for tensor, owner in owned if owner != to and tensor.nbytes]
         buckets = plan_buckets(travels, world_size=group.world_size, max_bytes=_STATE_BUCKET_BYTES)
         exchange(buckets, group, to=to, in_flight=0)
         if receives:
             values = (tensor.cpu() for tensor, _ in owned)
             whole = {
-                n: rebuild(of_param, values) for _, of_rank in answers for n, of_param in of_rank
+                n: map_tensors(rebuild(of_param, values), lambda tensor: tensor)  # makes `Parts`
+                for _, of_rank in answers
+                for n, of_param in of_rank
             }
             self._whole = {params[number]: whole[number] for number in sorted(whole)}
             self._shared = [params[number] for number, _ in described]
