@@ -337,7 +337,7 @@ def test_the_bytes_with_buffers_are_those_that_a_plan_says(stage: int) -> None:
     size = zero_engine.planning.GPTSize(32, 4096, params=7 * 10**9, dtype=torch.bfloat16)
     config = ZeroConfig(stage=stage, precision=Precision(params=torch.bfloat16))
 
-    assert _rows("README.md", "sharded at rest")[stage][3:5] == planned
+    assert _rows("README.md", "with buffers, at 2 ranks")[stage][3:5] == planned
     *of_gpt, of_large = _rows("docs/memory.md", "bytes per parameter, with")
     assert [row[1 + stage] for row in of_gpt] == planned
     if stage == 0:
