@@ -20,8 +20,10 @@ from zero_partition.torch_private import plain_access, version_of
 
 from .store import Rounded, Store
 
-_CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
-NUM_LOOKS: Final = 3  # so often values are compared, for writes that no version tells of
+# Device on which offloaded shards are stepped.
+_CPU: Final = torch.device("cpu")
+# How often values are compared, to find writes that changed no version.
+NUM_LOOKS: Final = 3
 
 
 @define(eq=False, repr=False)
@@ -36,37 +38,51 @@ class FlatBuffer:
     """
 
     plan: BufferPlan
-    index: int  # among all buffers of the model; the identity of its collectives
+    # Number among all buffers of the model; the tags of its collectives follow from it.
+    index: int
     group: Group
     params: tuple[nn.Parameter, ...]
     model_shard: Store
-    whole: Tensor | None  # replicated parameters only
+    # Replicated parameters, 1-D; None if they are sharded.
+    whole: Tensor | None
     main_shard: Store
-    offloaded_params: tuple[nn.Parameter, ...]  # what optimizer offload steps; none without it
-    wire_dtype: torch.dtype  # of gradients as they travel
-    stepped_device: torch.device  # of shard_params and their gradients
-    gather_codec: AbstractCodec | None  # how shards are written in gathers; None: as they are
-    codec: AbstractCodec | None = field(init=False)  # the same of gathers into `whole`
-    gather_tag: int = field(init=False)  # identity of its all-gathers
-    reduce_tag: int = field(init=False)  # of its reductions
-    stand_ins: tuple[Tensor, ...] = field(init=False)  # what parameters view while sharded
+    # What optimizer offload steps, one per parameter; empty without it.
+    offloaded_params: tuple[nn.Parameter, ...]
+    # Dtype in which gradients are sent.
+    wire_dtype: torch.dtype
+    # Device of `shard_params` and their gradients.
+    stepped_device: torch.device
+    # Encodes shards in gathers; None: they are exact. `codec` is for gathers into `whole` only.
+    gather_codec: AbstractCodec | None
+    codec: AbstractCodec | None = field(init=False)
+    # Tags of its all-gathers and of its reductions.
+    gather_tag: int = field(init=False)
+    reduce_tag: int = field(init=False)
+    # Placeholders that parameters view while they are sharded.
+    stand_ins: tuple[Tensor, ...] = field(init=False)
     pieces: tuple[Piece, ...] = field(init=False)
-    shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
-    versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
-    _sharded_versions: tuple[int, ...] = field(init=False)  # the same, when last resharded
-    # The parameters, and then the DTensors of which they are the local parts.
+    # Shards as the optimizer has them, one per parameter; some may be empty.
+    shard_params: tuple[nn.Parameter, ...] = field(init=False)
+    # Versions of the parameters after the last write that is known, and when last resharded.
+    versions: tuple[int, ...] = field(init=False)
+    _sharded_versions: tuple[int, ...] = field(init=False)
+    # The parameters, and the DTensors of which they are the local parts.
     _shown: tuple[nn.Parameter, ...] = field(init=False)
-    # Of `_shown` while unsharded.
+    # Types of `_shown` while unsharded, and while sharded; whether they have the latter now.
     unsharded_types: tuple[type[nn.Parameter], ...] = field(init=False)
-    sharded_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of `_shown` while sharded
-    # The parameters are of `sharded_types`.
+    sharded_types: tuple[type[nn.Parameter], ...] = field(init=False)
     has_sharded_types: bool = field(default=False, init=False)
-    pinned: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    # Position -> whole values that a context has gathered, apart from the unit.
+    pinned: dict[int, Tensor] = field(factory=dict, init=False)
     _looks_left: float = field(default=NUM_LOOKS, init=False)  # see `follow_writes`
-    is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
-    _views: Sequence[Tensor] = field(default=(), init=False)  # that were installed last
-    _part_addresses: list[int] = field(init=False)  # that `shard_params` view
-    _addresses: list[int] | None = field(default=None, init=False)  # of `_views`, once asked for
+    # Whether `whole` has values that were not gathered into it.
+    is_unrounded: bool = field(init=False)
+    # Views that were installed last.
+    _views: Sequence[Tensor] = field(default=(), init=False)
+    # Addresses of `shard_params`, to notice that an optimizer has replaced their memory.
+    _part_addresses: list[int] = field(init=False)
+    # Addresses of `_views`, once asked for.
+    _addresses: list[int] | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.codec = None if self.whole is None else self.gather_codec
@@ -81,7 +97,8 @@ class FlatBuffer:
         self.versions = self._sharded_versions = tuple(map(version_of, self.params))
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.main_shard.memory, torch.Size([self.shard_numel])
-        if stepped is None:  # optimizer offload keeps masters elsewhere
+        if stepped is None:
+            # Optimizer offload keeps masters elsewhere.
             stepped = placeholder(size, self.main_shard.dtype, self.stepped_device)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)
@@ -277,7 +294,8 @@ class FlatBuffer:
             is_written = master.to(part.dtype) != part
             if self._looks_left < math.inf and is_written.any():
                 self._looks_left = math.inf
-            if self._looks_left == math.inf:  # no host waits for a device from here on
+            # Without a branch on `is_written`, the host does not wait for the device.
+            if self._looks_left == math.inf:
                 master.copy_(torch.where(is_written, part.to(master.dtype), master))
 
     def reclaim(self) -> None:
@@ -288,7 +306,8 @@ class FlatBuffer:
         memory = self.main_shard.memory
         if memory is None or list(map(Tensor.data_ptr, self.shard_params)) == self._part_addresses:
             return
-        with plain_access():  # no write of the user's
+        # This is no write of the user's.
+        with plain_access():
             for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
                 if param.data_ptr() != part.data_ptr():
                     part.copy_(param.data)
@@ -309,7 +328,8 @@ class FlatBuffer:
         """Make the parameters view this memory, but for those in `pinned`. Moves no data."""
         if views is not self._views:
             self._views, self._addresses = views, None
-        if self.has_sharded_types:  # else setting `data` would be noticed as a use
+        # Setting `data` of a sharded type would be noticed as a use.
+        if self.has_sharded_types:
             for param, whole_type in zip(self._shown, self.unsharded_types, strict=True):
                 param.__class__ = whole_type
         if self.pinned:
@@ -317,7 +337,7 @@ class FlatBuffer:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
         self.has_sharded_types = self._views is self.stand_ins
-        if self.has_sharded_types:  # see NOTE(class) in stand_in
+        if self.has_sharded_types:  # see NOTE(class) in stand_in.py
             self._sharded_versions = tuple(map(version_of, self.params))
             for param, rest_type in zip(self._shown, self.sharded_types, strict=True):
                 param.__class__ = rest_type
@@ -325,7 +345,8 @@ class FlatBuffer:
     def return_params(self, values: Sequence[Tensor]) -> None:
         """Give parameters memory that is theirs from now on, as the partition ends. Local."""
         self.install(values)
-        self._views = self.stand_ins  # `values` are as large as the parameters
+        # Keep no reference to `values`, which are as large as the parameters.
+        self._views = self.stand_ins
 
     def find_touched(self) -> int | None:
         """Return the position of the first parameter that the user has changed; None if none.
@@ -342,7 +363,7 @@ class FlatBuffer:
             is_other = param.dtype is not dtype or (
                 param.data_ptr() != address and (is_sharded or not self._is_like(position))
             )
-            # At rest the class refuses writes; what it is not told of (`set_`) changes addresses.
+            # A sharded parameter's class refuses writes; it does not see `set_`, which moves it.
             is_own = self.sharded_types[position] is self.unsharded_types[position]
             is_noticed = self.has_sharded_types and not is_own
             version = self._sharded_versions[position] if is_noticed else version_of(param)
@@ -390,7 +411,8 @@ class FlatBuffer:
     def adopt_values(self) -> None:
         """Copy values from memory that the user has put in place of ours: a step writes to ours."""
         for param, value in self.restore_memory().items():
-            param.copy_(value)  # a write, which masters follow by its version
+            # This counts as a write, which masters follow by its version.
+            param.copy_(value)
 
     def has_touched_whole(self) -> bool:
         """Return whether a parameter was written to while it is whole, or views other memory."""
@@ -462,9 +484,10 @@ class SecondaryShards:
     """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
 
     group: Group  # ranks of the node
-    buffers: Sequence[FlatBuffer]  # of the unit
-    version: int = field(default=-1, init=False)  # of the values; -1: none
-    _parts: list[Tensor] = field(factory=list, init=False)  # one for each buffer
+    buffers: Sequence[FlatBuffer]
+    # Version of the values; -1: there are none.
+    version: int = field(default=-1, init=False)
+    _parts: list[Tensor] = field(factory=list, init=False)
 
     @property
     def num_bytes(self) -> int:

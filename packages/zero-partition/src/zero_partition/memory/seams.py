@@ -9,7 +9,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-MASTER: Final = "master"  # the entry of a state that is the value that is stepped
+# Name of the entry of a state that is the value that is stepped.
+MASTER: Final = "master"
 
 Param = nn.Parameter
 Groups = Sequence[dict[str, Any]]

@@ -100,7 +100,8 @@ class Rounded(Store):
 
     masters: Tensor
     dtype: torch.dtype
-    memory: Tensor | None = field(default=None, init=False)  # a copy while masters are parked
+    # A copy of the values, only while the masters are parked.
+    memory: Tensor | None = field(default=None, init=False)
 
     def fetch(self, place: Tensor) -> None:
         if self.memory is None:
@@ -128,7 +129,7 @@ class OffloadedShard(Store):
 
     param_offload: ParamOffload
     index: int
-    blank: Tensor  # of its size and dtype, on meta
+    blank: Tensor  # a meta tensor of its size and dtype
     device: torch.device
     dtype: torch.dtype = field(init=False)
 
