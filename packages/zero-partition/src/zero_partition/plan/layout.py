@@ -58,9 +58,11 @@ class Span:
 class Piece:
     """The part of one tensor that lies in one rank's shard."""
 
-    index: int  # which tensor
-    in_tensor: Span  # seen from the tensor's first element
-    in_shard: Span  # seen from the shard's first element
+    # Index of the tensor.
+    index: int
+    # Its elements in this shard, counted from the tensor's first one, and from the shard's.
+    in_tensor: Span
+    in_shard: Span
 
 
 @frozen
@@ -68,7 +70,8 @@ class FlatLayout:
     """Layout of tensors in one flat buffer, and of the buffer in shards, one per rank."""
 
     spans: tuple[Span, ...]  # one per tensor, in the order given
-    shards: tuple[Span, ...]  # one per rank, in rank order, covering the buffer; may be empty
+    # One per rank, in rank order, covering the buffer; some may be empty.
+    shards: tuple[Span, ...]
     numel: int  # payload and padding
 
     @classmethod
@@ -186,7 +189,8 @@ class FlatLayout:
         before = [0, *accumulate(span.numel for span in self.spans)]
 
         def payload_before(place: int) -> int:
-            index = bisect(starts, place) - 1  # of the last tensor that starts there or before
+            # Index of the last tensor that starts at `place` or before.
+            index = bisect(starts, place) - 1
             if index < 0:
                 return 0
             return before[index] + min(place - starts[index], self.spans[index].numel)
@@ -208,7 +212,8 @@ class FlatLayout:
         )
 
 
-@lru_cache(maxsize=16)  # blocks of a model are alike, and a plan has thousands of ranks for each
+# Blocks of a model are alike, and a plan has thousands of ranks for each.
+@lru_cache(maxsize=16)
 def _layout_of(spans: tuple[Span, ...], starts: tuple[int, ...], numel: int) -> FlatLayout:
     shards = tuple(Span(start, stop) for start, stop in pairwise((*starts, numel)))
     return FlatLayout(spans, shards, numel)
@@ -233,7 +238,8 @@ def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
     Returns elements per rank, maybe fractions; `loads` are elements that each rank has already.
     """
     poorest = sorted(loads)
-    # The most that a rank gets: that of the most poor ranks of which none has more already.
+    # Levels to which the `count` smallest loads could be raised, by count. The right one is that of
+    # the largest count of which no load is above it.
     levels = [(numel + total) / count for count, total in enumerate(accumulate(poorest), 1)]
     level = next(
         level for level, load in zip(levels[::-1], poorest[::-1], strict=True) if level >= load
@@ -251,7 +257,8 @@ def _legal_cuts(
     span, after = spans[index], spans[index + 1].start if index + 1 < len(spans) else numel
     below = span.start + int(ideal - span.start) // grains[index] * grains[index]
     above = below + grains[index]
-    if below >= span.stop:  # in the padding behind the tensor, which goes with its end
+    if below >= span.stop:
+        # The padding after a tensor is in the shard of the tensor's end.
         return (after,)
     return below, above if above < span.stop else after
 
@@ -297,7 +304,8 @@ def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-ALIGN_BYTES = 64  # vector units and compiled kernels assume it; else their inputs are copied
+# Alignment that vector units and compiled kernels assume; without it, inputs are copied.
+ALIGN_BYTES = 64
 
 # NOTE(whole): shards are in rank order, so where tensors are never cut, a flat buffer holds them in
 # the order of the ranks that keep them. Which rank that is, is decided for all units together, the
@@ -305,19 +313,22 @@ ALIGN_BYTES = 64  # vector units and compiled kernels assume it; else their inpu
 # another. A buffer of parameters that may be cut anywhere is cut evenly, whatever else there is,
 # since backends move equal shards fastest.
 
-_JOINS_WHOLE = 4  # what may be cut stays with what may not if it has at most 1/4 of the elements
+# What may be cut stays with what may not if it has at most 1/4 of the elements.
+_JOINS_WHOLE = 4
 
 
 @frozen
 class ParameterPlan:
     """One parameter: every name it goes by, and the tensor it is."""
 
-    names: tuple[str, ...]  # tied parameters have several; the first is the one in messages
+    # Tied parameters have several; messages have the first.
+    names: tuple[str, ...]
     shape: torch.Size
     dtype: torch.dtype
     trainable: bool
     cut: Cut = Cut.FLAT
-    strides: tuple[int, ...] | None = None  # of the user's tensor; None: a contiguous one's
+    # Strides of the user's tensor; None: those of a contiguous one.
+    strides: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -364,7 +375,8 @@ class BufferPlan:
     dtype: torch.dtype
     trainable: bool
     travel: torch.dtype | None = None  # dtype between ranks, if another one was asked for
-    ranks: str = ""  # the pattern in PartitionConfig.groups that has its ranks; "": the model's
+    # Pattern in PartitionConfig.groups that has its ranks; "": the ranks of the model.
+    ranks: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -383,8 +395,9 @@ class _Kind(NamedTuple):
 
     dtype: torch.dtype
     trainable: bool
-    travel: torch.dtype | None  # between ranks, if that is another
-    ranks: str  # see `BufferPlan`
+    # See `BufferPlan`.
+    travel: torch.dtype | None
+    ranks: str
     is_whole: bool = False  # no rank may cut them
 
 
@@ -464,11 +477,13 @@ def _kinds_of(
         kinds.setdefault(kind, []).append(param)
     split: dict[_Kind, list[nn.Parameter]] = {}
     for kind, chosen in kinds.items():
-        chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within
+        # The sort is stable, and keeps model order within a param group.
+        chosen.sort(key=lambda param: group_of.get(id(param), -1))
         whole = [param for param in chosen if cuts.get(id(param)) == Cut.TENSOR]
         rest = [param for param in chosen if cuts.get(id(param)) != Cut.TENSOR]
         if whole and _numel(rest) * _JOINS_WHOLE <= _numel(whole):
-            whole, rest = chosen, []  # one collective fewer, and hardly worse balanced
+            # One collective fewer, and hardly worse balanced.
+            whole, rest = chosen, []
         for is_whole, members in ((True, whole), (False, rest)):
             if members:
                 split[kind._replace(is_whole=is_whole)] = members
@@ -514,10 +529,13 @@ def _numel(params: Sequence[nn.Parameter]) -> int:
 class UnitPlan:
     """Parameters that are unsharded, resharded and reduced together."""
 
-    name: str  # of the module whose forward uses them; "" is the model itself
+    # Name of the module whose forward uses them; "" is the model itself.
+    name: str
     buffers: tuple[BufferPlan, ...]
-    is_outer: bool  # other units run inside this one's forward, or it runs inside several
-    rests_whole: bool = False  # on every rank, at every stage; used by any module
+    # Whether other units run inside this one's forward, or it runs inside several.
+    is_outer: bool
+    # Whether it is replicated at every stage, as any module may use it.
+    rests_whole: bool = False
 
     def param_placement(self, placement: Placement) -> Placement:
         """Return the placement of its parameters, given that of the model's parameters.

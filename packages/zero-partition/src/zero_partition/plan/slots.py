@@ -26,7 +26,8 @@ class Use(NamedTuple):
 
     unit: int
     phase: str  # "forward", "recomputation" or "backward"
-    in_use: frozenset[int]  # units that something may read at this moment, this one included
+    # Units that something may read at this moment, this one included.
+    in_use: frozenset[int]
 
 
 @define
@@ -40,10 +41,13 @@ class ExecutionOrder:
 
     num_units: int
     misses: int = 0
-    recorded: list[Use] = Factory(list)  # another object when, and only when, it has changed
-    launches: dict[int, list[int]] | None = None  # units to gather ahead, by position
+    # Another list object when, and only when, the order has changed.
+    recorded: list[Use] = Factory(list)
+    # Position -> units whose gathers are launched there; None: not planned yet.
+    launches: dict[int, list[int]] | None = None
     coming: tuple[tuple[int, int], ...] = ()  # (position, unit) of every gather, in sequence
-    position: int = field(default=-1, init=False)  # of the last use, -1 before the first
+    # Position of the last use, -1 before the first.
+    position: int = field(default=-1, init=False)
     _recording: list[Use] = field(default=Factory(list), init=False)
 
     def restart(self) -> None:
@@ -88,8 +92,10 @@ class ExecutionOrder:
         return self.position
 
 
-_WINDOW: Final = 3  # units that are whole at a time on the CPU, if no window is given
-ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
+# Units that may be whole at a time on the CPU, if no window is given.
+_WINDOW: Final = 3
+# Replicated units whose encoded updates are in flight at a time.
+ENCODED_IN_FLIGHT: Final = 2
 
 
 def _at_least(minimum: int, *, or_none: bool = True) -> Callable[..., None]:
@@ -158,7 +164,7 @@ class Extent:
     """Sizes of one unit while it is unsharded."""
 
     numel: int  # without padding
-    num_bytes: int  # of its slot
+    num_bytes: int  # size of its slot
     is_outer: bool  # see `UnitPlan`
 
 
@@ -167,9 +173,11 @@ class PlannedGather:
     """One gather of a unit. Times are positions in the order of uses; -1 is before the first."""
 
     unit: int
-    launched: int  # the use during which it is launched; a prefetch if before `used`
+    # The use during which it is launched; it is a prefetch if that is before `used`.
+    launched: int
     used: int  # the first use that needs it
-    released: int | None = None  # the use during which another unit takes its slot; None: never
+    # The use during which another unit takes its slot; None: never.
+    released: int | None = None
 
 
 def choose_slots(
@@ -227,7 +235,7 @@ def _spread(
             return packed
         slot = free[0]
         slot.give(unit, moments, num_bytes)
-        slots.append(slots.pop(slots.index(slot)))  # least recent first
+        slots.append(slots.pop(slots.index(slot)))  # the least recent slot comes first
     return [slot for slot in slots if slot.units]
 
 
@@ -249,9 +257,11 @@ def plan_gathers(
         prefetch_numel: Elements launched and not yet used; None for no bound.
     """
     gathers: list[PlannedGather] = []
-    latest: dict[int, int] = {}  # of each slot: where in `gathers`
+    # Slot -> index in `gathers` of its latest gather.
+    latest: dict[int, int] = {}
     last_in_use: dict[int, int] = {}
-    in_flight = [0] * (len(uses) + 1)  # at each position, from -1
+    # Elements in flight at each position; the last one is for position -1.
+    in_flight = [0] * (len(uses) + 1)
     earliest = -1
     for position, use in enumerate(uses):
         slot = slot_of.get(use.unit, -1 - use.unit)
@@ -289,7 +299,8 @@ def _whole_moments(
 ) -> dict[int, int]:
     """Return when each unit is unsharded: positions, as bits of an int; see NOTE(colouring)."""
     whole: dict[int, int] = {}
-    live = [0] * len(uses)  # at each position, in what the limit counts
+    # Whole units or elements at each position, whichever the limit counts.
+    live = [0] * len(uses)
     limit, counts_numel = (
         limits.max_live_numel or limits.num_whole,
         limits.max_live_numel is not None,
@@ -312,7 +323,8 @@ def _whole_moments(
         for unit in sorted(use.in_use & extents.keys(), key=lambda unit: unit != use.unit):
             add(unit, position)
     in_flight, earliest = [0] * len(uses), 0
-    for position, use in enumerate(uses):  # prefetched
+    # Before its use, a unit is whole while it is prefetched.
+    for position, use in enumerate(uses):
         unit, numel, start = use.unit, extents[use.unit].numel, position
         while (
             start > earliest
@@ -324,16 +336,19 @@ def _whole_moments(
             add(unit, start)
             in_flight[start] += numel
         if start == 0 or not is_whole(unit, start - 1):
-            earliest = start  # launched here: those that follow are not launched before it
+            # Launched here, and those that follow are not launched before it.
+            earliest = start
     before = [0, *accumulate(extents[use.unit].numel for use in uses)]
-    gaps: list[tuple[int, int, range]] = []  # elements used between two uses of a unit, and when
+    # Elements used between two uses of a unit, the unit, and the positions between.
+    gaps: list[tuple[int, int, range]] = []
     for unit, moments in whole.items():
         positions = [position for position in range(len(uses)) if moments >> position & 1]
         for left, right in pairwise(positions):
             numel = before[right] - before[left + 1]
             if right > left + 1 and _fits(numel, limits.max_reuse_numel):
                 gaps.append((numel, unit, range(left + 1, right)))
-    for _, unit, gap in sorted(gaps, key=itemgetter(0)):  # used again soon
+    # After its use, a unit stays whole if it is used again soon.
+    for _, unit, gap in sorted(gaps, key=itemgetter(0)):
         if all(has_room(unit, position) for position in gap):
             for position in gap:
                 add(unit, position)
@@ -350,13 +365,13 @@ def _fits(numel: int, limit: int | None) -> bool:
 # autograd looks at. A slot keeps its contents after its owner was resharded, until another unit
 # takes it over: a unit that returns first needs no gather.
 
-# NOTE(free memory): on the CPU memory that is free until the next step stays. Giving it back and
-# faulting its pages in again cost 5% of a step. On a device it goes back to the allocator, which
-# keeps it for whoever comes next: slots of parameters when the gradients of their unit are there
-# or else when the optimizer steps, reduction slots when nobody has them, shards of gradients when
-# these are dropped. Our views stay, and their storage has no memory meanwhile. Somebody else may
-# have views of a slot of parameters: a graph that will run again, or is out of date and not told so
-# yet. Such memory stays as long as there are any.
+# NOTE(free memory): on the CPU, memory that is free until the next step stays allocated: giving it
+# back and faulting its pages in again cost 5% of a step. On a device it goes back to the allocator,
+# which keeps it for other uses: slots of parameters when the gradients of their unit have arrived,
+# or else when the optimizer steps; reduction slots when they have no owner; shards of gradients
+# when these are dropped. Our views stay, and their storage has no memory meanwhile. Somebody else
+# may have views of a slot of parameters, such as a graph that will run again, or that is out of
+# date and not told so yet. Such memory stays as long as there are any.
 
 Owner = TypeVar("Owner")
 
@@ -375,7 +390,8 @@ class Slot(Generic[Owner]):
     memory: Tensor | None = None  # 1-D uint8
     owner: Owner | None = None
     last_use: int = -1
-    num_views: int = 0  # views of the memory that its owners keep
+    # Number of views of the memory that its owners keep.
+    num_views: int = 0
 
     def allocate(self, device: torch.device, num_bytes: int | None = None) -> Tensor:
         """Return memory for another owner. It is allocated at first use, and anew after `vacate`.
@@ -389,7 +405,8 @@ class Slot(Generic[Owner]):
             num_bytes = self.num_bytes
         storage = self.memory.untyped_storage()
         if storage.nbytes() < num_bytes or (storage.nbytes() > num_bytes and not self.is_viewed):
-            storage.resize_(0)  # first: what it has is not wanted, and would be copied
+            # To 0 first: what the storage has is not wanted, and would be copied.
+            storage.resize_(0)
             storage.resize_(num_bytes)
         return self.memory
 
@@ -413,7 +430,8 @@ class Slot(Generic[Owner]):
 
     def vacate(self) -> None:
         """Remove the owner, and free memory of a device until `allocate`; see NOTE(free memory)."""
-        self.owner = None  # first: who has it believes that it has memory
+        # The owner first, since it takes it for granted that the slot has memory.
+        self.owner = None
         if self.memory is not None and not keeps_free_memory(self.memory.device):
             self.memory.untyped_storage().resize_(0)
 
@@ -427,10 +445,12 @@ class SlotPool(Generic[Owner]):
     """A ring of slots, and extra slots for owners that find none free or cannot share one."""
 
     device: torch.device
-    is_busy: Callable[[Owner], bool]  # whether an owner's slot must be left alone
+    # Returns whether an owner's slot must not be given to another.
+    is_busy: Callable[[Owner], bool]
     ring: list[Slot[Owner]] = Factory(list)
     extra: list[Slot[Owner]] = Factory(list)
-    conflicts: int = 0  # owners that found no free slot in the ring, and got one of their own
+    # Number of owners that found no free slot in the ring, and got an extra one.
+    conflicts: int = 0
     _clock: int = field(default=0, init=False)
 
     @classmethod
@@ -515,7 +535,8 @@ def reduction_slots(keeps_free_memory: bool) -> int:
     return 2 if keeps_free_memory else 1
 
 
-_HARDLY_MORE: Final = 256  # a part of the largest
+# Up to this part of the largest reduction, the others count as hardly more.
+_HARDLY_MORE: Final = 256
 
 
 def is_hardly_more(num_bytes: Sequence[int]) -> bool:
@@ -530,7 +551,7 @@ def is_hardly_more(num_bytes: Sequence[int]) -> bool:
 class PlannedGradients:
     """Gradients of one flat buffer in a planned backward."""
 
-    num_bytes: int  # as they travel
+    num_bytes: int  # bytes as they are sent
     is_outer: bool
     is_adopted: bool  # see `BufferPlan.is_one_param`
     slot: Slot[PlannedGradients] | None = None

@@ -19,9 +19,10 @@ from .layout import Span
 class Block(NamedTuple):
     """Rows of the same columns: some whole ones, or a part of one."""
 
-    row: int  # the first
+    # The first row and the number of rows; the first column and the one after the last.
+    row: int
     num_rows: int
-    start: int  # the first column
+    start: int
     stop: int
 
 
@@ -40,9 +41,11 @@ def blocks_of(span: Span, width: int) -> Iterator[Block]:
 class Split:
     """A tensor that is cut along one dimension, as the ranks of a mesh have one."""
 
-    shape: torch.Size  # of the whole
+    # Shape of the whole.
+    shape: torch.Size
     dim: int
-    sizes: tuple[int, ...]  # of the parts, along it
+    # Sizes of the parts along `dim`.
+    sizes: tuple[int, ...]
 
     @property
     def width(self) -> int:

@@ -251,26 +251,37 @@ class Wire:
 class OwnRanks:
     """Ranks with the same experts as this one: one of the groups that divide a model's ranks."""
 
-    positions: tuple[int, ...]  # among all ranks of the model
-    index: int  # of these ranks among the groups, in the order of their first ranks
-    shares_names: bool  # in each group there are other parameters of the same names
+    # Positions among all ranks of the model.
+    positions: tuple[int, ...]
+    # Number of this group, in the order of the groups' first ranks.
+    index: int
+    # Whether there are other parameters of the same names in each group.
+    shares_names: bool
 
 
 @frozen(eq=False)
 class Routes:
     """Groups in which ranks communicate for one model."""
 
-    whole: Group  # all ranks that train it
-    shards: Group  # those over which it is sharded: all, or those of a replica
-    replicas: Group | None = None  # those with the same shards as this rank
-    node: Group | None = None  # those that keep a copy of gathered values together
-    hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
-    parts: Group | None = None  # those that have other parts of DTensors, if the model has any
-    grid: Group | None = None  # all ranks of the model, where `whole` has a part of it alone
-    of_groups: Mapping[str, Routes] = field(factory=dict)  # of parameters with ranks of their own
-    own: OwnRanks | None = None  # of such parameters: which ranks these are
-    names_elsewhere: frozenset[str] = frozenset()  # of parameters that only other ranks have
-    # What this rank sends in all of them: in the last complete step, if there is one, and since.
+    # All ranks that train the model, and those over which it is sharded: all, or one replica.
+    whole: Group
+    shards: Group
+    # Ranks with the same shards as this one.
+    replicas: Group | None = None
+    # Ranks that keep a copy of gathered values together.
+    node: Group | None = None
+    # Levels in which encoded gradients are reduced, if not among `shards`.
+    hops: Levels | None = None
+    # Ranks that have the other parts of DTensors, if the model has any.
+    parts: Group | None = None
+    # All ranks of the model, where `whole` has only a part of it.
+    grid: Group | None = None
+    # Pattern -> groups of the parameters with ranks of their own; for those, `own` says which.
+    of_groups: Mapping[str, Routes] = field(factory=dict)
+    own: OwnRanks | None = None
+    # Names of parameters that only other ranks have.
+    names_elsewhere: frozenset[str] = frozenset()
+    # Traffic of this rank in all groups: in the last complete step, if there is one, and since.
     log: list[Traffic] = field(factory=lambda: [Traffic()])
 
     @property
@@ -294,7 +305,8 @@ class Routes:
     def holders(self) -> tuple[Group, ...]:
         """Groups that have all shards of all parts, reached by one after the other."""
         if self.own is not None and self.grid is not None:
-            return (self.grid,)  # each rank has a shard of this expert, or of another one
+            # Each rank has a shard of this expert, or of another one.
+            return (self.grid,)
         return (self.shards,) if self.parts is None else (self.shards, self.parts)
 
     @property
@@ -396,13 +408,16 @@ def wire_of(mesh: dist.DeviceMesh, wire: Wire, placements: Placements | None = N
 class PlannedRoutes:
     """Sizes of a model's groups."""
 
-    whole: int  # ranks that train it
-    shards: int  # of them, those over which it is sharded: all, or those of a replica
-    per_node: int  # of them, those of one node
-    has_secondary: bool = False  # whether nodes keep what they have gathered
-    reads_peers: bool = False  # whether shards are read without their owners
-    wire: Wire = AS_ONE  # in how many bits
-    # Of parameters with ranks of their own, by pattern; and of those: where they are in the whole.
+    # Ranks that train it; those over which it is sharded, all or one replica; those of one node.
+    whole: int
+    shards: int
+    per_node: int
+    # Whether nodes keep a copy of what they have gathered.
+    has_secondary: bool = False
+    # Whether shards are read without their owners.
+    reads_peers: bool = False
+    wire: Wire = AS_ONE
+    # Pattern -> sizes for parameters with ranks of their own, whose `positions` are in the whole.
     of_groups: Mapping[str, PlannedRoutes] = field(factory=dict)
     positions: tuple[int, ...] = ()
 
@@ -487,7 +502,7 @@ def plan_routes(
         shards=per_node if wire.replicas and has_nodes else world_size,
         per_node=per_node,
         has_secondary=wire.secondary and has_nodes,
-        # Levels are believed: ranks of different nodes do not read each other's shards.
+        # Levels are taken as given: ranks of different nodes do not read each other's shards.
         reads_peers=reads_peers
         and wire.params is None
         and (not (has_levels and has_nodes) or wire.replicas),
