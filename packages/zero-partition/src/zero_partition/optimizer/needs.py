@@ -38,17 +38,27 @@ from .watch import StepWatch, cut_grain
 # touched.
 
 _LOG: Final = logging.getLogger(__name__)
-_NUM_STEPS: Final = 6  # some look at the whole from their fourth on
-_NUM_STEPS_OF_THOSE_THAT_WAIT: Final = 24  # that change nothing in the first ones
-_LATER: Final = (100, 10_000, 1_000_000)  # steps that are watched, as if so many had been made
-_NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
-_LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
-_LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
-_TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
-_OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
-_SILENT_S: Final = 2.0  # a trial that takes longer is named,
-_AGAIN_S: Final = 5.0  # and again after so long
-# From small to large: what is tried where the one before is not enough. 8-bit state has blocks.
+# Steps of a trial, since some look at the whole from their fourth on; and of optimizers that change
+# nothing in the first ones.
+_NUM_STEPS: Final = 6
+_NUM_STEPS_OF_THOSE_THAT_WAIT: Final = 24
+# Steps are also watched as if so many had been made.
+_LATER: Final = (100, 10_000, 1_000_000)
+# Elements of a sample, above where optimizers begin to quantise, and the least size of its dims,
+# from which on they factor.
+_NUMEL: Final = 2**14
+_LEAST_DIM: Final = 128
+# A warm-up that starts at zero would show nothing.
+_LEAST_LR: Final = 1e-2
+# Part of the largest update; rounding is far below, and another norm far above.
+_TOLERANCE: Final = 1e-3
+# Attributes that the copy must not share with the optimizer.
+_OF_THE_COPY: Final = {"param_groups", "state"}
+# Seconds after which a trial is named in the log, and again after so many more.
+_SILENT_S: Final = 2.0
+_AGAIN_S: Final = 5.0
+# Cuts from small to large: each is tried where the one before is not enough. 8-bit state has
+# blocks.
 _LADDER: Final = (Cut.FLAT, Cut.block(256), Cut.block(2048), Cut.ROW, Cut.TENSOR)
 
 Grads = Sequence[Sequence[Tensor | None]]  # by step and parameter
@@ -63,7 +73,8 @@ class Sample:
     device: torch.device
     cut: Cut
     param_group: int
-    is_said: bool = True  # the cut is the user's
+    # Whether the cut is the user's.
+    is_said: bool = True
 
     @property
     def kind(self) -> tuple[int, str, int]:
@@ -75,9 +86,12 @@ class Sample:
 class Outcome:
     """Results of the steps of a trial."""
 
-    updates: list[Tensor]  # what they added to each parameter
-    numbers: dict[str, float]  # in param groups, by where they are
-    unsaved: str  # what in the state could not be saved; "" if all could
+    # What the steps added to each parameter.
+    updates: list[Tensor]
+    # Place in the param groups -> number there.
+    numbers: dict[str, float]
+    # What in the state could not be saved; "" if all could.
+    unsaved: str
 
 
 class _DependenceError(Exception):
@@ -260,7 +274,8 @@ def _named_if_long(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     threading.Thread(target=name, daemon=True).start()
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiling would take minutes
+        # Compiling would take minutes.
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         is_over.set()
@@ -279,7 +294,8 @@ def states_after_step(
     with _undisturbed(optimizer):
         try:
             return _stepped(optimizer, params, grads, options).state
-        except Exception:  # it needs a warmed-up model, say
+        except Exception:
+            # It may need a warmed-up model, for example.
             return None
 
 
@@ -318,10 +334,12 @@ def _parts(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> lis
     for index, (sample, tensor) in enumerate(zip(samples, whole, strict=True)):
         numel, grain = sample.shape.numel(), sample.cut.grain(sample.shape)
         count = numel // 2 // grain
-        count = count | 1 if (count | 1) * grain < numel else count  # odd: no power of 2 divides it
+        # Odd, so that no power of 2 divides it.
+        count = count | 1 if (count | 1) * grain < numel else count
         middle = count * grain
         if sample.cut == Cut.TENSOR:
-            middle = numel * ((index // 2 + index) % 2)  # of the two samples, each rank has one
+            # Of the two samples, each rank has one.
+            middle = numel * ((index // 2 + index) % 2)
         flat = tensor.reshape(-1)[:middle] if rank == 0 else tensor.reshape(-1)[middle:]
         parts.append(flat.view(sample.cut.shard_shape(sample.shape, flat.numel())))
     return parts
@@ -397,7 +415,8 @@ def _watch_later(
             holder[key] = torch.full_like(count, later) if isinstance(count, Tensor) else later
         try:
             _step(twin, params, grads[-1], watch)
-        except Exception:  # it counts something else with it
+        except Exception:
+            # The counter may count something else as well.
             return
 
 
@@ -428,13 +447,15 @@ def _stepped(
     for make in (_copy, _construct):
         try:
             twin = make(optimizer, _groups(optimizer, params, options))
-            if callable(getattr(twin, "train", None)):  # as schedule-free ones have
+            # Schedule-free optimizers must be told that they train.
+            if callable(getattr(twin, "train", None)):
                 twin.train()  # type: ignore[attr-defined]
             for step in grads:
                 _step(twin, [*chain(*params)], step, watch)
             return twin
-        except Exception as error:  # it may keep state from its constructor on, which a copy of
-            problem = problem or error  # its attributes lacks
+        except Exception as error:
+            # It may keep state from its constructor on, which a copy of its attributes lacks.
+            problem = problem or error
             for param, value in zip(chain(*params), before, strict=True):
                 param.data.copy_(value)
     assert problem is not None, "neither way was one"
@@ -474,7 +495,8 @@ def _groups(
             lr = mine["lr"]
             if isinstance(lr, Tensor):
                 mine["lr"] = lr.clamp(min=_LEAST_LR)
-            elif lr is not None:  # Adafactor computes its own
+            elif lr is not None:
+                # Adafactor computes its own if it is None.
                 mine["lr"] = max(lr, _LEAST_LR)
         groups.append({"params": small, **mine, **_copied(dict(given))})
     return groups
@@ -489,7 +511,8 @@ def _copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
     twin = object.__new__(kind)
     for name, value in attributes.items():
         if callable(value) and callable(getattr(kind, name, None)):
-            continue  # a method replaced on the object, as schedulers do, acts on the original
+            # A method replaced on the object, as schedulers do, acts on the original.
+            continue
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             own: Any = OrderedDict()
         elif isinstance(value, MethodType) and value.__self__ is optimizer:
@@ -531,7 +554,8 @@ def _difference(sample: Sample, mine: Tensor, expected: Tensor) -> str:
         return ""
     largest = expected.abs().max().item()
     off = (mine - expected).abs().max().item()
-    if off <= _TOLERANCE * largest:  # not so for NaN
+    # This is false for NaN.
+    if off <= _TOLERANCE * largest:
         return ""
     alone = "alone" if sample.cut == Cut.TENSOR else f"cut {str(sample.cut)!r}"
     return (
@@ -646,8 +670,10 @@ def _choose_for(
 ) -> None:
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
-    samples: list[tuple[int, Sample]] = []  # of what nobody says: id of the parameter
-    trusted: Cut | None = None  # a cut in pieces that the optimizer's own word allows
+    # Parameter id and sample, of those whose cut nobody says.
+    samples: list[tuple[int, Sample]] = []
+    # A cut in pieces that the optimizer's own word allows.
+    trusted: Cut | None = None
     need: Cut | None = None
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
@@ -657,7 +683,8 @@ def _choose_for(
             chosen, name = cuts.get(id(param), said), names[id(param)]
             cut = cuts[id(param)] = chosen or need or Cut.FLAT
             if need is None:
-                device = torch.device("cpu") if param.is_meta else param.device  # it has values
+                # The sample has values, so it is not on meta.
+                device = torch.device("cpu") if param.is_meta else param.device
                 is_said = chosen is not None
                 samples.append((id(param), Sample(name, param.shape, device, cut, index, is_said)))
                 continue
@@ -740,8 +767,8 @@ def _parse(value: Any, where: str) -> Cut:
         raise PartitionError(f"{where}: {error}") from error
 
 
-# Sides of the parameters that are tried, told apart up to 2: of small ones, and of those that are
-# large enough for optimizers to quantize and factor state.
+# Sides of the parameters that are tried, small ones and ones that are large enough for optimizers
+# to quantize and factor state. Sides above 2 differ, so that they can be told apart.
 _SIDES: Final = ((11, 13, 7, 5, 3, 2, 2, 2), (136, 128, 7, 5, 3, 2, 2, 2))
 _LARGE_NUMEL: Final = 4096
 
@@ -750,10 +777,12 @@ _LARGE_NUMEL: Final = 4096
 class StateTensor:
     """One tensor of a parameter's state, of any size of the parameter."""
 
-    name: str  # of the entry that it is, or is in
+    # Name of the entry that it is, or is in.
+    name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # that it had
-    of: tuple[int, ...]  # when this was the shape of the parameter
+    # Its shape when `of` was the shape of the parameter.
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
 
     def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return its shape for a parameter of this shape, which has as many dims as `of`."""
@@ -767,7 +796,7 @@ class StateTensor:
         return tuple(shape[self.of.index(side)] if side in self.of else side for side in self.shape)
 
 
-Kind = tuple[int, int, torch.dtype]  # param group, dims, dtype
+Kind = tuple[int, int, torch.dtype]  # param group, number of dims, dtype
 
 
 @frozen

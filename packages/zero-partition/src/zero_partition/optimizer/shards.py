@@ -49,10 +49,13 @@ def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
 class EntryInfo:
     """Description of an entry that a rank has; attrs.asdict() of it can be sent as JSON."""
 
-    kind: str  # a tensor's dtype, or a class
-    shape: tuple[int, ...] | None = field(default=None, converter=_as_shape)  # None: no tensor
+    # A tensor's dtype, or the name of a class.
+    kind: str
+    # Shape of a tensor; None for other values.
+    shape: tuple[int, ...] | None = field(default=None, converter=_as_shape)
     is_on_host: bool = False
-    nest: Any = None  # what `describe` says of what is no tensor; None where it cannot
+    # What `describe` says of another value; None where it cannot.
+    nest: Any = None
 
     @property
     def described(self) -> Any:
@@ -68,7 +71,8 @@ class EntryInfo:
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         try:
             nest = describe(value, [])
-        except (StateError, RecursionError):  # an object of some class, or a circle of them
+        except (StateError, RecursionError):
+            # An object of some class, or a circle of them.
             nest = None
         return cls(type(value).__name__, nest=nest)
 
@@ -80,7 +84,8 @@ class TensorEntry:
     shape: torch.Size
     dtype: torch.dtype
     is_on_host: bool
-    spans: tuple[Span, ...]  # per rank, in rank order; several have all of a value for the whole
+    # Per rank, in rank order; several ranks have all of a value for the whole.
+    spans: tuple[Span, ...]
 
     @property
     def splits(self) -> tuple[int, ...]:
@@ -100,7 +105,8 @@ class TensorEntry:
 class PlainEntry:
     """One value for the whole parameter that is no tensor."""
 
-    value: Any  # of a rank that keeps some of the parameter, where a message can say it
+    # Value of a rank that keeps some of the parameter; None if no message can have it.
+    value: Any
 
     def value_beside(self, own: Any) -> Any:
         """Return it, or this rank's own: one that keeps nothing may have counted otherwise."""
@@ -112,11 +118,13 @@ class PerRankEntry:
     """Values of which no whole is known: each rank goes on with its own."""
 
     infos: tuple[EntryInfo | None, ...]  # per rank
-    owner: int | None = None  # the rank whose value is the whole, as it keeps the whole parameter
+    # Rank whose value is the whole, as it keeps the whole parameter.
+    owner: int | None = None
 
 
 Entry: TypeAlias = TensorEntry | PlainEntry | PerRankEntry
-Found: TypeAlias = tuple[Sequence[int], dict[int, Span]]  # the whole's shape; by rank, its elements
+# Shape of the whole entry; rank -> its elements of that.
+Found: TypeAlias = tuple[Sequence[int], dict[int, Span]]
 
 
 def plan_entry(
@@ -145,7 +153,8 @@ def plan_entry(
     for rank in owners:
         if rank not in parts or parts[rank].kind != parts[owners[0]].kind:
             raise _refusal(param, key, infos, f"rank {rank} should have what the others have")
-    # One that keeps some, if there is one: without elements, it may be of another shape.
+    # A rank that keeps some elements, if there is one: without elements, its entry may have another
+    # shape.
     owner = next((rank for rank in owners if kept[rank]), owners[0])
     first, num_kept = parts[owner], (kept[owner] or none).numel
     if first.shape is None:
@@ -245,7 +254,8 @@ def part_in_entry(
     if shape == tuple(param.shape) or (cut.kind == "block" and shape == (param.shape.numel(),)):
         return span, cut.shard_shape(param.shape, span.numel)
     if span.numel == param.shape.numel() and cut != Cut.FLAT:
-        return Span(0, numel), shape  # whole: of any shape
+        # An entry of the whole parameter, of any shape.
+        return Span(0, numel), shape
     total, mine = _slices(param, Span(0, param.shape.numel())), _slices(param, span)
     if total is not None and mine is not None and shape and shape[0] == total.numel:
         inner = math.prod(shape[1:])
@@ -294,7 +304,8 @@ def _in_elements(
     for rank, span in spans.items():
         shapes = {(span.numel,), param.cut.shard_shape(param.shape, span.numel)}
         if not span.numel and param.shape.numel():
-            shapes.add(())  # where there are no elements, Prodigy has a number
+            # Where there are no elements, Prodigy has a number.
+            shapes.add(())
         if parts[rank].shape not in shapes:
             return None
     return param.shape, spans
@@ -303,7 +314,8 @@ def _in_elements(
 def _in_slices(
     param: ParameterPlan, parts: Mapping[int, EntryInfo], kept: Sequence[Span | None]
 ) -> Found | None:
-    inner = (next(iter(parts.values())).shape or ())[1:]  # what a row, or a block, looks like
+    # Shape of the entry of one row or block.
+    inner = (next(iter(parts.values())).shape or ())[1:]
     numel, spans = math.prod(inner), {}
     for rank, part in parts.items():
         slices = _slices(param, kept[rank] or Span(0, 0))
@@ -357,7 +369,8 @@ class ShardStates(defaultdict):
 
 def watch_state(optimizer: torch.optim.Optimizer) -> None:
     """Tell a question about a model's parameter in `optimizer.state` where the answer is."""
-    if type(optimizer.state) is defaultdict:  # else it is of the optimizer's own kind
+    # Otherwise it is of the optimizer's own kind.
+    if type(optimizer.state) is defaultdict:
         set_state(optimizer, ShardStates(dict, optimizer.state))
 
 
@@ -389,7 +402,8 @@ def check_optimizer(
             "shard(model) without an optimizer for inference"
         )
     for member in members_of(optimizer):
-        if callable(getattr(member, "fused_backward", None)):  # as LOMO has (arXiv 2306.09782)
+        # LOMO has this method (arXiv 2306.09782).
+        if callable(getattr(member, "fused_backward", None)):
             raise PartitionError(
                 f"a {type(member).__name__} updates parameters within backward, by each rank's own "
                 "gradients; to train with little memory use stage 3, or let state and parameters "
@@ -448,9 +462,11 @@ class SplitEntry:
     """An entry of state between two partitions: each rank has an even part of its elements."""
 
     shape: torch.Size
-    part: Tensor  # 1-D, as long on every rank; on the host where the entry was offloaded
+    # 1-D, as long on every rank; on the host where the entry was offloaded.
+    part: Tensor
     group: Group
-    device: torch.device  # of the whole entry in the partition that follows
+    # Device of the whole entry in the partition that follows.
+    device: torch.device
 
     @classmethod
     def of(cls, value: Tensor, group: Group, device: torch.device | None = None) -> SplitEntry:
@@ -495,7 +511,8 @@ def split_state(
             and (group.world_size > 1 or is_elsewhere)
         ):
             split[key] = SplitEntry.of(value, group, devices.get(key))
-        elif is_elsewhere:  # too small to split, or tensors in other values
+        elif is_elsewhere:
+            # It is too small to split, or has tensors in other values.
             split[key] = map_tensors(value, lambda tensor, to=devices[key]: tensor.to(to))
     return split
 

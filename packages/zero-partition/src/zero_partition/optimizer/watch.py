@@ -40,9 +40,11 @@ class Reach:
     """Origin of a tensor: the samples, and how many of their elements, it was computed from."""
 
     samples: frozenset[int]
-    numel: int  # of the sample
-    grain: int | None  # elements of the sample behind one index along dim 0; None: in no order
-    rows: tuple[frozenset[int], ...] | None = None  # samples by index along dim 0, when stacked
+    numel: int  # elements of the sample
+    # Elements of the sample behind one index along dim 0; None: they are in no order.
+    grain: int | None
+    # Samples by index along dim 0, if several are stacked.
+    rows: tuple[frozenset[int], ...] | None = None
 
 
 @final
@@ -59,8 +61,10 @@ class StepWatch(DispatchMode):
     grains: dict[int, int] = field(factory=dict)
     mixed: str = ""
     _reaches: WeakTensorKeyDictionary = field(factory=WeakTensorKeyDictionary)
-    _by_address: dict[int, Reach] = field(factory=dict)  # of samples: `param.data` is a new object
-    _samples: list[Tensor] = field(factory=list)  # kept, or others would get their addresses
+    # Address -> reach of a sample, since `param.data` is a new object each time.
+    _by_address: dict[int, Reach] = field(factory=dict)
+    # Kept alive, or other tensors would get their addresses.
+    _samples: list[Tensor] = field(factory=list)
 
     def __attrs_pre_init__(self) -> None:
         super().__init__()
@@ -122,7 +126,8 @@ class StepWatch(DispatchMode):
         is_pointwise |= is_foreach and name not in {"norm", "max"}
         outputs = tensors_among(out) or ([args[0]] if name.endswith("_") else [])
         is_batch = name in {"stack", "cat"} and not kwargs.get("dim", (*args, 0, 0)[1])
-        if is_batch and len(inputs) == len(outputs[0]):  # a cat of tensors of length 1, then
+        # It may be a cat of tensors of length 1.
+        if is_batch and len(inputs) == len(outputs[0]):
             rows = tuple(reach.samples for reach in reaches)
             self._reaches[outputs[0]] = Reach(samples, reach.numel, None, rows)
             return
