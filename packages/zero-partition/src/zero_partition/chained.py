@@ -12,7 +12,8 @@ from torch import Tensor
 from .errors import PartitionError, StateError
 from .torch_private import call_hooks_around_step, state_dict_post_hooks
 
-_NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are
+# Keys of a param group that are no options.
+_NOT_OPTIONS: Final = frozenset({"params", "param_names"})
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -132,7 +133,8 @@ def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def set_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Make a dict the state of an optimizer, and of the one that it wraps."""
     for each in {id(o): o for o in (optimizer, inner_of(optimizer))}.values():
-        if not hasattr(type(each), "state"):  # else it is what another has
+        # A class with a property `state` has the state of another optimizer.
+        if not hasattr(type(each), "state"):
             each.state = state
 
 
@@ -173,7 +175,8 @@ def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {key: state[key] for key in state if not isinstance(key, Tensor)}
 
 
-_IN_STATE_DICT: Final = {"state", "param_groups"}  # of every optimizer; what else one has is extra
+# In every optimizer's state dict; other entries are extra.
+_IN_STATE_DICT: Final = {"state", "param_groups"}
 
 
 def extra_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def stepped_params(
         piece = pieces.get(position)
         is_absent = piece is None and param.shape.numel() > 0
         if is_absent and param.cut != Cut.FLAT:
-            continue  # it has no gradient there, and no state
+            # It has no gradient there, and no state.
+            continue
         numel = 0 if piece is None else piece.in_tensor.numel
         yield param, param.cut.shard_shape(param.shape, numel)
 
@@ -70,11 +71,13 @@ def state_bytes(
 class PlannedOperation:
     """One kind of operation on one unit's buffers in one step, as this rank sends it."""
 
-    unit: str  # its name
-    name: str  # of the operation, as in `record_traffic`
+    unit: str
+    # Name of the operation, as in `record_traffic`.
+    name: str
     calls: int
-    inside: Sent  # to ranks of this rank's node
-    across: Sent  # to ranks of other nodes
+    # What is sent to ranks of this rank's node, and to ranks of other nodes.
+    inside: Sent
+    across: Sent
 
     @property
     def sent(self) -> Sent:
@@ -133,7 +136,8 @@ def _operations_of(
             node = _Ranks(splits, payload, rank % routes.per_node, (0,) * routes.per_node)
             inside += node.send(buffer.dtype, local, sends_own=True)[0]
         yield "all_gather", num_gathers, (inside, across)
-    elif is_sharded and buffer.trainable:  # of what was updated
+    elif is_sharded and buffer.trainable:
+        # The gather of what a step has updated.
         codec = plan.codec_of_updates(index, buffer)
         yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True, codec=codec)
     if not buffer.trainable:
@@ -210,9 +214,12 @@ class PlannedMemory:
     what travels in another dtype, but not what the optimizer allocates to step.
     """
 
-    at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
-    before_step: MemoryReport  # gradients wait for the optimizer
-    init_peak_bytes: int  # of the device, while a full model on it is sharded
+    # Between steps, with gradients dropped, from the second step on.
+    at_rest: MemoryReport
+    # While gradients wait for the optimizer.
+    before_step: MemoryReport
+    # Peak of the device while a full model on it is sharded.
+    init_peak_bytes: int
     step_peak_bytes: int
 
 
@@ -272,7 +279,8 @@ def plan_memory(
     at_rest, before_step = working, in_backward
     if not plan.keeps_free_memory:
         at_rest = evolve(working, slots_bytes=0, encoded_bytes=0, reduction_bytes=0)
-        has_copies = plan.routes.has_secondary  # which are made of what is in slots
+        # A node's copies are made of what is in slots.
+        has_copies = plan.routes.has_secondary
         before_step = in_backward if has_copies else evolve(in_backward, slots_bytes=0)
         if plan.placements.optim is Placement.SHARDED:
             before_step = evolve(before_step, reduction_bytes=0)
@@ -306,7 +314,8 @@ def _encoded_bytes(plan: ModelPlan) -> int:
     They are of gathers that are launched before the first use of a step.
     """
     if plan.routes.reads_peers and not plan.policy.params:
-        return 0  # nobody asks ahead
+        # No gather is launched ahead.
+        return 0
     ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
     return sum(
         sum(map(codec.wire_bytes, buffer.layout.splits))
@@ -359,7 +368,8 @@ class _Counts:
     """Bytes of the buffers that were added, by kind."""
 
     plan: ModelPlan
-    rank: int  # of all that train the model
+    # Number of this rank among all that train the model.
+    rank: int
     has_offload: bool
     params: int = 0
     padding: int = 0
@@ -372,7 +382,8 @@ class _Counts:
     grads: int = 0  # payload of gradients that the optimizer reads
     num_flags: int = 0
     loco: int = 0
-    on_their_way: int = 0  # most of one buffer's gradients before they are in the shard
+    # The most that gradients of one buffer take before they are in the shard.
+    on_their_way: int = 0
 
     def add(self, index: int, buffer: BufferPlan) -> None:
         """Add one buffer of the unit at this position."""
@@ -400,7 +411,8 @@ class _Counts:
         if master is not None and not self.has_offload:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
-        elif plan.codec_of_updates(index, buffer) is not None:  # a shard beside the whole
+        elif plan.codec_of_updates(index, buffer) is not None:
+            # The shard is beside the whole buffer.
             self.params += payload * itemsize
             self.padding += (numel - payload) * itemsize
         self._add_gradients(buffer, dtype)
@@ -419,7 +431,8 @@ class _Counts:
         codec = plan.routes.wire.codec_of_gradients(wire)
         numels = [param.shape.numel() for param in buffer.params]
         is_sharded = plan.placements.grads is Placement.SHARDED
-        wait = is_sharded and not plan.keeps_free_memory  # for the last, to be copied together
+        # Gradients wait for the last one, to be copied together.
+        wait = is_sharded and not plan.keeps_free_memory
         way = (sum if wait else max)(numels) * buffer.dtype.itemsize
         if _is_adopted(plan, buffer):
             way = 0
@@ -466,7 +479,8 @@ def _plan_reductions(plan: ModelPlan) -> ReductionPlan:
         list({id(each): each for each in of_param.values()}.values()),
         keeps_free_memory=plan.keeps_free_memory,
     )
-    for _ in range(2):  # the second backward finds other slots free than the first
+    # The second backward finds other slots free than the first.
+    for _ in range(2):
         missing = Counter(map(id, of_param.values()))
         for name in reversed([name for name in plan.user_bytes if name in of_param]):
             gradients = of_param[name]
@@ -503,7 +517,8 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
     whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
     masters = shard * source if master is not None and not plan.policy.state else 0
     if not masters and plan.codec_of_updates(index, buffer) is not None:
-        masters = shard * buffer.dtype.itemsize  # a shard beside the whole
+        # The shard is beside the whole buffer.
+        masters = shard * buffer.dtype.itemsize
     if placement is Placement.REPLICATED:
         converted = layout.numel * buffer.dtype.itemsize
         if master is None or master == buffer.dtype:
@@ -511,7 +526,8 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
         return whole + converted + masters, converted + masters + scalars
     codec = plan.routes.resting_codec_of(buffer)
     kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
-    is_rounded = masters and not plan.keeps_free_memory  # from masters: nothing else rests
+    # Values that are rounded from masters have no memory of their own.
+    is_rounded = masters and not plan.keeps_free_memory
     kept_bytes = 0 if plan.policy.params or is_rounded else kept
     return whole + shard * source, kept_bytes + masters + scalars
 
@@ -523,8 +539,10 @@ class PlannedSave:
     Every element is contributed once, by one rank.
     """
 
-    num_bytes: int  # all, errors of encoding too: what it writes, or copies to write it later
-    batch_bytes: int  # most that is read together, where that takes memory of its own
+    # All that it writes, or copies to write it later; encoding errors too.
+    num_bytes: int
+    # The most that is read together, if that takes memory of its own.
+    batch_bytes: int
 
 
 def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
@@ -566,16 +584,19 @@ def _sizes_of(
         shape = tuple(param.shape) if is_whole else param.cut.shard_shape(param.shape, mine)
         group = plan.group_of.get(param.name, -1) if buffer.trainable else -1
         entries = plan.state.tensors_of((group, len(shape), dtype), shape)
-        masters = [entry for entry in entries if entry.name == MASTER]  # written as the parameter
+        # A master is written as the parameter.
+        masters = [entry for entry in entries if entry.name == MASTER]
         yield mine * (masters[0].dtype if masters else dtype).itemsize
         owner = _first_with(buffer, position)
         for entry in entries:
             if entry.name == MASTER:
                 continue
             numel = math.prod(entry.shape_for(shape))
-            if is_whole:  # every rank has it: each gives an equal run
+            if is_whole:
+                # Every rank has it, and each gives an equal run.
                 given = numel * (rank + 1) // num_ranks - numel * rank // num_ranks
-            elif entry.name == "step" or not entry.shape:  # one value for the whole parameter
+            elif entry.name == "step" or not entry.shape:
+                # One value for the whole parameter.
                 given = numel if rank == owner else 0
             else:
                 given = numel if mine else 0
@@ -586,6 +607,6 @@ def _first_with(buffer: BufferPlan, position: int) -> int:
     """Return the first rank that has state of a parameter."""
     param, span = buffer.params[position], buffer.layout.spans[position]
     if param.cut == Cut.FLAT or not param.shape.numel():
-        return 0  # all have
+        return 0
     shards = enumerate(buffer.layout.shards)
     return next(rank for rank, shard in shards if span.overlap(shard) is not None)

@@ -96,7 +96,8 @@ class LocalPart(nn.Parameter):
         A gradient that autograd has left as partial sums is reduced over the mesh before the hook
         is called, as torch does it where an optimizer reads it.
         """
-        own = ref(self)  # Python's garbage collector does not see through such hooks
+        # Weak, as Python's garbage collector does not see through such hooks.
+        own = ref(self)
 
         def arrived(dtensor: Tensor) -> None:
             grad: Any = dtensor.grad
@@ -265,7 +266,7 @@ def localized(
         (own, name, tensor)
         for module in model.modules()
         for own in (own_parameters(module), own_buffers(module))
-        if isinstance(own, dict)  # not of what is scripted
+        if isinstance(own, dict)
         for name, tensor in own.items()
         if is_dtensor(tensor)
     ]

@@ -54,9 +54,12 @@ class Parts:
 
     module: str
     name: str
-    inner: dict[str, Any]  # attribute -> value, or what stands for it
-    context: Any = None  # what `__tensor_flatten__` says beside them
-    shape: tuple[int, ...] | None = None  # of a tensor; None: an object
+    # Attribute -> value, or a placeholder for it.
+    inner: dict[str, Any]
+    # What `__tensor_flatten__` gives beside the attributes.
+    context: Any = None
+    # Shape of a tensor; None for an object.
+    shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, value: Any) -> Parts:
@@ -234,7 +237,8 @@ def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
 
 def _rebuilt(description: Any, tensors: Iterator[Any]) -> Any:
     kind, what, *more = description
-    value: Any = what  # of what is plain
+    # A plain value is described by itself.
+    value: Any = what
     if kind == "tensor":
         value = next(tensors, None)
         if value is None:
@@ -312,8 +316,8 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -
     return value
 
 
-# Objects of classes that say nothing about their content are looked into, but not without end: one
-# of them may lead to a whole program.
+# Objects of classes that say nothing about their content are searched to this depth, since one of
+# them may lead to a whole program.
 _MAX_NESTED_OBJECTS: Final = 3
 _ATOMS: Final = (str, bytes, int, float, complex, bool, type(None))
 _OPAQUE: Final = (nn.Module, type, FunctionType, MethodType, ModuleType)
@@ -324,7 +328,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     Each container is looked into once. A module is opaque: its parameters are no output.
     """
-    if isinstance(value, Tensor):  # the usual case, without a set
+    # A tensor is the usual case, and needs no set.
+    if isinstance(value, Tensor):
         yield value
     else:
         yield from _tensors_in(value, set(), _MAX_NESTED_OBJECTS)
@@ -405,4 +410,5 @@ def _attributes_of(value: Any) -> Iterator[Any]:
                 try:
                     yield descriptor.__get__(value, cls)
                 except AttributeError:
-                    continue  # a slot that was never assigned
+                    # The slot was never assigned.
+                    continue

@@ -29,22 +29,36 @@ class MemoryReport:
     shards differ in size, and so do optimizer state and the work of a step.
     """
 
-    params_bytes: int  # elements of parameters that this rank stores
-    gradients_bytes: int  # elements of gradients that wait for the optimizer
-    optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
-    padding_bytes: int  # what alignment and even cuts add to the three
-    slots_bytes: int  # memory into which sharded parameters are gathered
-    secondary_bytes: int  # parts of further copies: its node's, `ShardedAverage`s; padding included
-    reduction_bytes: int  # memory in which gradients are collected and received
-    encoded_bytes: int  # parameters on their way into slots, as a codec has written them
-    loco_bytes: int  # what encoding gradients lost, kept for the next reduction
-    gathered_bytes: int  # parameters that are whole by request, or used outside their unit
-    scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
-    parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
-    num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
-    trained_bytes_per_rank: tuple[int, ...]  # bytes of trainable parameters in ranks' shards
-    host_bytes: int  # host memory of offloaded state, and of its transfers
-    disk_bytes: int  # files of offloaded state
+    # Elements that this rank stores: of parameters, of gradients that wait for the optimizer, and
+    # of the optimizer's state, masters of parameters included; what alignment and even cuts add to
+    # these.
+    params_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    padding_bytes: int
+    # Memory into which sharded parameters are gathered.
+    slots_bytes: int
+    # Further copies, padding included: parts of its node's copy, and of each `ShardedAverage`.
+    secondary_bytes: int
+    # Memory in which gradients are collected and received.
+    reduction_bytes: int
+    # Encoded parameters in flight into slots.
+    encoded_bytes: int
+    # Encoding errors of gradients, kept for the next reduction.
+    loco_bytes: int
+    # Parameters that are whole by request, or used outside their unit.
+    gathered_bytes: int
+    # Placeholders of sharded parameters, step counters, and flags between ranks.
+    scalars_bytes: int
+    # Bytes of these kinds that are elsewhere until reload_states(); not in `total_bytes`.
+    parked_bytes: int
+    # Slots beyond the window, for units that must be whole besides.
+    num_slot_conflicts: int
+    # Bytes of trainable parameters in the shards of each rank.
+    trained_bytes_per_rank: tuple[int, ...]
+    # Host memory of offloaded state and of its transfers, and its files.
+    host_bytes: int
+    disk_bytes: int
 
     def __str__(self) -> str:
         """Return a line for each kind that there is, in MB (10^6 bytes), and their sum."""
@@ -100,7 +114,8 @@ def memory_report(model: nn.Module) -> MemoryReport:
         if rest.codec is not None:
             numels = (layout.splits[rank], layout.payload_splits[rank])
             used, unused = encoded_bytes(rest.codec, *numels)
-            scalars += itemsize  # what stands in for the values in `shard_params`
+            # Placeholder that `shard_params` view.
+            scalars += itemsize
             params += used
             padding += unused
             continue
@@ -203,12 +218,15 @@ def _gathered_bytes(sharded: ShardedModel) -> int:
 class ScheduleRow:
     """One gather of a unit. Moments are in words."""
 
-    unit: str  # its name
-    num_bytes: int  # of its slot's memory that it takes, padding included
-    slot: int  # its number; units with one number use one memory in turn
+    unit: str
+    # Bytes of its slot that it takes, padding included.
+    num_bytes: int
+    # Number of its slot; units with the same number use its memory in turn.
+    slot: int
     gathered: str
-    used: str  # the first use
-    released: str  # when another unit takes its memory
+    used: str
+    # When another unit takes its memory.
+    released: str
 
 
 @frozen
@@ -219,8 +237,9 @@ class ScheduleReport:
     """
 
     rows: tuple[ScheduleRow, ...]
-    peak_live_numel: int  # parameter elements that are whole at once, at most, in all slots
-    slots_bytes: int  # of all slots while units are in use
+    # Elements of parameters that are whole at once, at most, in all slots.
+    peak_live_numel: int
+    slots_bytes: int
 
 
 def schedule_report(model: nn.Module) -> ScheduleReport:
@@ -295,7 +314,8 @@ def _in_words(position: int, uses: Sequence[Use], names: Sequence[str]) -> str:
     return f"{uses[position].phase} of {names[uses[position].unit]}"
 
 
-_NUM_REDUCTIONS: Final = "num_reductions"  # of each buffer, in their order: one tensor for all
+# Key of one tensor for all buffers: the number of reductions of each, in their order.
+_NUM_REDUCTIONS: Final = "num_reductions"
 
 
 def loco_facts(sharded: ShardedModel) -> dict[str, str]:

@@ -26,9 +26,11 @@ from .run.unit import ShardState, Unit
 # its turn ended is kept beside it, and put back when the unit returns without a gather. So ranks
 # launch what they launch anyway, and every number is the same.
 
-_POISON: Final = 0xFF  # in each byte: a NaN of every floating dtype
+# A NaN of every floating dtype, if it is in each byte.
+_POISON: Final = 0xFF
 _CANARY: Final = 0xAB
-_MARK: Final = 0x7FE00000  # a NaN of float32; its other bits say which parameter's poison it is
+# A NaN of float32; its other bits say which parameter's poison it is.
+_MARK: Final = 0x7FE00000
 _ALIAS: Final = "usually an alias of a gathered weight was kept (a view, weight.data)"
 _PAST: Final = "usually a write past the end of a view (as_strided, a kernel with a wrong size)"
 _FLIP: Final = (
@@ -36,7 +38,7 @@ _FLIP: Final = (
     "an exception has ended"
 )
 
-_Call: TypeAlias = Callable[..., None]  # of the method itself
+_Call: TypeAlias = Callable[..., None]  # the method that is wrapped
 
 
 def sanitize(sharded: ShardedModel, group: Group) -> None:
@@ -71,9 +73,11 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
         checks.names.append(f"unit {param_ref.unit.name!r}, parameter {param_ref.saved_name!r}")
     checks.noted = checks.sums(sharded)
     checks.announce(sharded)
-    for each in (group, *sharded.routes.groups):  # for good: ranks forget models in their own time
+    # These checks stay, since ranks forget models at different times.
+    for each in (group, *sharded.routes.groups):
         check_calls(each, "count", CompareLaunches())
-    if sharded.exposure is not None:  # what is read is counted, and is no collective
+    if sharded.exposure is not None:
+        # Reads are counted, too, though they are not collective.
         sharded.exposure.count_on(evolve(sharded.group))
 
 
@@ -82,13 +86,18 @@ class _Checks:
     """Checksums and slot contents of one model on one rank, with which values are compared."""
 
     rank: int
-    names: list[str] = field(factory=list)  # of all parameters
-    first: dict[int, int] = field(factory=dict)  # by buffer: the number of its first parameter
-    held: dict[int, Tensor] = field(factory=dict)  # by unit: its slot's bytes when gathered
-    poisoned: set[int] = field(factory=set)  # units whose slot is poison now
-    idle: WeakKeyDictionary[Slot, Any] = field(factory=WeakKeyDictionary)  # with what memory
-    noted: dict[str, int] = field(factory=dict)  # `sums` after the last known write
-    sent: dict[int, tuple[int, list[list[int]]]] = field(factory=dict)  # version; by rank, piece
+    # Names of all parameters; buffer index -> position of its first parameter there.
+    names: list[str] = field(factory=list)
+    first: dict[int, int] = field(factory=dict)
+    # Unit index -> its slot's bytes when it was gathered.
+    held: dict[int, Tensor] = field(factory=dict)
+    poisoned: set[int] = field(factory=set)
+    # Slot of gradients -> reference to the memory that is poison.
+    idle: WeakKeyDictionary[Slot, Any] = field(factory=WeakKeyDictionary)
+    # What `sums` gave after the last known write.
+    noted: dict[str, int] = field(factory=dict)
+    # Buffer index -> version, and checksums of each rank's pieces.
+    sent: dict[int, tuple[int, list[list[int]]]] = field(factory=dict)
 
     # ---- Slots of units ----
 
@@ -122,7 +131,8 @@ class _Checks:
     def give_up_slot(self, call: _Call, unit: Unit, *pool: Any) -> None:
         if not unit.depth:
             unit.reshard()
-        self.restore(unit)  # secondary shards are copied from there
+        # Secondary shards are copied from there.
+        self.restore(unit)
         self.poisoned.discard(unit.index)
         self.held.pop(unit.index, None)
         call(*pool)
@@ -157,12 +167,14 @@ class _Checks:
                         what = self.names[self.first[buffer.index] + piece.index]
                         wanted = f"its shard as after the last step (checksum {expected:08x})"
                         _fail(what, rank, wanted, f"{found:08x} on rank {self.rank}", _FLIP)
-            for gap in layout.gaps if unit.secondary is None else ():  # its copies are sent
+            # Not where a node's copies are made of the slot, as their padding is sent.
+            for gap in layout.gaps if unit.secondary is None else ():
                 full[gap.as_slice()].view(torch.uint8).fill_(_CANARY)
         self.held[unit.index] = memory.clone()
 
     def restore(self, unit: Unit) -> None:
-        if unit.slot is not None and not unit.slot.allocated_bytes:  # given back by the step
+        if unit.slot is not None and not unit.slot.allocated_bytes:
+            # The step has given the memory back.
             self.poisoned.discard(unit.index)
         if unit.index in self.poisoned:
             expected = self.poison(unit, torch.empty_like(_memory(unit)))
@@ -185,7 +197,8 @@ class _Checks:
         for buffer, start in zip(unit.buffers, unit.plan.offsets, strict=False):
             element = (byte - start) // buffer.plan.dtype.itemsize
             for number, span in enumerate(buffer.plan.layout.spans, self.first[buffer.index]):
-                if span.start <= element < buffer.plan.layout.numel:  # or in the gap after it
+                # The element is in this span, or in the gap after it.
+                if span.start <= element < buffer.plan.layout.numel:
                     what = f"{self.names[number]}, element {element - span.start} of {span.numel}"
         _fail(what, self.rank, wanted, "a write", cause)
 
@@ -195,7 +208,8 @@ class _Checks:
             if is_plain and tensor.dtype is torch.float32 and not tensor.is_nested:
                 bits = tensor.detach()[tensor.detach().isnan()].view(torch.int32)
                 for number in (bits[bits & _MARK == _MARK] % 2**21)[:1].tolist():
-                    if number < len(self.names):  # else it is no poison
+                    # Any other number is no poison.
+                    if number < len(self.names):
                         found = f"a read, whose NaN is in {where}"
                         _fail(self.names[number], self.rank, "no use after its turn", found, _ALIAS)
 
@@ -221,7 +235,7 @@ class _Checks:
             self.idle[slot] = ref(slot.memory)
         call()
 
-    # ---- What rests ----
+    # ---- Stored values ----
 
     def before_step(self, call: _Call, model: ShardedModel, **named: Any) -> None:
         now = {} if model.parked is not None else self.sums(model)
@@ -297,7 +311,8 @@ def _fail(what: str, rank: int, wanted: str, found: str, cause: str) -> NoReturn
 
 def _checksum(values: Tensor) -> int:
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(flat.to("cpu", copy=True).numpy().data)  # NumPy pins what it has seen
+    # Of a copy, since NumPy pins what it has seen.
+    return zlib.crc32(flat.to("cpu", copy=True).numpy().data)
 
 
 def _memory(unit: Unit) -> Tensor:

@@ -55,7 +55,7 @@ def refuse_pickle() -> NoReturn:
     raise StateError("pickling a sharded model: save zero_engine.full_state_dict(model) instead")
 
 
-# Attributes that give the elements away.
+# Attributes that give access to the elements.
 VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _SHAPE: Final = {"dim", "size", "numel", "is_contiguous", "stride", "__len__"}
 # Functions that look at no element. Whatever is not here is taken to read.
@@ -82,7 +82,8 @@ def names_of(func: Callable) -> tuple[str, str]:
     The latter is "" if it neither reads nor sets one.
     """
     name = getattr(func, "__name__", None) or str(func)
-    name = name.partition(".")[0]  # of an operator's overload: DTensors call `div_.Tensor`
+    # Of an operator's overload: DTensors call `div_.Tensor`.
+    name = name.partition(".")[0]
     return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
 
 
@@ -94,7 +95,8 @@ def _looks_at_no_element(func: Callable) -> bool:
     return bool(attribute) and (name != "__get__" or attribute not in VALUES)
 
 
-@lru_cache(maxsize=256)  # asked of each function that an optimizer calls on a gradient
+# This is asked of each function that an optimizer calls on a gradient.
+@lru_cache(maxsize=256)
 def _gives_nothing_away(func: Callable) -> bool:
     """Return whether a function neither reads nor writes elements, nor returns a way to do so."""
     name = getattr(func, "__name__", "")
@@ -137,8 +139,9 @@ class NameOnly(StandIn, Tensor):  # type: ignore[misc]
     with the views that torch's `state_dict()` gives.
     """
 
-    param: Tensor  # the parameter or buffer whose values these would be
-    remedy: str  # names the parameter, and says how to get at its values
+    param: Tensor
+    # Text for errors: names the parameter, and says how to read its values.
+    remedy: str
 
     @classmethod
     def of(cls, param: Tensor, remedy: str) -> NameOnly:
@@ -221,7 +224,8 @@ def end_export(module: nn.Module, *_: Any) -> None:
             vars(param).pop("detach", None)
 
 
-# What changes every element of a gradient alike, and so is the same for a shard as for the whole.
+# Functions that change every element of a gradient alike, so that they apply to a shard as well;
+# function -> what is done to the shard.
 _ELEMENTWISE: Final = {
     **{name: name for name in ("zero_", "mul_", "div_")},
     "__imul__": "mul_",
@@ -241,8 +245,10 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
     """
 
     _answers = staticmethod(_gives_nothing_away)
-    received: Tensor | None  # the sum of what autograd has added, as this rank computed it
-    scale: Callable[[str, Any], None]  # do `zero_`, `mul_` or `div_` to the gradient itself
+    # Sum of what autograd has added, as this rank computed it; None: nothing.
+    received: Tensor | None
+    # Does `zero_`, `mul_` or `div_` to the gradient itself.
+    scale: Callable[[str, Any], None]
 
     @classmethod
     def like(cls, param: Tensor, scale: Callable[[str, Any], None]) -> GradientGuard:
@@ -266,12 +272,14 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             with torch.no_grad():
                 guard.received = grad if guard.received is None else guard.received + grad
             return guard
-        if func is _ADD and isinstance(args[0], GradientGuard):  # create_graph=True
+        # Autograd adds so with create_graph=True.
+        if func is _ADD and isinstance(args[0], GradientGuard):
             guard, grad = args[:2]
             return grad if guard.received is None else guard.received + grad
         name, attribute = names_of(func)
         result = cls._on_use(func, name, attribute, args, kwargs or {})
-        return None if name.startswith("_foreach_") else result  # as these operators are declared
+        # Operators over lists are declared to return nothing.
+        return None if name.startswith("_foreach_") else result
 
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
@@ -323,9 +331,12 @@ class GradientShard(Tensor):
     one. Norms raise, since a rank sees its own elements only.
     """
 
-    _groups: tuple[Group, ...]  # over which the model's gradients are sharded
-    is_unscaled: bool = False  # GradScaler has taken the loss scale out
-    is_touched: bool = False  # others had its elements; writes through `data` leave no other trace
+    # Groups over which the model's gradients are sharded.
+    _groups: tuple[Group, ...]
+    # Whether GradScaler has divided it by the loss scale.
+    is_unscaled: bool = False
+    # Whether other code had its elements; writes through `data` leave no other trace.
+    is_touched: bool = False
 
     @classmethod
     def over(cls, tensor: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -374,7 +385,7 @@ class GradientShard(Tensor):
         return self.as_subclass(Tensor).detach().clone()
 
 
-# Of all elements: of a shard it would be that of this rank's.
+# Functions of all elements; the result for a shard would be of this rank's elements only.
 _REDUCTIONS: Final = {
     *("norm", "linalg_norm", "linalg_vector_norm", "sum", "mean", "prod", "std", "var"),
     *("max", "min", "amax", "amin"),
@@ -390,7 +401,8 @@ class ShardOfParam(Tensor):
     whose result would be of this rank's elements only raise, as they do for gradients.
     """
 
-    sharded: Callable[[], Any]  # a weak reference to the `ShardedModel`, of the layer above
+    # Weak reference to the `ShardedModel`, whose class is in the layer above.
+    sharded: Callable[[], Any]
 
     @classmethod
     def __torch_function__(
@@ -428,7 +440,8 @@ def _show_as_view(found: Tensor, shards: list[ShardOfParam]) -> None:
     """Let a view of a shard notice writes as the shard does."""
     if type(found) is Tensor and found.layout is torch.strided:
         memory = storage_key(found.untyped_storage())
-        for shard in shards:  # an empty one, too: all ranks notice the same writes
+        # An empty shard, too, so that all ranks notice the same writes.
+        for shard in shards:
             if memory == storage_key(shard.untyped_storage()):
                 found.__class__ = ViewOfShard
                 found.sharded = shard.sharded  # type: ignore[attr-defined]
@@ -495,9 +508,9 @@ def _divided_over(args: tuple) -> tuple[Group, ...]:
 # 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
 
 
-# The one table of the package: parameters are asked about by themselves, from any module's code.
-# Nothing is set on the user's objects, and nothing in it keeps a model alive. What is recorded of a
-# parameter is its name and, weakly, a `ParamRef`, of the layer above.
+# The one table of the package, since any code may ask about a parameter by itself. Nothing is set
+# on the user's objects, and nothing in it keeps a model alive: it has a parameter's name and,
+# weakly, a `ParamRef`, whose class is in the layer above.
 _OWNERS: Final = WeakIdKeyDictionary()
 
 
@@ -533,7 +546,7 @@ _CONVERSIONS: Final = {
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
     *("int", "long", "short", "char", "byte", "bool"),
 }
-# Of the other argument they take the dtype, the device or the shape.
+# Conversions that take the dtype, the device or the shape of the other argument.
 _LIKE: Final = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 _PRINTS: Final = {"__repr__", "__format__"}
 _AUTOGRAD: Final = {"grad", "backward"}
@@ -563,7 +576,8 @@ class AtRest(StandIn):
             return func(*_replace(args, plain), **_replace(kwargs, plain))
         if name in _CONVERSIONS:
             converted = plain_call(func, args, kwargs)
-            if converted is args[0] or not isinstance(converted, Tensor):  # type() is a string
+            # type() returns a string.
+            if converted is args[0] or not isinstance(converted, Tensor):
                 return converted
         return _use(func, attribute or name, args, kwargs)
 
@@ -591,7 +605,8 @@ class Unpublished(StandIn):
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         for tensor in tensors_among((args, kwargs)):
             if isinstance(tensor, Unpublished):
-                _owner_of(tensor).sharded.follow_shard_writes()  # of all, which ends this class
+                # This publishes all parameters, and gives them back their classes.
+                _owner_of(tensor).sharded.follow_shard_writes()
         return func(*args, **kwargs)
 
 
@@ -625,7 +640,8 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     def substitute(tensor: Tensor) -> Tensor:
         owner = _owner_of(tensor)
         if owner.is_gathered and (is_write or not needs_grad):
-            return tensor  # its memory is whole: nothing to put in its place
+            # Its memory is whole, so that nothing is put in its place.
+            return tensor
         return owner.sharded.outside.value(owner, tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
@@ -670,7 +686,8 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
     found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, AtRest)]
     types = [type(tensor) for tensor in found]
     for tensor, at_rest in zip(found, types, strict=True):
-        tensor.__class__ = at_rest.__mro__[3]  # what comes after the three of ours
+        # The tensor's own class comes after three of ours.
+        tensor.__class__ = at_rest.__mro__[3]
     try:
         return func(*args, **kwargs)
     finally:
@@ -702,7 +719,8 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
         return {key: _replace(item, substitute) for key, item in value.items()}
     if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in tensors_among(value)):
         items = [_replace(item, substitute) for item in value]
-        make = getattr(value, "_make", type(value))  # tuples with names take no iterable
+        # Named tuples take no iterable.
+        make = getattr(value, "_make", type(value))
         return make(items)
     return value
 
@@ -769,11 +787,16 @@ class View:
 class StateKind(Enum):
     """Kinds of training state."""
 
-    PARAMS = "params"  # what rests of parameters: shards at stage 3, whole buffers elsewhere
-    MASTERS = "masters"  # what the optimizer updates, where that is not the parameters
-    GRADS = "grads"  # gradients that wait for the optimizer, or for their reduction
-    OPTIM = "optim"  # the optimizer's own tensors; step counts and other single numbers stay
-    BUFFERS = "buffers"  # slots and reduction buffers: given back, and made again when needed
+    # Stored parameters: shards at stage 3, whole buffers elsewhere.
+    PARAMS = "params"
+    # What the optimizer updates, where that is not the parameters.
+    MASTERS = "masters"
+    # Gradients that wait for the optimizer, or for their reduction.
+    GRADS = "grads"
+    # The optimizer's own tensors; step counts and other single numbers stay.
+    OPTIM = "optim"
+    # Slots and reduction buffers, which are given back, and made again when needed.
+    BUFFERS = "buffers"
 
 
 class Backup(Protocol):
@@ -821,7 +844,8 @@ class ParkedStorage:
         """Make our tensors view placeholders; the objects and their shapes stay."""
         for tensor in (view.tensor for view in self.views):
             tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
-            with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
+            # Where Python cannot change the class, only the NaN shows it.
+            with contextlib.suppress(TypeError):
                 tensor.__class__ = stand_in_type(ParkedTensor, type(tensor))  # type: ignore[assignment]
 
     def give_up(self, backup: Backup, *, non_blocking: bool) -> None:
@@ -848,7 +872,8 @@ class Parked:
     kinds: frozenset[StateKind]
     backup: Backup
     storages: list[ParkedStorage]
-    removers: list[Callable[[], None]] = field(factory=list, init=False)  # of hooks meanwhile
+    # Functions that remove the hooks that are there meanwhile.
+    removers: list[Callable[[], None]] = field(factory=list, init=False)
 
     @property
     def num_bytes(self) -> int:

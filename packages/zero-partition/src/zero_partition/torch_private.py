@@ -24,44 +24,54 @@ T = TypeVar("T", bound=Tensor)
 
 pytree: Final = _pytree  # trees of containers; no version has a public module for them
 
-# No functions around what is called for every unit and every gradient.
+# What is called for every unit and every gradient has no Python function around it.
 
-# Getters in C: they cost a call of a Python function less than one of our own.
-version_of: Final = attrgetter("_version")  # how often a tensor's memory was written in place
-storage_key: Final = attrgetter("_cdata")  # of a storage: equal for all objects of one memory
-own_parameters: Final = attrgetter("_parameters")  # of a module, without its children, by name
-own_buffers: Final = attrgetter("_buffers")  # likewise
-own_modules: Final = attrgetter("_modules")  # of a module: name -> child
-non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")  # names, of a module
-forward_pre_hooks: Final = attrgetter("_forward_pre_hooks")  # of a module: id -> hook
-state_dict_pre_hooks: Final = attrgetter("_state_dict_pre_hooks")  # likewise
-state_dict_hooks: Final = attrgetter("_state_dict_hooks")  # likewise, of those that run afterwards
-before_load_hooks: Final = attrgetter("_load_state_dict_pre_hooks")  # likewise
-after_load_hooks: Final = attrgetter("_load_state_dict_post_hooks")  # likewise
-step_pre_hooks: Final = attrgetter("_optimizer_step_pre_hooks")  # of an optimizer: id -> hook
-state_dict_post_hooks: Final = attrgetter("_optimizer_state_dict_post_hooks")  # likewise
-hooked_call: Final = attrgetter("_call_impl")  # of a module: its hooks and forward
-conversion: Final = attrgetter("_apply")  # of a module: what `to`, `half`, `cuda` go through
+# Getters in C, which cost a call of a Python function less than one of our own.
+# How often a tensor's memory was written in place.
+version_of: Final = attrgetter("_version")
+# Equal for all storage objects of one memory.
+storage_key: Final = attrgetter("_cdata")
+# A module's own parameters, buffers and children, by name.
+own_parameters: Final = attrgetter("_parameters")
+own_buffers: Final = attrgetter("_buffers")
+own_modules: Final = attrgetter("_modules")
+# Names of a module's buffers that a state dict leaves out.
+non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")
+# Hooks of a module, by id: before its forward, before and after `state_dict()`, and before and
+# after `load_state_dict()`.
+forward_pre_hooks: Final = attrgetter("_forward_pre_hooks")
+state_dict_pre_hooks: Final = attrgetter("_state_dict_pre_hooks")
+state_dict_hooks: Final = attrgetter("_state_dict_hooks")
+before_load_hooks: Final = attrgetter("_load_state_dict_pre_hooks")
+after_load_hooks: Final = attrgetter("_load_state_dict_post_hooks")
+# Hooks of an optimizer, by id: before its step, and after `state_dict()`.
+step_pre_hooks: Final = attrgetter("_optimizer_step_pre_hooks")
+state_dict_post_hooks: Final = attrgetter("_optimizer_state_dict_post_hooks")
+# A module's hooks and forward.
+hooked_call: Final = attrgetter("_call_impl")
+# What `to`, `half`, `cuda` of a module go through.
+conversion: Final = attrgetter("_apply")
 
-# Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now: None if not.
+# Returns the transform of torch.func (grad, vmap, jvp, ...) that is being taken now, or None.
 is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
 
-# Whether someone watches what operators this thread calls: how many do.
+# Returns how many modes watch the operators that this thread calls.
 has_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 
-# Its subclasses see every operator that is called inside.
+# Base of modes that see every operator that is called inside.
 DispatchMode = _python_dispatch.TorchDispatchMode
 
-# The innermost pair of functions that what nodes save goes through, or None.
+# Returns the innermost pair of functions through which nodes save tensors, or None.
 saved_tensors_hooks_on_top: Final = partial(
     torch._C._autograd._top_saved_tensors_default_hooks,
-    False,  # those that only trace do not count
+    # False, so that functions that only trace do not count.
+    False,
 )
 
-# Whether there may be such a pair: code may forbid it for a while.
+# Returns whether there may be such a pair: code may forbid it for a while.
 may_hook_saved_tensors: Final = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
-# What the autograd node made next on this thread will have as its number.
+# Returns the number that the next autograd node of this thread will have.
 next_sequence_number: Final = torch._C._autograd._get_sequence_nr
 
 
@@ -70,19 +80,19 @@ def call_hooks_around_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._patch_step_function()
 
 
-# Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours.
+# Inside this context, our code uses tensors of subclasses as plain tensors.
 plain_access: Final = torch._C.DisableTorchFunctionSubclass
 
-# Of a list of tensors in one call each, as torch's own optimizers do.
+# Each takes a list of tensors in one call, as torch's own optimizers do.
 foreach_add_: Final = torch._foreach_add_
 foreach_copy_: Final = torch._foreach_copy_
 foreach_mul_: Final = torch._foreach_mul_
 foreach_norm: Final = torch._foreach_norm
 
-# Of all batch norms and instance norms; `running_mean` is None where one keeps no statistics.
+# Base of all batch norms and instance norms; `running_mean` is None where one keeps no statistics.
 NormBase: Final = nn.modules.batchnorm._NormBase
 
-# What torch.amp.GradScaler calls on gradients, and nothing else does.
+# Called on gradients by torch.amp.GradScaler, and by nothing else.
 unscale_and_find_inf_: Final = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -96,10 +106,10 @@ def sequence_number(node: torch.autograd.graph.Node) -> int:
     return node._sequence_nr()
 
 
-# Whether autocast is on for any type of device.
+# Returns whether autocast is on for any type of device.
 is_any_autocast_enabled: Final = torch._C._is_any_autocast_enabled
 
-# What compiles the frames that this thread enters now: None where nothing is compiled.
+# Returns what compiles the frames that this thread enters now; None where nothing is compiled.
 frame_compiler: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -126,7 +136,8 @@ def will_accumulate(param: Tensor) -> bool:
 
     It will not if it is `torch.autograd.grad`, nor where it recomputes a segment that uses `param`.
     """
-    if not param.requires_grad:  # frozen for this backward, as a GAN does by turns
+    # It may be frozen for this backward, as a GAN does by turns.
+    if not param.requires_grad:
         return False
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
@@ -201,13 +212,15 @@ def plainly() -> AbstractContextManager[None]:
 
 def num_viewers(tensor: Tensor) -> int:
     """Return how many tensors, arrays and graphs have this tensor's memory, itself included."""
-    storage = tensor.untyped_storage()  # it counts too
+    # The storage object counts, too.
+    storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def has_views(storage: torch.UntypedStorage) -> bool:
     """Return whether a tensor, an array or a graph still views this memory."""
-    return torch._C._storage_Use_Count(storage._cdata) > 1  # one is the object we were given
+    # One is the object that was given.
+    return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 def swap_memory(tensor: Tensor, other: Tensor) -> None:
@@ -281,8 +294,10 @@ def checkpoint_call() -> dict[str, Any] | None:
 
 # ---- DTensor: its wrapper, and what is in it ----
 
-local_tensor_of: Final = attrgetter("_local_tensor")  # of this rank, itself and not a view
-spec_of: Final = attrgetter("_spec")  # mesh, placements, and the whole's shape, strides and dtype
+# This rank's tensor itself, and not a view.
+local_tensor_of: Final = attrgetter("_local_tensor")
+# Mesh, placements, and shape, strides and dtype of the whole tensor.
+spec_of: Final = attrgetter("_spec")
 
 
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
