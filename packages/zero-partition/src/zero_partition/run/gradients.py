@@ -80,9 +80,9 @@ T = TypeVar("T")
 # that number. A sum of them is not, so it is refused. While the buffer is being reduced a guard
 # stands there too: what arrives then is added when the reduction has ended.
 
-# NOTE(norms): gradients that leave the device are measured while they are still there. Such a norm
-# holds as long as nobody else has the gradient's elements, and we do not write to it, which its
-# version tells; and is void with a further backward, which adds to it.
+# NOTE(norms): gradients that are offloaded are measured while they are still on the device. Such a
+# norm is valid as long as nobody else has had access to the gradient's elements and its version has
+# not changed. A further backward, which adds to the gradient, makes it invalid.
 
 # NOTE(plain grads): an optimizer that needs more than single elements may take norms, which
 # gradient shards refuse, and may divide by a size, which is zero for an empty shard. So while it
@@ -105,28 +105,33 @@ T = TypeVar("T")
 # (docs/decisions/0038-reductions-advance-in-step.md). A buffer that is tiny beside what is in
 # flight, such as that of a last norm after the head's, fills in no time, and nothing advances.
 
-# NOTE(grad offload): where gradients are offloaded, a reduced shard leaves the device as soon as it
-# is there, while backward goes on, and the end of backward waits for the last: from then on `grad`
-# of a shard is an ordinary tensor of the host, whoever reads it.
+# NOTE(grad offload): if gradients are offloaded, a reduced shard leaves the device as soon as it
+# has arrived, while backward goes on, and the end of backward waits for the last. From then on
+# `grad` of a shard is an ordinary tensor of the host.
 
 
 class GradState(Enum):
     """State of one parameter's gradient on this rank; MOVES has the legal changes."""
 
-    NONE = auto()  # there is none
-    LOCAL = auto()  # in the accumulator, of this rank's data, from the backward that runs now
-    ACCUMULATED = auto()  # likewise, from backwards inside no_sync that have ended
-    IN_FLIGHT = auto()  # its buffer's reduction has been launched
-    REDUCED = auto()  # the optimizer reads it: in the shard, at stage 0 in the accumulator
+    NONE = auto()
+    # In the accumulator, of this rank's data, from the backward that runs now.
+    LOCAL = auto()
+    # In the accumulator, of this rank's data, from backwards inside no_sync that have ended.
+    ACCUMULATED = auto()
+    # The reduction of its buffer has been launched.
+    IN_FLIGHT = auto()
+    # The optimizer can read it: in the shard, or at stage 0 in the accumulator.
+    REDUCED = auto()
 
 
+# State -> states that may follow. Besides, each may stay, and becomes NONE when it is dropped.
 MOVES: Final = {
     GradState.NONE: {GradState.LOCAL, GradState.ACCUMULATED, GradState.REDUCED},
     GradState.LOCAL: {GradState.ACCUMULATED, GradState.IN_FLIGHT},
     GradState.ACCUMULATED: {GradState.LOCAL, GradState.IN_FLIGHT, GradState.REDUCED},
     GradState.IN_FLIGHT: {GradState.REDUCED},
     GradState.REDUCED: {GradState.LOCAL, GradState.ACCUMULATED},
-}  # besides, each may stay as it is, and become NONE when it is dropped
+}
 
 # The members themselves: looking them up in the class takes longer than comparing them.
 NONE, LOCAL, ACCUMULATED, IN_FLIGHT, REDUCED = GradState
@@ -143,9 +148,12 @@ class CheckedStates(list[GradState]):
         super().__setitem__(at, to)
 
 
-SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
-_TAG_OF_OTHERS: Final = 1  # below those of buffers
-MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
+# Gradients up to this size, in bytes, may wait.
+SMALL_BYTES: Final = 2**14
+# Tag of exchanges over other groups than the model's; buffers have larger ones.
+_TAG_OF_OTHERS: Final = 1
+# So many of them may wait in one buffer, and are copied while they are still in the cache.
+MAX_WAITING: Final = 64
 
 
 @define(eq=False, repr=False)
@@ -156,38 +164,60 @@ class BufferGradients:
     unit: Unit
     routes: Routes
     config: PartitionConfig
-    grad_offload: GradOffload | None  # where the reduced shard rests; here when None
-    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
-    codec: AbstractCodec | None = field(init=False)  # in which they travel; see `Wire.gradients`
-    loco_errors: LocoErrors | None = field(init=False)  # what that lost, to be made up for
+    # Stores the reduced shard; None: it stays on the device.
+    grad_offload: GradOffload | None
+    # Whether the optimizer works on shards, as at stages 1 to 3.
+    shards_state: bool = field(init=False)
+    # Encodes gradients when they are sent; see `Wire.gradients`.
+    codec: AbstractCodec | None = field(init=False)
+    # Encoding errors, which the next reductions compensate; None without LoCo.
+    loco_errors: LocoErrors | None = field(init=False)
     # The parameters whose `grad` the optimizer reads: shards, or at stage 0 the model's own.
     stepped_params: tuple[nn.Parameter, ...] = field(init=False)
-    wire_bytes: int = field(init=False)  # of all of them as they travel, padding included
-    states: list[GradState] = field(init=False)  # of each parameter's gradient; changed here only
+    # Bytes of the whole buffer as it is sent, padding included.
+    wire_bytes: int = field(init=False)
+    # State of each parameter's gradient; changed in this class only.
+    states: list[GradState] = field(init=False)
     guards: tuple[GradientGuard, ...] = field(init=False)  # see NOTE(guards)
-    waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
-    adopts: bool = field(init=False)  # the one gradient may be the accumulator
-    flush_threshold: int = field(init=False)  # when so many wait, they are taken
-    large_wait: bool = field(init=False)  # to be copied into a slot together with the others
-    num_local: int = field(default=0, init=False)  # parameters whose state is LOCAL
-    from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
-    accumulator: Tensor | None = field(default=None, init=False)  # whole and local; maybe a slot
+    # Positions of gradients that have arrived and are still in `param.grad`.
+    waiting: list[int] = field(factory=list, init=False)
+    # Whether the one gradient of the buffer may become the accumulator; see NOTE(arrival).
+    adopts: bool = field(init=False)
+    # Number of waiting gradients at which they are collected.
+    flush_threshold: int = field(init=False)
+    # Whether large gradients wait as well, to be copied into a slot together with the others.
+    large_wait: bool = field(init=False)
+    # Number of parameters whose state is LOCAL.
+    num_local: int = field(default=0, init=False)
+    # Positions of parameters that were used outside the unit, without its slot.
+    from_outside: set[int] = field(factory=set, init=False)
+    # Whole gradients of this rank, 1-D, in `slot` or in memory of its own.
+    accumulator: Tensor | None = field(default=None, init=False)
     slot: Slot[BufferGradients] | None = field(default=None, init=False)
-    views: tuple[Tensor, ...] = field(default=(), init=False)  # of it, kept: a slot may come back
-    has_launched: bool = field(default=False, init=False)  # in this backward
-    reduction: Handle[Tensor] | None = field(default=None, init=False)  # in flight
-    _advances: bool = field(default=False, init=False)  # it does, or an exception has ended that
-    shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D
-    parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
-    structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
+    # Views of the accumulator, kept when it is left, since the same slot may come again.
+    views: tuple[Tensor, ...] = field(default=(), init=False)
+    # Whether a reduction was launched in this backward.
+    has_launched: bool = field(default=False, init=False)
+    # Reduction in flight.
+    reduction: Handle[Tensor] | None = field(default=None, init=False)
+    # True while `reduction` advances, and after an exception has ended that.
+    _advances: bool = field(default=False, init=False)
+    # This rank's part of the reduced gradients, 1-D, and views of it, `grad` of `shard_params`.
+    shard: Tensor | None = field(default=None, init=False)
+    parts: tuple[Tensor, ...] = field(default=(), init=False)
+    # Positions of parameters with a cut of their own.
+    structured: tuple[int, ...] = field(init=False)
     _most_waiting: int = field(init=False)
-    _viewed: Tensor | None = field(default=None, init=False)  # all of what they view
+    # The memory that `views` are views of: all of the slot, or the accumulator.
+    _viewed: Tensor | None = field(default=None, init=False)
     _scaling: Scaling = field(init=False)
-    _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
+    # Position -> norm, and the gradient's version on the host; None until it has arrived there.
+    _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)
     _plain_grads: dict[int, Tensor | None] = field(
         factory=dict, init=False
     )  # see NOTE(plain grads)
-    _has_closure: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
+    # Whether the optimizer steps now with a closure, which may run backwards.
+    _has_closure: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         buffer, loco = self.buffer, self.config.wire.loco
@@ -235,12 +265,13 @@ class BufferGradients:
                 return True
         return False
 
-    # ---- They arrive, and are collected ----
+    # ---- Gradients arrive, and are collected ----
 
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
         viewed = memory if slot is None else slot.memory
-        if not self.views or viewed is not self._viewed:  # usually the same slot again
+        # Usually it is the same slot again, and the views are right.
+        if not self.views or viewed is not self._viewed:
             views = self.buffer.views_of(memory)
             if not self.shards_state and (others := self.routes.others):
                 views = tuple(GradientShard.over(view, others) for view in views)
@@ -263,7 +294,8 @@ class BufferGradients:
         if self.slot is not None:
             self.slot.vacate()
         elif self.accumulator is not None:
-            self._forget_views()  # nothing else keeps that memory
+            # Views must not keep memory alive that nothing else uses.
+            self._forget_views()
         self.accumulator, self.slot = None, None
 
     def _forget_views(self) -> None:
@@ -297,11 +329,13 @@ class BufferGradients:
     def accumulate(self, grads: Mapping[int, Tensor]) -> None:
         """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
         views, params, states = self.views, self.buffer.params, self.states
-        first: tuple[list[Tensor], list[Tensor]] = [], []  # into, from
+        # Destinations and sources, of gradients that are copied, and of those that are added.
+        first: tuple[list[Tensor], list[Tensor]] = [], []
         again: tuple[list[Tensor], list[Tensor]] = [], []
         for position, grad in grads.items():
             view, state = views[position], states[position]
-            if self.slot is not None or grad.data_ptr() != view.data_ptr():  # else it is in place
+            # A gradient that is a view of an accumulator outside slots is in place.
+            if self.slot is not None or grad.data_ptr() != view.data_ptr():
                 is_first = state is NONE or (state is REDUCED and self.shards_state)
                 into, out_of = first if is_first else again
                 into.append(view)
@@ -309,15 +343,17 @@ class BufferGradients:
             params[position].grad = None if self.shards_state else view
             self.num_local += state is not LOCAL
             states[position] = LOCAL
-        with torch.no_grad():  # create_graph=True makes gradients that have a graph
+        # create_graph=True makes gradients that have a graph.
+        with torch.no_grad():
             if first[0]:
                 foreach_copy_(*first)
             if again[0]:
                 foreach_add_(*again)
         missing = len(self.stepped_params) - self.num_local
-        self.flush_threshold = min(missing, MAX_WAITING) or 1  # 1: all here, and one comes again
+        # 1 if none is missing: a gradient that comes again is collected at once.
+        self.flush_threshold = min(missing, MAX_WAITING) or 1
 
-    # ---- They are reduced: what is launched must be in the same order on every rank ----
+    # ---- Gradients are reduced: launches must be in the same order on every rank ----
 
     @ranged("reduce", "unit.name")
     def launch(self) -> None:
@@ -331,11 +367,13 @@ class BufferGradients:
                 sent.append(position)
             elif not self._accumulates_in_place(position):
                 view.zero_()
-        if not self.shards_state:  # autograd must not add to what travels
+        # Autograd must not add to what is being reduced.
+        if not self.shards_state:
             self.guard(sent)
         self.has_launched, self.num_local = True, 0
         self.flush_threshold = self._most_waiting
-        if self.codec is not None:  # what another unit left there would count in a block's scale
+        # Padding with values of another unit would count in the scale of a block.
+        if self.codec is not None:
             for gap in buffer.plan.layout.gaps:
                 values[gap.as_slice()].zero_()
         if scaling.divisor_before != 1.0:
@@ -379,7 +417,8 @@ class BufferGradients:
                 continue
             if self.shards_state or params[position].grad is not None:
                 arrived.append(position)
-            else:  # dropped by the user, after an exception had ended its backward
+            else:
+                # The user dropped it after an exception had ended its backward.
                 self._forget(position)
         self.publish_grads(arrived)
 
@@ -387,7 +426,8 @@ class BufferGradients:
         codec, routes, buffer = self.codec, self.routes, self.buffer
         out, wire_dtype = self._ensure_shard(), buffer.wire_dtype
         if self.grad_offload is not None or out.dtype != wire_dtype or self.holds_gradients:
-            out = torch.empty(out.numel(), dtype=wire_dtype, device=buffer.group.device)  # added
+            # What arrives is added to the shard, converted, or offloaded, in `finish`.
+            out = torch.empty(out.numel(), dtype=wire_dtype, device=buffer.group.device)
         values = values.to(wire_dtype)
         if codec is not None and self.unit.errors is not None:
             parts = values.split(how["splits"])
@@ -431,7 +471,7 @@ class BufferGradients:
         try:
             return go_on()
         except DivergenceError:
-            raise  # it names the units
+            raise  # the error names the units
         except CommError as error:
             raise CommError(
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"
@@ -458,7 +498,8 @@ class BufferGradients:
         adds = [param.grad is not None for param in params]
         for param, part in zip(params, self.parts, strict=True):
             if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
-                part.copy_(param.grad)  # the user put another there
+                # The user has put another gradient there.
+                part.copy_(param.grad)
         more = self.buffer.parts_of(received)
         if self.grad_offload is not None and len(set(adds)) == 1:
             if not adds[0] and received.dtype == shard.dtype:
@@ -474,7 +515,7 @@ class BufferGradients:
             else:
                 part.copy_(other)
 
-    # ---- The optimizer reads them ----
+    # ---- The optimizer reads gradients ----
 
     def publish_grads(self, positions: Collection[int]) -> None:
         """Make what was reduced the gradients that the optimizer reads."""
@@ -523,7 +564,8 @@ class BufferGradients:
         self._has_closure = False
         for position, plain in self._plain_grads.items():
             param = self.buffer.shard_params[position]
-            if param.grad is plain:  # else the optimizer has dropped it
+            # Otherwise the optimizer has dropped or replaced it.
+            if param.grad is plain:
                 param.grad = self.parts[position]
         self._plain_grads.clear()
 
@@ -569,7 +611,8 @@ class BufferGradients:
     def end_backward(self) -> None:
         """Forget what belongs to one backward; guard what is sharded."""
         self.has_launched = False
-        self.waiting.clear()  # what an exception left behind
+        # An exception may have left some.
+        self.waiting.clear()
         self.flush_threshold, self.num_local = self._most_waiting, 0
         self.from_outside.clear()
         states, targets, params = self.states, self.stepped_params, self.buffer.params
@@ -579,7 +622,8 @@ class BufferGradients:
                 if not self.shards_state:
                     params[position].grad = self.views[position]
             elif self.shards_state and state is not ACCUMULATED:
-                has_gradient = targets[position].grad is not None  # the user may set and drop it
+                # The user may have set or dropped it.
+                has_gradient = targets[position].grad is not None
                 if has_gradient is not (state is REDUCED):
                     states[position] = REDUCED if has_gradient else NONE
             if self.shards_state and states[position] is not NONE:
@@ -594,7 +638,8 @@ class BufferGradients:
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
         is_kept = self.config.precision.keeps_equal(self.routes.whole.world_size)
-        if is_kept and not self.routes.of_groups:  # with these, all ranks refuse what some must
+        # With groups, every rank refuses what some ranks must refuse.
+        if is_kept and not self.routes.of_groups:
             return
         again = [
             position
@@ -653,7 +698,8 @@ class BufferGradients:
             elif state is LOCAL or state is ACCUMULATED or state is IN_FLIGHT:
                 self._forget(position)
             elif state is REDUCED and not self.shards_state and not set_to_none:
-                self._forget(position)  # zero on every rank, which may be summed again
+                # It is zero on every rank, and zeros may be summed again.
+                self._forget(position)
         self.num_local = 0
 
     def drop(self) -> None:
@@ -682,7 +728,8 @@ class BufferGradients:
             )
         local = self.views[position] if state is LOCAL or state is ACCUMULATED else None
         waiting = None
-        if self.shards_state and position in self.waiting:  # at stage 0 that is the target
+        # At stage 0 the waiting gradient is the target.
+        if self.shards_state and position in self.waiting:
             waiting = self.buffer.params[position].grad
             if waiting is self.guards[position]:
                 waiting = waiting.received
@@ -728,28 +775,38 @@ def _scale_gradient(
 class GradientReducer:
     """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 
-    units: Sequence[Unit]  # whose trainable buffers have gradients
+    units: Sequence[Unit]
     routes: Routes
     config: PartitionConfig
-    grad_offload: GradOffload | None = None  # where reduced gradients wait; see NOTE(grad offload)
-    placement: Placement = field(init=False)  # of gradients while they accumulate
-    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
+    grad_offload: GradOffload | None = None  # see NOTE(grad offload)
+    # Placement of gradients while they accumulate.
+    placement: Placement = field(init=False)
+    shards_state: bool = field(init=False)
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)
     structured_buffers: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(plain grads)
     pool: SlotPool[BufferGradients] = field(init=False)
-    control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
-    has_collected: bool = field(default=False, init=False)  # in this backward
+    # Tag of exchanges of flags, norms and the order.
+    control_tag: int = field(init=False)
+    # Whether gradients were collected in this backward.
+    has_collected: bool = field(default=False, init=False)
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
-    _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
-    _has_order: bool = field(default=False, init=False)  # it is rank 0's
-    _num_taken: int = field(default=0, init=False)  # turns, in this backward
-    _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
-    _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
-    _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
-    _has_earlier: bool = field(default=False, init=False)  # gradients of before this backward
-    _same_params: Tensor | None = field(default=None, init=False)  # by rank and flag; see there
-    _own_groups: frozenset[int] = field(init=False)  # ids of the model's
+    # Buffers in the order of their reductions; rank 0's if `_has_order`. See NOTE(order).
+    _order: list[BufferGradients] = field(init=False)
+    _has_order: bool = field(default=False, init=False)
+    # Number of buffers in `_order` whose turn has come in this backward, and all that became full.
+    _num_taken: int = field(default=0, init=False)
+    _became_full: list[BufferGradients] = field(factory=list, init=False)
+    # Reductions in flight, the oldest first.
+    _in_flight: list[BufferGradients] = field(factory=list, init=False)
+    # Exchange of arrivals that this rank has not waited for.
+    _flags: Handle[Tensor] | None = field(default=None, init=False)
+    # Whether there may be gradients from before this backward.
+    _has_earlier: bool = field(default=False, init=False)
+    # Shape [ranks, flags], uint8; see `_find_same_params`.
+    _same_params: Tensor | None = field(default=None, init=False)
+    # Ids of the model's own groups.
+    _own_groups: frozenset[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         placements = self.config.placements
@@ -818,7 +875,8 @@ class GradientReducer:
         grads = g.find_waiting()
         if not grads:
             return
-        if g.reduction is not None:  # again in one backward: a nested one, of a checkpoint
+        # It comes again in one backward, as in a nested backward of a checkpoint.
+        if g.reduction is not None:
             self._end(g)
             g.refuse_to_sum_again()
         if not (self.sync and g.adopt(grads)):
@@ -842,7 +900,8 @@ class GradientReducer:
                 yield
             finally:
                 self.sync = before
-        finally:  # once more: Ctrl-C may have come just before
+        finally:
+            # Once more, since Ctrl-C may have come just before.
             self.sync = before
 
     def collect_waiting(self) -> None:
@@ -930,7 +989,8 @@ class GradientReducer:
             self._end(g)
         self._ensure_accumulator(g)
         before = tuple(self._in_flight)
-        self._in_flight.append(g)  # first, so that what an exception leaves of it is found there
+        # Before the launch, so that `_end_torn` finds what an exception leaves of it.
+        self._in_flight.append(g)
         g.launch()
         if not is_hardly_more([other.wire_bytes for other in self._in_flight]):
             self._advance(before)
@@ -957,7 +1017,8 @@ class GradientReducer:
             for g in torn:
                 g.drop()
                 g.leave_accumulator()
-            if torn and not self._in_flight:  # what a launch was given, and nobody waits for
+            if torn and not self._in_flight:
+                # What a failed launch was given may still be written to, and nobody waits for it.
                 for g in self.gradients:
                     if g.slot is not None:
                         g.leave_accumulator()
@@ -975,7 +1036,8 @@ class GradientReducer:
             return
         plan, pool, num_bytes = g.buffer.plan, self.pool, g.wire_bytes
         if self.placement is Placement.REPLICATED or not self.sync:
-            dtype = g.buffer.main_shard.dtype  # several backwards may be added up here
+            # Several backwards may be added up here.
+            dtype = g.buffer.main_shard.dtype
             memory = torch.empty(plan.layout.numel, dtype=dtype, device=pool.device)
             g.use_accumulator(memory, None)
             return
@@ -1002,7 +1064,8 @@ class GradientReducer:
         device = self.routes.whole.device
         mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64, device=device)
         first = [n for n in self._exchange(mine)[: len(mine)].tolist() if n >= 0]
-        if first:  # else nothing became full on rank 0: too early to say
+        # Where nothing became full on rank 0, a later backward decides.
+        if first:
             rest = [numbers[id(g)] for g in self._order]
             self._order = [self.gradients[n] for n in dict.fromkeys((*first, *rest))]
             self._has_order = True
@@ -1011,7 +1074,7 @@ class GradientReducer:
         self._num_taken, self.has_collected = 0, False
         self._became_full.clear()
 
-    # ---- Ranks agree. Collective ----
+    # ---- Ranks exchange flags, numbers and norms. Collective ----
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Return whether `mine` is true on any rank. Collective."""
@@ -1021,7 +1084,8 @@ class GradientReducer:
         group = self.routes.whole
         if group.world_size == 1:
             return mine
-        group.compare_launches("agreeing on gradients", at_once=True)  # the host reads it
+        # At once, since the host reads the result.
+        group.compare_launches("agreeing on gradients", at_once=True)
         return self.launch_exchange(mine, group).wait()
 
     def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
@@ -1052,7 +1116,8 @@ class GradientReducer:
         if earlier is not None:
             earlier.wait()
         mine = [param.grad is not None for g in self.gradients for param in g.stepped_params]
-        if all(mine):  # made on the device: for a copy of pageable memory the host would wait
+        if all(mine):
+            # Made on the device: for a copy of pageable memory the host would wait.
             present = torch.ones(len(mine), dtype=torch.uint8, device=group.device)
             self._flags = self.launch_exchange(present, group)
             return
@@ -1126,7 +1191,7 @@ class GradientReducer:
             for g in self.gradients:
                 g.leave_memory()
 
-    # ---- Bytes of it ----
+    # ---- Bytes in use ----
 
     @property
     def reduction_bytes(self) -> int:

@@ -56,10 +56,11 @@ from .unit import RETURN_OUTPUTS, ShardState, Unit
 
 Result = TypeVar("Result")
 
-# NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
-# for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
-# Around the call there is a `finally`, compiled code stays in one piece, and what the user's own
-# hooks read is whole and what they return is what we see (docs/decisions/0008).
+# NOTE(around): the module's call is wrapped, and has no pair of forward hooks. Torch runs
+# `always_call` hooks for an Exception and not for a KeyboardInterrupt, and under `Module.compile()`
+# not at all, while the graph breaks at each. Around the call there is a `finally`, and compiled
+# code stays in one piece. The user's own hooks read whole parameters, and we see what they return
+# (docs/decisions/0008).
 
 
 @define(eq=False)
@@ -67,16 +68,20 @@ class ModuleCallWrapper(Bound):
     """Stands where `module(...)` looks for what `Module.compile()` made; calls what was there."""
 
     sharded: ShardedModel
-    unit: Unit | None  # None: the model itself, all of whose parameters are in other units
+    # None for the model itself, if all its parameters are in other units.
+    unit: Unit | None
     is_model: bool
-    inside: Callable[..., Any]  # the module's own hooks and forward, compiled or not
-    is_compiled: bool  # the call is, by `Module.compile()` or by torch.compile around the module
+    # The module's own hooks and forward, compiled or not.
+    inside: Callable[..., Any]
+    # Whether the call is compiled, by `Module.compile()` or by torch.compile around the module.
+    is_compiled: bool
 
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         if self.is_model and self.sharded.is_outdated():
-            self.sharded.partition_again()  # which takes this object off the model
+            # This takes the wrapper off the model, so the model is called anew.
+            self.sharded.partition_again()
             return self.sharded.model(*args, **kwargs)
         if self.is_model and self.sharded.input_dtype is not None:
             args, kwargs = converted((args, kwargs), self.sharded.input_dtype)
@@ -110,7 +115,8 @@ class ModuleCallWrapper(Bound):
     def _prepare(self) -> None:
         if self.is_model:
             self.sharded.begin_forward()
-        elif not self.sharded.forwards and not is_in_backward():  # of a part of the model
+        elif not self.sharded.forwards and not is_in_backward():
+            # A part of the model is called by itself; see NOTE(parts) in sharded_model.py.
             self.sharded.refuse_split_backward()
             self.sharded.end_broken_calls(beginning=1)
             self.sharded.follow_shard_writes()
@@ -136,7 +142,8 @@ class ModuleCallWrapper(Bound):
                 written = self.unit.find_written()
             call = self.sharded.schedule.after_forward(self.unit, raised=raised)
             if self.unit.placement is Placement.SHARDED and is_any_autocast_enabled():
-                torch.clear_autocast_cache()  # it would keep a cast of every unit's parameters
+                # Autocast would keep a cast of every unit's parameters.
+                torch.clear_autocast_cache()
         if self.is_model:
             self.sharded.end_forward()
         if written:
@@ -154,7 +161,8 @@ class ModuleCallWrapper(Bound):
         if torch.is_grad_enabled() and (self.is_model or call is not None):
             hook, is_hooked = _InBackward(self.sharded, call), False
             for tensor in tensors:
-                if tensor.grad_fn is not None:  # on a leaf the hook would stay
+                # A hook on a leaf would stay after this backward.
+                if tensor.grad_fn is not None:
                     _hook(tensor, hook, first_node)
                     is_hooked = True
             if call is not None and not is_hooked:
@@ -189,7 +197,7 @@ def _undisturbed(action: Callable[[], Result]) -> Result:
     if not is_inference and not is_in_functional_transform() and not has_dispatch_modes():
         return action()
     with ExitStack() as stack:
-        # Such as one that keeps operators' outputs until they are called again: ours may not be.
+        # One such mode keeps operators' outputs until they are called again; it must not keep ours.
         stack.enter_context(unseen_by_dispatch_modes())
         stack.enter_context(outside_functional_transforms())
         if is_inference:
@@ -200,8 +208,9 @@ def _undisturbed(action: Callable[[], Result]) -> Result:
 
 def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> None:
     tensor.register_hook(hook)
-    # A view that is then written to gets another node, and its old one, with the hook, is never
-    # reached; its base is. What is a view of something older ends no computation of this call.
+    # A view that is written to afterwards gets another node, and its old one, with the hook, is
+    # never reached; its base is. A base that is older than this call does not end a computation of
+    # this call.
     base = base_of(tensor)
     if base is None or base.grad_fn is None:
         return
@@ -244,7 +253,8 @@ class WrapperGuard(Bound):
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Raise StateError where it did not, and parameters may be at rest."""
         if torch.compiler.is_compiling():
-            return  # nothing to trace: inside the call, which checked
+            # Nothing to trace: this is inside the wrapper's call, which has checked.
+            return
         unit = self.wrapper.unit
         if unit is not None and not unit.depth:
             raise StateError(
@@ -269,7 +279,8 @@ def wrap_call(
 
     set_call_of(module, wrapper)
     has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
-    if has_torchs:  # after shard(), what is compiled must go inside ours
+    if has_torchs:
+        # After shard(), what is compiled must be inside our wrapper.
         module.__dict__["compile"] = compile_inside
 
     def remove() -> None:
@@ -281,13 +292,14 @@ def wrap_call(
     return remove
 
 
-# NOTE(reads): a hook on each output of a call makes its unit whole in backward before any node of
-# the call runs, but those of a loss that the module kept for itself and computed last, or of a call
-# that returned nothing. A gradient that arrives while the unit is sharded tells of them
-# (`check_arrival`); of a unit that is called twice it arrives when the other call has made the unit
-# whole. So from its second call on, what nodes of such a unit save goes through functions that look
-# when it is used; and where one of two calls returned nothing, `before_backward` refuses the other.
-# Not in all calls: who saves tensors otherwise, or compiles, would find these functions there.
+# NOTE(reads): a hook on each output of a call makes its unit whole in backward before nodes of the
+# call run. It comes too late for nodes of a loss that the module keeps in an attribute and computes
+# last, and there is none if the call returns nothing. Such nodes are noticed when a gradient
+# arrives while the unit is sharded (`check_arrival`). A unit that is called twice may be whole by
+# then for its other call. So from its second call on, nodes of the unit save tensors through
+# functions that check the unit's state when a tensor is used; and where one of two calls returned
+# nothing, `before_backward` refuses the other. Other calls do without, since users that save
+# tensors in their own way, or compile, would meet these functions.
 
 
 @define(eq=False)
@@ -295,7 +307,8 @@ class WatchedReads:
     """Nodes of a unit's call save through `pack`, and use what they saved through `unpack`."""
 
     unit: Unit
-    address: int  # of the unit's slot
+    # Address of the slot's memory.
+    address: int
 
     @classmethod
     def of(cls, unit: Unit) -> AbstractContextManager[Any]:
@@ -312,7 +325,8 @@ class WatchedReads:
         """Mark a view of the unit's memory."""
         try:
             is_read = local_of(tensor).untyped_storage().data_ptr() == self.address
-        except RuntimeError:  # wrappers, sparse and opaque ones have none
+        except RuntimeError:
+            # Wrappers, sparse and opaque tensors have no storage.
             is_read = False
         return (tensor,) if is_read else tensor
 
@@ -328,8 +342,8 @@ class WatchedReads:
         return saved[0]
 
 
-# NOTE(hook cost): one call around that of a unit's module and a tensor hook per unit output. Not
-# `register_full_backward_hook`, which wraps inputs and outputs in autograd nodes of their own and
+# NOTE(hook cost): there is one wrapper around the call of a unit's module and a tensor hook per
+# output. `register_full_backward_hook` wraps inputs and outputs in autograd nodes of its own and
 # doubled the time of 500 tiny layers (docs/decisions/0003-hooks-per-unit.md).
 
 
@@ -395,7 +409,7 @@ class BeforeStep(Bound):
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         """See that all gradients are there, those of a closure too."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is itself
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self.sharded.before_step(has_closure=callable(closure))
         if not callable(closure):
             self.sharded.update()
@@ -442,7 +456,8 @@ class AroundConversion:
     """
 
     module: nn.Module
-    inside: Callable[..., nn.Module]  # what was there
+    # The `_apply` that the module had before.
+    inside: Callable[..., nn.Module]
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         """Convert buffers, and parameters that are not sharded.
@@ -450,7 +465,8 @@ class AroundConversion:
         Raises:
             StateError: It would convert or move a sharded parameter; nothing was done.
         """
-        if isinstance(fn, _Keeping):  # the module that it began at has done all this
+        if isinstance(fn, _Keeping):
+            # The module at which the conversion began has checked and guarded everything.
             return self.inside(fn, *args, **kwargs)
         params = [local_of(p) for p in self.module.parameters() if find_param_ref(p) is not None]
         for param in {(p.dim(), p.dtype, p.device): p for p in params}.values():
@@ -516,8 +532,8 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
             arrive = arrival_hook(*references, position, is_large=is_large, others=others)
             handle = param.register_post_accumulate_grad_hook(arrive)
             others.append(handle.hooks_dict_ref)
-            # Before those that were there: they must not see this rank's gradient alone. Autograd
-            # calls them in the order in which they were put into the dict.
+            # Ours comes before hooks that were there, which must not see this rank's gradient
+            # alone. Autograd calls hooks in the order in which they were put into the dict.
             hooks = others[0]()
             before = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
             hooks.update(before)
@@ -529,9 +545,12 @@ class ModuleDtype:
     """A module that computes in another dtype than the model."""
 
     policy: ModulePrecision
-    dtype: torch.dtype | None  # of what it is called with; None: as it comes
-    model_dtype: torch.dtype | None  # to be restored where no floating-point tensor is given
-    given: torch.dtype | None = None  # in the call that runs
+    # Dtype that inputs are converted to; None: they stay as they are.
+    dtype: torch.dtype | None
+    # Dtype that is restored on outputs where no floating-point tensor was given.
+    model_dtype: torch.dtype | None
+    # Dtype of the first floating-point tensor given to the call that runs.
+    given: torch.dtype | None = None
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Convert what the module is called with."""
@@ -571,7 +590,8 @@ def install_format_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     }
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
-            own = dict(module.named_parameters(recurse=False))  # a weight may be computed
+            # A weight that is computed, as by a parametrization, is none of the parameters.
+            own = dict(module.named_parameters(recurse=False))
             memory_format = formats.get(id(own.get("weight")))
             if memory_format is not None:
                 hook = partial(_to_format, memory_format)
@@ -581,7 +601,8 @@ def install_format_hooks(model: nn.Module, sharded: ShardedModel) -> None:
 
 def _to_format(memory_format: torch.memory_format, conv: nn.Module, args: Any, kwargs: Any) -> Any:
     def in_format(inputs: Tensor) -> Tensor:
-        is_batch = inputs.dim() == cast("Tensor", conv.weight).dim()  # one alone has no format
+        # A sample without a batch dimension has no memory format.
+        is_batch = inputs.dim() == cast("Tensor", conv.weight).dim()
         return inputs.contiguous(memory_format=memory_format) if is_batch else inputs
 
     if args:

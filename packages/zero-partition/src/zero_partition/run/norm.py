@@ -29,9 +29,12 @@ from .sharded_model import ModelPhase, ShardedModel, find_param_ref, param_ref_o
 class GradientReport:
     """Norm and finiteness of all gradients together, before the optimizer steps."""
 
-    norm: Tensor  # float32 scalar: of the unscaled gradients, before clipping
-    finite: Tensor  # bool scalar: whether no element on any rank is inf or nan
-    is_in_step: bool = False  # the optimizer's next step unscales, clips and skips by itself
+    # Norm of the unscaled gradients before clipping, a float32 scalar.
+    norm: Tensor
+    # Whether no element on any rank is inf or nan, a bool scalar.
+    finite: Tensor
+    # Whether the optimizer's next step unscales, clips and skips by itself.
+    is_in_step: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -95,7 +98,8 @@ def clip_grad_norm_(
     grads = _gradients(sharded, "clip_grad_norm_()", across, chosen)
     sharded.compare_launches("reading the norm", at_once=True)
     norm = _total_norm(sharded, grads, norm_type, (across, stages))
-    if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
+    # Torch raises its own error. The norm is equal on all ranks, so that all of them raise.
+    if error_if_nonfinite:
         nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
     _scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm.to(torch.float32)
@@ -174,7 +178,8 @@ def unscale_and_clip_(
         optimizer.found_inf = finite.logical_not().to(torch.float32)
         sharded.note_found_inf(optimizer.found_inf)
         return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
-    if is_scaled:  # no branch on `finite`: the host waits for nothing
+    # No branch on `finite`: the host would wait for the device.
+    if is_scaled:
         _scale_(grads, torch.where(finite, factor / scale, 1.0))
     return GradientReport(norm.to(torch.float32), finite)
 
@@ -183,9 +188,11 @@ def unscale_and_clip_(
 class _Grad:
     """One gradient that the optimizer reads."""
 
-    tensor: Tensor  # plain
-    counts: bool  # on this rank
-    norm: Tensor | None  # of order 2, where it was taken when the gradient came
+    tensor: Tensor  # a plain tensor
+    # False where another rank has the same gradient and adds it to the norm.
+    counts: bool
+    # Norm of order 2 from when it was offloaded; None if there is none, or it is out of date.
+    norm: Tensor | None
 
 
 def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
@@ -256,15 +263,17 @@ def _total_norm(
     local = torch.full((1,), neutral, dtype=torch.float64, device=sharded.group.device)
     if grads:
         parts = _norms_of(grads, norm_type)
-        if len({part.device for part in parts}) > 1:  # one was written on the host, where it rests
+        # Cached norms are on the device; of gradients modified on the host they are on the host.
+        if len({part.device for part in parts}) > 1:
             parts = [part.to(sharded.group.device) for part in parts]
         norms = torch.stack(parts).to(torch.float64)
         powers = norms.pow(norm_type) if is_sum else norms.clone()
         for i, grad in enumerate(grads):
-            if not grad.counts:  # on another rank; an inf or nan, and no more, is left, as nan
+            # Another rank adds it. Times 0 it is neutral, but for inf and nan, which give nan.
+            if not grad.counts:
                 powers[i] = 0 * norms[i] + neutral
         extreme = powers.max() if norm_type > 0 else powers.min()
-        # If gradients are on the host, it does not wait for what the device has to do before.
+        # If gradients are on the host, the copy does not wait for earlier work of the device.
         local[0].copy_(powers.sum() if is_sum else extreme, non_blocking=True)
     if reducer.shards_state or sharded.routes.of_groups:
         local = _combine(local, norm_type, sharded.group, reducer)
@@ -297,9 +306,10 @@ def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
     """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
     tensors = [grad.tensor for grad in grads]
     factor = factor.to(tensors[0].device) if tensors else factor
-    for dtype, positions in _by_dtype(tensors).items():
-        is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
-        foreach_mul_([tensors[i] for i in positions], factor.to(dtype) if is_wide else factor)
+    for dtype, param_refs in _by_dtype(tensors).items():
+        # In 16 bits the factor would be rounded.
+        is_wide = dtype.itemsize >= torch.float32.itemsize
+        foreach_mul_([tensors[i] for i in param_refs], factor.to(dtype) if is_wide else factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

@@ -22,10 +22,13 @@ from zero_partition.plan.wire import Routes
 class OffloadPolicy:
     """Choice of the states that are offloaded, and whether the host is the device itself."""
 
-    params: bool = False  # shards of parameters that rest sharded
-    state: bool = False  # optimizer state and masters
-    grads: bool = False  # reduced gradients
-    is_delayed: bool = False  # updates hold their values back
+    # Whether these are offloaded: shards of parameters that are sharded at rest, optimizer state
+    # with its masters, and reduced gradients.
+    params: bool = False
+    state: bool = False
+    grads: bool = False
+    # Whether new values reach the shards at the next step only, or at `finish_update()`.
+    is_delayed: bool = False
     host_is_device: bool = False  # the device is the CPU
 
     def master_of(
@@ -105,12 +108,14 @@ class OffloadPolicy:
 class OffloadAllocation:
     """Offloaded shards of parameters, without values, and parameters of offloaded state."""
 
-    # Offloaded shards, on meta, by number of the buffer.
+    # Buffer index -> shape and dtype of its shard, on meta; only shards that are offloaded.
     shards: dict[int, Tensor] = field(factory=dict)
-    # Likewise, by parameter.
+    # Buffer index -> what optimizer offload steps, one for each parameter of the buffer.
     offloaded_params: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)
-    positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
-    masters: dict[torch.dtype, torch.dtype] = field(factory=dict)  # by dtype of targets
+    # Offloaded parameter -> index of the param group that has it; others are never stepped.
+    positions: dict[nn.Parameter, int] = field(factory=dict)
+    # Dtype of offloaded parameters -> dtype of their masters, for those that have masters.
+    masters: dict[torch.dtype, torch.dtype] = field(factory=dict)
 
 
 def plan_allocation(
@@ -171,11 +176,15 @@ def _nothing() -> None:
 class OffloadBackends:
     """Backends that store states of one model outside the device; None: not offloaded."""
 
-    params: ParamOffload | None = None  # shards of parameters that rest sharded
-    open_state: OpenState | None = None  # optimizer state and masters
-    is_delayed: bool = False  # what that gives is a `DelayedOffload`
-    gradients: GradOffload | None = None  # reduced gradients, for a step there
-    place: str = "here"  # of those shards: alike on all ranks, or nothing is sharded
+    # Shards of parameters that are sharded at rest.
+    params: ParamOffload | None = None
+    # Opens optimizer state and masters; gives a `DelayedOffload` if `is_delayed`.
+    open_state: OpenState | None = None
+    is_delayed: bool = False
+    # Reduced gradients, for an optimizer that steps outside the device.
+    gradients: GradOffload | None = None
+    # Where `params` stores shards: the same on all ranks, or nothing is sharded.
+    place: str = "here"
     close: Callable[[], None] = _nothing  # releases all of it
 
     def policy_on(self, device: torch.device) -> OffloadPolicy:
@@ -196,12 +205,13 @@ class ModelOffload:
     routes: Routes
     backends: OffloadBackends
     precision: Precision
-    param_offload: ParamOffload | None = field(init=False)  # of shards of parameters
+    param_offload: ParamOffload | None = field(init=False)
     offload: OptimizerOffload | None = field(default=None, init=False)
     allocation: OffloadAllocation = field(factory=OffloadAllocation, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.param_offload = self.backends.params  # a step asks for it
+        # An attribute of its own, since each step reads it.
+        self.param_offload = self.backends.params
 
     @property
     def policy(self) -> OffloadPolicy:

@@ -32,11 +32,11 @@ from zero_partition.torch_private import current_backward, is_in_backward
 
 from .unit import RETURN_OUTPUTS, ShardState, Unit
 
-# NOTE(assigned order): slots are taken at first use, by whoever comes. When a step has shown the
-# order, they are assigned anew, so that units that should be whole at once have slots of their own
-# and others share. That happens right after the optimizer's step, when every graph is out of date
-# and none can miss the memory that its views point into. A changed order is followed when it has
-# come twice: a loop of varying length keeps its slots.
+# NOTE(assigned order): at first, units take slots in the order of their first use. When a step has
+# recorded the order of uses, slots are assigned anew: units that should be whole at once get slots
+# of their own, and others share. That happens right after the optimizer's step, when every graph is
+# out of date and none needs the memory that its views point into. A changed order is followed when
+# it is recorded twice, so that a loop of varying length keeps its slots.
 
 # NOTE(backward order): autograd runs ready nodes latest-created first. When the hook on an output
 # of one forward call fires, every node created after that call ended has run: calls that began
@@ -54,13 +54,19 @@ class ForwardCall:
     """One forward of a unit whose graph may come back in backward."""
 
     unit: Unit
-    start: int  # moments on the schedule's own clock
+    # Begin and end on the schedule's clock, which counts both.
+    start: int
     stop: int
-    version: int  # of the values the graph was made with
-    generation: int  # of the slots the graph's views point into
-    was_held: bool  # they point into memory of a gather's instead
-    thread: Thread = Factory(current_thread)  # that made the graph; its number may come again
-    backward: int = -1  # the number of the backward that has reached it, and autograd's for it
+    # Version of the values that the graph was made with.
+    version: int
+    # Generation of the slots that the graph's views point into.
+    generation: int
+    # Whether they point into memory of a context that gathered the parameters instead.
+    was_held: bool
+    # Thread that made the graph; the object itself, since thread numbers are used again.
+    thread: Thread = Factory(current_thread)
+    # Number of the backward that has reached it, and autograd's number for that; -1: none.
+    backward: int = -1
     task: int = -1
 
     def is_after(self, other: ForwardCall) -> bool:
@@ -75,28 +81,39 @@ class Schedule:
     units: Sequence[Unit]
     limits: Limits
     device: torch.device
-    param_offload: ParamOffload | None = None  # where shards are read from before they are gathered
-    extents: dict[int, Extent] = field(init=False)  # of units that need a slot
+    # Backend of offloaded shards, which are read before they are gathered.
+    param_offload: ParamOffload | None = None
+    # Unit index -> sizes, of the units that need a slot; set at construction.
+    extents: dict[int, Extent] = field(init=False)
     pool: SlotPool[Unit] = field(init=False)
-    training: ExecutionOrder = field(init=False)  # no order is recorded yet
+    # Recorded orders of uses; `_trace` is one of them.
+    training: ExecutionOrder = field(init=False)
     evaluation: ExecutionOrder = field(init=False)
     reshard_disabled: bool = field(default=False, init=False)  # see `disable_reshard`
     _sharded: list[Unit] = field(init=False)
-    _trace: ExecutionOrder = field(init=False)  # of training or of evaluation
-    _assigned_order: list[Use] | None = field(default=None, init=False)  # see NOTE(assigned order)
+    _trace: ExecutionOrder = field(init=False)
+    # Order that slots are assigned for, and a new one, used if repeated; see NOTE(assigned order).
+    _assigned_order: list[Use] | None = field(default=None, init=False)
     _candidate: list[Use] | None = field(default=None, init=False)
-    _generation: int = field(default=0, init=False)  # how often slots were given back
+    # How often the slots' memory was given back; graphs of an earlier generation are void.
+    _generation: int = field(default=0, init=False)
     _clock: int = field(default=0, init=False)
+    # Begins of the forwards that are running, and their units, innermost last.
     _starts: list[int] = field(factory=list, init=False)
-    _running: list[Unit] = field(factory=list, init=False)  # forwards, innermost last
-    _is_filling: bool = field(default=False, init=False)  # slots, or an exception has ended that
-    _active: list[ForwardCall] = field(factory=list, init=False)  # in backward
-    _backward: int = field(default=0, init=False)  # how many have ended
-    _reached: dict[int, int] = field(factory=dict, init=False)  # unit index -> `_backward` then
-    # Unit indices with a forward since the last backward; those with two before some backward.
+    _running: list[Unit] = field(factory=list, init=False)
+    # True while slots are being filled, and after an exception has ended that.
+    _is_filling: bool = field(default=False, init=False)
+    # Calls whose backward is running.
+    _active: list[ForwardCall] = field(factory=list, init=False)
+    # Number of backwards that have ended.
+    _backward: int = field(default=0, init=False)
+    # Unit index -> `_backward` when backward last reached the unit.
+    _reached: dict[int, int] = field(factory=dict, init=False)
+    # Indices of units with a forward since the last backward; of units that ever had two.
     _called: set[int] = field(factory=set, init=False)
     _called_again: set[int] = field(factory=set, init=False)
-    _unreachable: set[int] = field(factory=set, init=False)  # with calls that returned nothing
+    # Indices of units with a call that returned nothing that backward could come back through.
+    _unreachable: set[int] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.limits = self.limits.with_window(keeps_free_memory=keeps_free_memory(self.device))
@@ -126,10 +143,12 @@ class Schedule:
     def begin_forward(self) -> None:
         """The model's own forward starts: the order starts again."""
         if is_in_backward():
-            return  # recomputed as a whole inside a larger model's backward
+            # The model is recomputed as a whole inside a larger model's backward.
+            return
         for unit in self.units:
             if unit.plan.rests_whole:
-                unit.check_untouched()  # no call of a module of its own says when it is used
+                # No call of a module of its own says when such a unit is used.
+                unit.check_untouched()
         self._restart(is_training=torch.is_grad_enabled())
         self._prefetch()
 
@@ -140,7 +159,7 @@ class Schedule:
             unit.check_untouched()
             is_recomputed = is_in_backward()
             self._use(unit, "recomputation" if is_recomputed else "forward")
-            if not is_recomputed and torch.is_grad_enabled():  # see NOTE(reads)
+            if not is_recomputed and torch.is_grad_enabled():  # see NOTE(reads) in hooks.py
                 if unit.index in self._called:
                     self._called_again.add(unit.index)
                 self._called.add(unit.index)
@@ -160,7 +179,8 @@ class Schedule:
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
         if not self.is_in_use(unit) and not stays:
             unit.reshard()
-        self._running.pop()  # last: until then, what an exception has left half done is undone
+        # Last, since `reset` undoes what an exception leaves half done of a running call.
+        self._running.pop()
         return ForwardCall(
             unit,
             start,
@@ -173,7 +193,8 @@ class Schedule:
     def before_backward(self, call: ForwardCall) -> None:
         """A gradient has reached an output of this call: make its unit whole again."""
         if call.backward == self._backward:
-            return  # an output that an earlier call made carries the hooks of both
+            # An output that an earlier call made has the hooks of both calls.
+            return
         self._check_current(call)
         if call.unit.index in self._unreachable:
             raise StateError(
@@ -267,7 +288,8 @@ class Schedule:
         self.reshard_disabled = False
         is_filling, self._is_filling = self._is_filling, False
         self.end_backward()
-        if is_filling:  # what was launched, and nobody waits for, may yet write to slots' memory
+        if is_filling:
+            # A gather that was launched, and that nobody waits for, may yet write to the slots.
             self.release()
 
     def leave_memory(self) -> None:
@@ -279,7 +301,8 @@ class Schedule:
         viewed = [slot for slot in self.pool.slots if slot.allocated_bytes]
         if viewed:
             self._generation += 1
-        for slot in viewed:  # first: who has one believes that it has memory
+        # Before units forget: the owner of a slot takes it for granted that the slot has memory.
+        for slot in viewed:
             slot.release()
         for unit in self._sharded:
             if unit.slot in viewed:
@@ -338,7 +361,7 @@ class Schedule:
             if not is_sharded and unit.state is not travels and not self.is_in_use(unit):
                 unit.reshard()
 
-    # ---- A unit is used, and those that follow set out ----
+    # ---- A unit is used, and gathers of the next ones are launched ----
 
     def gathers(self, order: ExecutionOrder) -> tuple[PlannedGather, ...]:
         """The gathers of one pass through this order, with the slots as they are."""
@@ -351,11 +374,11 @@ class Schedule:
         self._trace.restart()
 
     def _use(self, unit: Unit, phase: str) -> None:
-        if unit.index not in self.extents:  # rests whole: nothing to gather, now or ahead
+        if unit.index not in self.extents:
+            # It is replicated: there is nothing to gather, now or ahead.
             return
-        if (
-            unit.has_gathered_values
-        ):  # no gather, and no trace: how often ranks come here is their own affair
+        if unit.has_gathered_values:
+            # Already gathered: not traced, so that ranks may use it unequally often.
             unit.unshard(self.pool)
             return
         in_use = [unit, *self._running, *map(_UNIT, self._active)]
@@ -387,7 +410,8 @@ class Schedule:
             is_of_other = owner is not None and owner is not unit
             is_taken = is_of_other and (owner is used or self.is_in_use(owner))
             if unit.slot is None or is_taken:
-                break  # and launch none that follow: one sequence on every rank
+                # Launch none that follow either: the sequence is the same on every rank.
+                break
             unit.start_unshard(self.pool)
         self._is_filling = False
         if self.param_offload is not None and self.limits.read_ahead:
@@ -454,7 +478,7 @@ class Schedule:
         for order in (self.training, self.evaluation):
             order.forget_launches()
 
-    # ---- A graph of before ----
+    # ---- Graphs of earlier values or slots are refused ----
 
     def _check_current(self, call: ForwardCall) -> None:
         unit = call.unit

@@ -88,8 +88,10 @@ class ModelPhase(Enum):
 
 BACKWARD_MOVES: Final = {
     ModelPhase.IDLE: {ModelPhase.IDLE, ModelPhase.BACKWARD},
-    ModelPhase.BACKWARD: {ModelPhase.IDLE, ModelPhase.FAILED},  # it has ended; by an exception
-    ModelPhase.FAILED: {ModelPhase.IDLE},  # its gradients are dropped
+    # The backward has ended, or an exception has ended it.
+    ModelPhase.BACKWARD: {ModelPhase.IDLE, ModelPhase.FAILED},
+    # Its gradients are dropped.
+    ModelPhase.FAILED: {ModelPhase.IDLE},
 }
 
 
@@ -98,9 +100,10 @@ class ParamRef:
     """A parameter of a sharded model, and its place in a flat buffer there."""
 
     sharded: ShardedModel
-    unit: Unit  # the unit that it is unsharded with
-    buffer: FlatBuffer  # the flat buffer that it lies in
-    position: int  # among the buffer's parameters
+    unit: Unit
+    buffer: FlatBuffer
+    # Position among the buffer's parameters.
+    position: int
     param: nn.Parameter
     plan: ParameterPlan
 
@@ -289,7 +292,8 @@ def write_whole(param_ref: ParamRef, value: Tensor) -> None:
 # module that is no unit would cost each of their calls; here the stack is asked instead, and only
 # when the answer would be an error. Nothing is kept: no hook of ours says when such a call ends.
 
-_PATIENCE_S: Final = 60.0  # outside forward, some ranks alone may have got here
+# Seconds to wait for a gather outside forward and backward, which some ranks may not make.
+_PATIENCE_S: Final = 60.0
 
 
 @define(eq=False, repr=False)
@@ -330,7 +334,8 @@ class OutsideUses:
 
     def forget(self) -> None:
         """Drop the values; graphs keep what they need. Waits for gathers nobody needed."""
-        while self._in_flight:  # one at a time: what fails is not waited for again
+        while self._in_flight:
+            # One at a time, so that a gather that fails is not waited for again.
             self._in_flight.popitem()[1]()
         self._values.clear()
 
@@ -373,9 +378,8 @@ class OutsideUses:
         if param_ref in self._in_flight:
             return
         part, buffer, codec = None, param_ref.buffer, param_ref.buffer.gather_codec
-        if (
-            codec is not None and param_ref.unit.unsharded_cache is None
-        ):  # its blocks are those of the shard
+        # A codec encodes blocks of the shard, not of the parameter.
+        if codec is not None and param_ref.unit.unsharded_cache is None:
             shard = buffer.shard
             part = part_of(param_ref, codec.decode(codec.encode(shard), torch.empty_like(shard)))
         self.num_gathers += 1
@@ -458,47 +462,64 @@ class ShardedModel:
     reducer: GradientReducer
     residence: ModelOffload
     optimizer: torch.optim.Optimizer | None
-    exposure: Exposure | None  # of sharded parameters, where peers can read them
-    state_dict: StateDictKind  # what it does of what is sharded
-    count_calls: Callable[[ShardedModel], int]  # of modules of it that are on a stack now
-    again: Callable[[ShardedModel], None] | None = None  # partition it anew; None: not known how
-    input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
-    output_dtype: torch.dtype | None = None  # of what the model returns; likewise
-    # Parameter's id -> what `state_dict()` gives of it, or its name alone; None: not set.
+    # Gives access to the ranks' sharded parameters; None where peers cannot read them.
+    exposure: Exposure | None
+    # What `state_dict()` does with parameters that are sharded.
+    state_dict: StateDictKind
+    # Returns how many calls of the model's modules are on a stack now.
+    count_calls: Callable[[ShardedModel], int]
+    # Partitions the model anew; None: cannot be done.
+    again: Callable[[ShardedModel], None] | None = None
+    # Dtypes to which the model's inputs and outputs are converted; None: they stay as they are.
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    # Parameter's id -> value in `state_dict()`, which has others by name alone; see `exporting`.
     exported: Mapping[int, Tensor] | None = field(default=None, init=False)
-    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units, in order
-    param_refs: tuple[ParamRef, ...] = field(init=False)  # of all parameters, likewise
-    outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
-    forwards: int = field(default=0, init=False)  # of the model that are running
-    # Of modules, what launches gathers before their forward; see `register_external_parameter`.
+    # Flat buffers of all units, and references to all parameters, in the units' order.
+    buffers: tuple[FlatBuffer, ...] = field(init=False)
+    param_refs: tuple[ParamRef, ...] = field(init=False)
+    outside: OutsideUses = field(init=False)
+    # Number of forwards of the model that are running.
+    forwards: int = field(default=0, init=False)
+    # Module -> hook that launches gathers before its forward; see `register_external_parameter`.
     ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
-    # Open contexts, by what users call them.
+    # Names, as users know them, of contexts that are open, and the parameters that they gathered.
     open_contexts: list[str] = field(factory=list, init=False)
-    # Further copies of what trains, in the order in which they were made, the same on each rank.
+    # Averages of the parameters, in the order in which they were made, the same on each rank.
     averages: WeakKeyDictionary[Any, None] = field(factory=WeakKeyDictionary, init=False)
-    gathered: set[ParamRef] = field(factory=set, init=False)  # what they have
-    unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
+    gathered: set[ParamRef] = field(factory=set, init=False)
+    # Reports launched as an exception left a context, which nobody has read.
+    unread: list[Handle[Tensor]] = field(factory=list, init=False)
     # Every module's dictionaries of parameters and children, and the objects that were in them.
     _contents: list[dict] = field(init=False)
     _seen: list[Any] = field(init=False)
-    removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
-    before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
-    parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
-    has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
-    _found_inf: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
-    _shards: list[nn.Parameter] = field(init=False)  # what the optimizer steps at stages 1 to 3
-    _frozen: list[nn.Parameter] = field(init=False)  # that had no gradients when it was partitioned
-    _in_groups: list[list[Tensor]] = field(init=False)  # what each of the optimizer's groups holds
-    is_shard_written: bool = field(default=False, init=False)  # outside a step; not published
-    _is_stepping: bool = field(default=False, init=False)  # the optimizer is inside its step
+    # Functions that remove our hooks.
+    removers: list[Callable[[], None]] = field(factory=list, init=False)
+    # Functions to call once before the next write, whoever writes.
+    before_write: list[Callable[[], None]] = field(factory=list, init=False)
+    # States that `offload_states` has moved away between phases.
+    parked: Parked | None = field(default=None, init=False)
+    # Whether the optimizer has stepped, and so has its state.
+    has_stepped: bool = field(default=False, init=False)
+    _found_inf: Tensor | None = field(default=None, init=False)  # see NOTE(in_step) in norm.py
+    # Parameters that the optimizer steps at stages 1 to 3.
+    _shards: list[nn.Parameter] = field(init=False)
+    # Parameters that did not train when the model was partitioned.
+    _frozen: list[nn.Parameter] = field(init=False)
+    # Contents of the optimizer's param groups when the model was partitioned.
+    _in_groups: list[list[Tensor]] = field(init=False)
+    # Whether shards were written outside a step and are not published yet.
+    is_shard_written: bool = field(default=False, init=False)
+    _is_stepping: bool = field(default=False, init=False)
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    # Entered while somebody records.
+    # Open while the optimizer steps, if somebody records ranges.
     _step_range: contextlib.ExitStack | None = field(default=None, init=False)
     # IDLE, BACKWARD, or FAILED: an exception ended the last one. Changed by `_move` only.
     backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
-    _makes_graph: bool = field(default=False, init=False)  # create_graph=True
-    _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
+    # Whether this backward has create_graph=True; whether parameters accumulate its gradients.
+    _makes_graph: bool = field(default=False, init=False)
+    _accumulates: bool = field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
@@ -676,7 +697,8 @@ class ShardedModel:
             self._give_up_backward()
             if arrived is not None:
                 arrived.grad = grad
-        call_after_backward(_EndOfBackward(ref(self)))  # first: it says so if this is interrupted
+        # Before the phase changes: the callback also reports a backward that an exception ends.
+        call_after_backward(_EndOfBackward(ref(self)))
         self._move(ModelPhase.BACKWARD)
         try:
             self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
@@ -711,7 +733,8 @@ class ShardedModel:
     def before_step(self, *, has_closure: bool) -> None:
         """Reduce the gradients that are left, and wait for readers of what the optimizer writes."""
         if ranges.recorders:
-            self._end_step_range()  # of a step that an exception ended
+            # A step that an exception ended has left its range open.
+            self._end_step_range()
             self._step_range = ranges.enter("step")
         no = (ModelPhase.BACKWARD, ModelPhase.FAILED, ModelPhase.GATHERED)
         self.end_broken_calls()
@@ -723,11 +746,13 @@ class ShardedModel:
                 "or train at stage 2 or lower"
             )
         self._check_params()
-        self._move(ModelPhase.BACKWARD)  # an exception while gradients are reduced leaves it there
+        # If an exception ends the reduction, the phase stays BACKWARD.
+        self._move(ModelPhase.BACKWARD)
         try:
             with plain_access():
                 self.reducer.before_step()
-        except StateError:  # refused, and nothing was done
+        except StateError:
+            # The step was refused, and nothing was done.
             self._move(ModelPhase.IDLE)
             raise
         self._move(ModelPhase.IDLE)
@@ -781,11 +806,13 @@ class ShardedModel:
         for g in self.reducer.structured_buffers:
             g.restore_grads()
         self.has_stepped, self._is_stepping = True, False
-        if not self.shards_state:  # an optimizer may put other memory in the place of ours
+        # An optimizer may have put other memory in the place of ours.
+        if not self.shards_state:
             for buffer in self.buffers:
                 buffer.adopt_values()
         self.publish_params(is_sharded=self.shards_state)
-        self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
+        # Gathers from here on belong to the next step.
+        self.routes.log[:] = [self.routes.log[-1], Traffic()]
         self._watch_shards(is_watched=True)
         self.schedule.step()
         if self._step_range is not None:
@@ -848,7 +875,8 @@ class ShardedModel:
         for buffer in self.buffers:
             pairs = zip(buffer.params, buffer.unsharded_types, strict=True)
             for param, whole_type in pairs if buffer.whole is not None else ():
-                with contextlib.suppress(TypeError):  # a class that Python cannot change
+                # Python cannot change the class of some objects.
+                with contextlib.suppress(TypeError):
                     kind = stand_in_type(Unpublished, whole_type) if is_written else whole_type
                     param.__class__ = kind
 
@@ -972,7 +1000,8 @@ class ShardedModel:
     def phase(self) -> ModelPhase:
         """BACKWARD or FAILED; else FORWARD, or IDLE."""
         if self.backward is ModelPhase.BACKWARD and not is_in_backward():
-            return ModelPhase.FAILED  # which autograd has yet to tell
+            # An exception has ended it, which autograd has yet to report.
+            return ModelPhase.FAILED
         if self.backward is not ModelPhase.IDLE:
             return self.backward
         is_running = (self.forwards or self.schedule.is_running) and self.count_calls(self)
@@ -983,7 +1012,8 @@ class ShardedModel:
 
         Units that are whole stay so: a loss whose backward follows may have read their parameters.
         """
-        if not set_to_none:  # parked ones can be dropped, but not written to
+        # Gradients that are parked can be dropped, but not written to.
+        if not set_to_none:
             self.require("zero_grad(set_to_none=False)", StateKind.GRADS)
         self.end_broken_calls()
         self._give_up_open_backward(is_asked_for=True)
@@ -997,7 +1027,8 @@ class ShardedModel:
             if id(shard) not in own or param.grad is None:
                 continue
             if set_to_none:
-                param.grad = None  # what the user has dropped is followed later
+                # Before the step, `follow_drops` drops the shard's gradient too.
+                param.grad = None
             else:
                 param.grad.zero_()
 
@@ -1014,10 +1045,12 @@ class ShardedModel:
     def close_backward(self) -> None:
         """The outermost backward has ended."""
         with plain_access():
-            self.reducer.collect_waiting()  # which may refuse: then the backward has failed
+            # If this refuses, the backward has failed.
+            self.reducer.collect_waiting()
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
-            else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
+            else:
+                # autograd.grad() returned this rank's gradients, and `param.grad` is as before.
                 self.reducer.finish_without_gradients()
         self._watch_shards(is_watched=True)
         self.outside.forget()
@@ -1035,7 +1068,8 @@ class ShardedModel:
         if self.backward is ModelPhase.BACKWARD:
             self._move(ModelPhase.FAILED)
             self.reducer.forget_waiting()
-        self.schedule.abandon_backward()  # what is on its way is left to the next use
+        # Gathers in flight are left to the next use.
+        self.schedule.abandon_backward()
 
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
         if self.backward is not ModelPhase.IDLE and not is_in_backward():
@@ -1080,7 +1114,8 @@ class ShardedModel:
     def _look_at_modules(self) -> None:
         modules = list(self.model.modules())
         contents = (content for m in modules for content in (own_parameters(m), own_modules(m)))
-        self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
+        # Scripted modules have no dictionaries.
+        self._contents = [found for found in contents if isinstance(found, dict)]
         self._seen = list(chain.from_iterable(map(dict.values, self._contents)))
 
     def _check_modules(self) -> None:

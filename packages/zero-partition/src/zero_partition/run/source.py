@@ -20,7 +20,8 @@ from zero_partition.memory.seams import ParamOffload, Pending
 class LossByUnit:
     """Sums of squares, by unit: of what was to be sent, and of what was lost of it."""
 
-    _sums: dict[str, Tensor] = field(factory=dict, init=False)  # of shape (2,), float64
+    # Unit name -> sums of squares of what was lost and of what was sent: shape (2,), float64.
+    _sums: dict[str, Tensor] = field(factory=dict, init=False)
 
     @torch.no_grad()
     def note(self, unit: str, codec: AbstractCodec, parts: Iterable[Tensor]) -> None:
@@ -43,8 +44,10 @@ class LossByUnit:
 class CodecErrors:
     """Encoding errors that `record_codec_errors()` records on this rank, by name of the unit."""
 
-    params: LossByUnit = field(factory=LossByUnit)  # of its shards, in gathers
-    gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
+    # Loss of this rank's shards in gathers of parameters.
+    params: LossByUnit = field(factory=LossByUnit)
+    # Loss of this rank's local gradients in the first hop of their reduction.
+    gradients: LossByUnit = field(factory=LossByUnit)
 
 
 class UnitSource(Protocol):

@@ -61,7 +61,8 @@ def step_offloaded(
         with OpenShards(residence.param_offload, buffer_of, overwritten) as opening:
             factor = 1.0 if scale is None else 1.0 / float(scale)
             offload.step(optimizer.param_groups, grads, factor=factor, opening=opening)
-            offload.read_ahead()  # each as soon as its slot is written: the disk need not wait
+            # Each is read as soon as its slot is written, so that the disk does not idle.
+            offload.read_ahead()
     for param, _ in hidden:
         param.grad = None
     return hidden
@@ -109,7 +110,8 @@ def move_state_to_offload(
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `move_state_to_offload`: put the state, on the host, into `optimizer.state`."""
     for member in members_of(optimizer):
-        if isinstance(member.state, UpdatedState):  # else somebody has put another in its place
+        # Where somebody has replaced the state since, theirs stays.
+        if isinstance(member.state, UpdatedState):
             member.state = defaultdict(dict, dict(member.state.items()))
 
 
@@ -119,7 +121,8 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     offload: OptimizerOffload
     target_of: Mapping[nn.Parameter, nn.Parameter]
-    _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
+    # Shard -> state, of shards without a target, which are never stepped.
+    _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)
 
     def take(self, states: Mapping[Any, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return states by target; store those of shards without one, which are never stepped."""

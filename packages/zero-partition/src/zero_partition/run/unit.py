@@ -40,9 +40,12 @@ class ShardState(Enum):
     read; back from GATHERING when a gather that was launched ahead turns out not to be needed.
     """
 
-    SHARDED = auto()  # its shard only; parameters read as NaN
-    GATHERING = auto()  # shard and full buffer; contents undefined until the handle is waited on
-    UNSHARDED = auto()  # shard and full buffer; readable
+    # This rank has its shard only; parameters read as NaN.
+    SHARDED = auto()
+    # The whole buffers have memory, but no defined contents until the gather is waited for.
+    GATHERING = auto()
+    # The whole buffers have the unit's values, and parameters can be read.
+    UNSHARDED = auto()
 
 
 @define(eq=False, repr=False)
@@ -52,29 +55,45 @@ class Unit:
     plan: UnitPlan
     index: int
     group: Group
-    placement: Placement  # of its parameters
+    placement: Placement
     buffers: tuple[FlatBuffer, ...]
-    owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
-    codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
-    secondary: SecondaryShards | None = None  # its node's copy
-    exposure: Exposure | None = None  # through which all shards can be read without their owners
-    unsharded_cache: ParamOffload | None = None  # which has its whole buffers for a while
+    # Where modules have its parameters: module, attribute, index in `buffers`, position there.
+    owners: tuple[tuple[nn.Module, str, int, int], ...]
+    # Rounds shards in gathers; None if they are exact; see `Wire.params`.
+    codec: AbstractCodec | None = None
+    # The node's copy of one version of its values; None without copies.
+    secondary: SecondaryShards | None = None
+    # Gives access to all ranks' shards without their owners; None: they are gathered.
+    exposure: Exposure | None = None
+    # Has its whole buffers on the host or on disk for a while; see `use_unsharded_cache`.
+    unsharded_cache: ParamOffload | None = None
     state: ShardState = field(init=False)
-    version: int = 0  # how often the optimizer has changed its values
-    depth: int = 0  # forwards of its module that are running
-    is_watched: bool = False  # in this call, what saves its parameters is; see NOTE(reads) in hooks
-    slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
-    errors: CodecErrors | None = None  # asks what is lost on the way
-    has_gathered_values: bool = (
-        False  # every parameter is whole in memory of a gather's, and no slot needed
-    )
-    _source: UnitSource | None = field(default=None, init=False)  # None: not chosen yet
-    _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
-    _looks_left: int = field(default=NUM_LOOKS, init=False)  # forwards to look for writes in
-    _filling: Sequence[Pending] = field(default=(), init=False)  # the slot, while on its way
-    _full: list[Tensor] = field(factory=list, init=False)  # the slot, one per buffer
+    # How often its values have changed; changed by `mark_changed` only.
+    version: int = 0
+    # Number of forwards of its module that are running.
+    depth: int = 0
+    # Whether what this call saves of its parameters is watched; see NOTE(reads) in hooks.py.
+    is_watched: bool = False
+    # Assigned at first use or by `Schedule`, until `release_slot`; see NOTE(slots) in slots.py.
+    slot: Slot[Unit] | None = None
+    # Records what codecs lose of its values; None: nobody asks.
+    errors: CodecErrors | None = None
+    # Whether a context has every parameter whole in other memory, so that no slot is needed.
+    has_gathered_values: bool = False
+    # Chosen at first use for each version; None: not chosen yet.
+    _source: UnitSource | None = field(default=None, init=False)
+    # Version of the values in the slot; -1 while they are incomplete or out of date.
+    _slot_version: int = field(default=-1, init=False)
+    # Number of further forwards after which values are compared; see `find_written`.
+    _looks_left: int = field(default=NUM_LOOKS, init=False)
+    # Transfers into the slot that nobody has waited for yet.
+    _filling: Sequence[Pending] = field(default=(), init=False)
+    # Whole flat buffers in the slot, 1-D, one per buffer; empty while the slot has no memory.
+    _full: list[Tensor] = field(factory=list, init=False)
+    # For each buffer, views of its parameters in the slot, or in the replicated buffer.
     _views: list[tuple[Tensor, ...]] = field(factory=list, init=False)
-    _params: list[nn.Parameter] = field(init=False)  # one per owner
+    # Parameters as the modules have them, one per owner.
+    _params: list[nn.Parameter] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         is_sharded = self.placement is Placement.SHARDED
@@ -177,16 +196,17 @@ class Unit:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        is_torn = self.state is ShardState.GATHERING and not self._filling  # by an exception
+        # GATHERING with nothing to wait for: an exception ended an earlier call halfway.
+        is_torn = self.state is ShardState.GATHERING and not self._filling
         if is_torn or (self.state is ShardState.SHARDED and not self.is_resident):
             self._begin_to_fill(pool)
         if self._filling:
             self._wait()
-        self.state = ShardState.GATHERING  # until all are there: reshard() undoes half of it
+        # Not SHARDED, so that `reshard` undoes it where an exception leaves only some installed.
+        self.state = ShardState.GATHERING
         for index, buffer in enumerate(self.buffers):
-            pinned = (
-                tuple(buffer.pinned.values()) if self.has_gathered_values else ()
-            )  # install() orders them
+            # In any order: `install` takes pinned ones by their position.
+            pinned = tuple(buffer.pinned.values()) if self.has_gathered_values else ()
             buffer.install(pinned or self._views[index])
         self.state = ShardState.UNSHARDED
 
@@ -257,7 +277,8 @@ class Unit:
                 continue
             try:
                 memory = tensor.untyped_storage()
-            except NotImplementedError:  # sparse and opaque ones have none, and view nothing
+            except NotImplementedError:
+                # Sparse and opaque tensors have no storage, and view no slot.
                 continue
             if memory.data_ptr() == address:
                 tensor.data = tensor.data.clone()
@@ -346,7 +367,8 @@ class Unit:
 
     def _take_slot(self, pool: SlotPool[Unit]) -> None:
         if self.slot is None:
-            alone = self.plan.is_outer  # in use while units inside it come and go
+            # An outer unit is in use while units inside it come and go.
+            alone = self.plan.is_outer
             self.slot = pool.acquire(self.plan.num_bytes, alone=alone)
         previous = self.slot.owner
         if previous is self:
@@ -354,7 +376,8 @@ class Unit:
         if previous is not None:
             previous.give_up_slot()
         self.slot.occupy(self)
-        with torch.inference_mode(False):  # views outlive the mode that is on now
+        # Views made in inference mode would not be usable after it, and these are kept.
+        with torch.inference_mode(False):
             memory = self.slot.allocate(pool.device, self.plan.num_bytes)
             if not self._full:
                 self._view_slot(memory)
@@ -380,12 +403,13 @@ class Unit:
     @ranged("gather wait", "name")
     def _wait(self) -> None:
         filling, self._filling = self._filling, []
-        version, self._slot_version = self._slot_version, -1  # until all of it is there
+        # The slot has no valid version until all transfers have ended.
+        version, self._slot_version = self._slot_version, -1
         for pending in filling:
             try:
                 pending.wait()
             except DivergenceError:
-                raise  # it names the units
+                raise  # the error names the units
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
         self._slot_version = version
