@@ -211,11 +211,12 @@ class Init:
     batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
     _outer: Init | None = field(default=None, init=False)
-    # What is to be sharded as soon as it can be: all that these modules own, and what was touched.
-    # Modules are held alive: when garbage goes must not decide what ranks agree on.
+    # What is to be sharded as soon as it can be: all that these modules own, and sharded parameters
+    # that were touched; and their bytes, at most. Modules are kept alive: when garbage is collected
+    # must not decide what ranks agree on.
     _modules: dict[int, nn.Module] = field(factory=dict, init=False)
-    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # was sharded
-    _whole_bytes: int = field(default=0, init=False)  # of both, at most
+    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)
+    _whole_bytes: int = field(default=0, init=False)
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)
@@ -253,7 +254,8 @@ class Init:
     ) -> None:
         assert self._undo is not None, "it was entered"
         try:
-            if kind is None:  # else peers may not be here
+            # After an exception, peers may not be here.
+            if kind is None:
                 self._finish()
         finally:
             self._forget_whole()
@@ -311,7 +313,8 @@ class Init:
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
-            for found in child.modules():  # copies, and what was built elsewhere
+            # The child may be a copy, or was built elsewhere.
+            for found in child.modules():
                 if id(found) not in self._modules and (whole := _whole_of(found)):
                     self._expect(found, whole.values())
 

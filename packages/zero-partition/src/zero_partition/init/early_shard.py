@@ -39,7 +39,8 @@ def has_blank(tensor: Tensor) -> bool:
     if not flat.numel():
         return False
     if _has_nan(tensor):
-        if flat.dtype.itemsize == 1:  # few operations know these dtypes
+        # Few operations know float dtypes of one byte.
+        if flat.dtype.itemsize == 1:
             flat = flat.to(torch.float32)
         return bool(torch.isnan(flat).any())
     as_bytes = flat.contiguous().view(torch.uint8).view(flat.numel(), -1)
@@ -63,7 +64,8 @@ def _has_nan(tensor: Tensor) -> bool:
 # that file until somebody writes there: then each page is copied, and stays until the file is
 # closed. So where rank 0's values arrive, they do not arrive in the parameter's memory, which is
 # given up before: else every rank but 0 would have held the whole model.
-_SMALL_BYTES: Final = 2**16  # worth a copy rather than a message of its own
+# Up to so many bytes, a copy is cheaper than a message of its own.
+_SMALL_BYTES: Final = 2**16
 _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 
 
@@ -71,16 +73,21 @@ _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 class EarlyShard:
     """A parameter's layout, and the part of it that rests on this rank."""
 
-    label: str  # for messages and agreement: its module's class and its name there
+    # For messages and agreement: the class of its module, and its name there.
+    label: str
     group: Group
-    layout: FlatLayout  # of one tensor
+    layout: FlatLayout
     shard: Tensor  # 1-D, padding included
-    strides: tuple[int, ...] | None = None  # of the user's tensor; None: a contiguous one's
-    is_blank: bool = False  # allocated and never written
-    is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
-    serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
-    stand_in: Tensor = field(init=False)  # what the parameter views
-    version: int = field(init=False)  # in-place writes autograd has seen
+    # Strides of the user's tensor; None: those of a contiguous one.
+    strides: tuple[int, ...] | None = None
+    is_blank: bool = False
+    # Whether GatheredParameters has made it whole for now.
+    is_gathered: bool = field(default=False, init=False)
+    # Rises in the same order on every rank.
+    serial: int = field(factory=count().__next__, init=False)
+    stand_in: Tensor = field(init=False)  # placeholder that the parameter views
+    # Version of the parameter after the last write that is known.
+    version: int = field(init=False)
     _param: ReferenceType[nn.Parameter] = field(init=False)
 
     def install(self, param: nn.Parameter) -> None:
@@ -220,7 +227,8 @@ def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> 
         params: Labels and parameters; whole, dense, on the group's device.
         group: The ranks to distribute over.
     """
-    values = deque(param.detach().contiguous() for _, param in params)  # given up in turn
+    # Whole values are freed one after the other.
+    values = deque(param.detach().contiguous() for _, param in params)
     small = [whole for whole in values if 0 < whole.nbytes <= _SMALL_BYTES]
     broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:

@@ -19,7 +19,8 @@ from zero_partition.plan.precision import AS_IT_IS, Precision
 from .early_shard import find_early
 
 Which: TypeAlias = type[nn.Module] | str | Sequence[type[nn.Module] | str]
-_LEAVES: Final[WeakSet[nn.Module]] = WeakSet()  # no attribute: names belong to the model's author
+# No attribute of the modules: their names belong to the model's author.
+_LEAVES: Final[WeakSet[nn.Module]] = WeakSet()
 
 
 def set_leaf_modules(model: nn.Module, which: Which) -> list[nn.Module]:
@@ -89,7 +90,7 @@ def _fits(name: str, module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     return name == wanted or is_end or type(module).__name__ == wanted
 
 
-_SMALL = "(small parameters)"  # no module's name
+_SMALL = "(small parameters)"
 
 
 def choose_units(
@@ -111,7 +112,8 @@ def choose_units(
     """
     chosen: list[str] = []
     large_bytes = max_unit_bytes
-    first = {module: name for name, module in model.named_modules()}  # of those in several places
+    # Of a module in several places, the first one counts.
+    first = {module: name for name, module in model.named_modules()}
 
     def visit(module: nn.Module, name: str) -> None:
         classes = _classes_in(module)
@@ -122,7 +124,8 @@ def choose_units(
                 continue
             may_be_unit, is_small = _has_forward(child), _bytes_of(child) < min_unit_bytes
             if child in _LEAVES:
-                if may_be_unit:  # else it stays, whole, with what encloses it
+                # Otherwise it stays, whole, with what encloses it.
+                if may_be_unit:
                     chosen.append(path)
             elif classes[type(child)] > 1 and may_be_unit:
                 if keeps_small and is_small:
@@ -221,7 +224,7 @@ def plan_units(
                 f"unit {name!r}: a {type(modules[name]).__name__} has no forward of its own, so "
                 "nothing says when it is used; name the modules inside it"
             )
-    # Small ones first: what is reduced last, unless the model's own order says otherwise.
+    # Small parameters first, to be reduced last, unless the model's own order says otherwise.
     members: dict[str, list[nn.Parameter]] = {name: [] for name in (_SMALL, "", *unit_names)}
     names = _names_of(model)
     places = dict(model.named_modules(remove_duplicate=False))
@@ -350,7 +353,7 @@ def _classes_in(module: nn.Module) -> Counter[type[nn.Module]]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    # Asked of the object: what torch.compile wraps a module in has it there, not in its class.
+    # Asked of the object: a module that torch.compile has wrapped has its forward there.
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 

@@ -119,7 +119,8 @@ def _check_not_wrapped(where: str, module: nn.Module) -> None:
 
 def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
     check_part(name, param, group)
-    if not param.is_meta:  # else the plan of units says what to do
+    # For a parameter on meta, the plan of units says what to do.
+    if not param.is_meta:
         _check_device(name, param, group)
     early = find_early(param)
     if early is not None and early.is_blank:
@@ -136,7 +137,7 @@ def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
     try:
         param_ref = find_param_ref(param)
     except StateError:
-        return  # that model is gone
+        return  # that model was deleted
     if param_ref is not None:
         owner = type(param_ref.sharded.model).__name__
         raise PartitionError(

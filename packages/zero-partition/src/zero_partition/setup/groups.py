@@ -150,7 +150,8 @@ def with_groups(
         ranks = OwnRanks(own, sorted(every).index(own), shares_names)
         found[pattern] = Routes(counted, counted, grid=whole, log=routes.log, own=ranks)
         division = tuple(tuple(positions) for positions, _ in said), shares_names
-        alike[pattern] = first.setdefault(division, pattern)  # those share flat buffers
+        # Equal divisions share flat buffers.
+        alike[pattern] = first.setdefault(division, pattern)
     ranks_of = {key: alike[pattern] for key, pattern in ranks_of.items() if pattern in found}
     routes = evolve(routes, of_groups=found, names_elsewhere=frozenset(elsewhere))
     return routes, ranks_of

@@ -77,11 +77,18 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
     grads = _gather_grads(sharded)
     entries: dict[ParamRef, dict[str, Entry]] = {}
     if sharded.optimizer is None or not sharded.shards_state:
-        all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
+        # All ranks meet here, so that none goes on alone.
+        all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)
     else:
-        states = states_in_optimizer(sharded, sharded.param_refs)
-        entries = plan_states(sharded, states, timeout_s=_TIMEOUT_S)
-        del states  # shards of state are given up as they are returned
+        own_states = sharded.optimizer.state
+        states = [
+            flat_entries(own_states.get(owner_of(param_ref), {}))
+            for param_ref in sharded.param_refs
+        ]
+        planned = plan_states(sharded, sharded.param_refs, states, timeout_s=_TIMEOUT_S)
+        # Shards of state are freed as they are returned.
+        del states, own_states
+        entries = dict(zip(sharded.param_refs, planned, strict=True))
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
         if keeps_shards:
@@ -120,7 +127,7 @@ def _install_values(
     """Let parameters have memory of their own, or early shards in the place of it. Collective."""
     values = launch_trained_buffer(buffer)()
     if not keeps_shards or unit.placement is Placement.REPLICATED:
-        # Memory of their own, as before: tensors of one storage look tied to who saves them.
+        # Memory of their own, as before: tensors of one storage look tied to code that saves them.
         pairs = zip(buffer.plan.params, values, strict=True)
         buffer.return_params([plan.as_given(value) for plan, value in pairs])
         return
@@ -219,7 +226,8 @@ def _leave(sharded: ShardedModel) -> None:
     for param_ref in sharded.param_refs:
         forget_owner(param_ref.param)
         forget_owner(outer_of(param_ref.param))
-    sharded.end_write()  # backward of a graph that was made before says so
+    # From here on, backward of an older graph is refused.
+    sharded.end_write()
 
 
 def _check_idle(sharded: ShardedModel, what: str) -> None:
@@ -238,7 +246,12 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
 
 def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
     """Return the whole gradients that there are, each in memory of its own. Collective."""
-    if not has_gradients(sharded):
+    with plain_access():
+        if sharded.reducer.sync:
+            # This reduces what no_sync left, and forgets what the user dropped.
+            sharded.reducer.before_step()
+        has_any = any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients)
+    if not has_any:
         return {}
     param_refs = [param_ref for param_ref in sharded.param_refs if param_ref.is_trainable]
     waits = {p.param: GradValue(p.param, "unpartition()").launch() for p in param_refs}
@@ -260,7 +273,8 @@ def _return_state(
     """
     params = {id(owner_of(param_ref)): param_ref.param for param_ref in entries}
     known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
-    if is_only:  # what has left the groups keeps its state, as in plain torch
+    # A parameter that has left the groups keeps its state, as in plain torch.
+    if is_only:
         known = {id(owner_of(param_ref)) for param_ref in entries}
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
@@ -280,7 +294,8 @@ def _return_state(
             whole = {key: wait() for key, wait in of_param.items()}
             devices = {}
             if was_offloaded:
-                group = group_of.get(id(param), {})  # it may have left the groups
+                # The parameter may have left the groups.
+                group = group_of.get(id(param), {})
                 devices = {key: ranks.device for key in whole if belongs_on_device(key, group)}
             if splits:
                 whole = split_state(whole, ranks, devices)

@@ -39,15 +39,19 @@ class ModelPlan:
     """A model on so many ranks, before anything of it is allocated."""
 
     units: tuple[UnitPlan, ...]
-    uses: tuple[Use, ...]  # of one step, in sequence; see NOTE(canonical order)
+    # Uses in one step, in sequence; see NOTE(canonical order).
+    uses: tuple[Use, ...]
     routes: PlannedRoutes
-    placements: Placements  # as they hold: on one rank parameters rest whole
-    precision: Precision  # likewise
+    # Placements and precision in effect: on one rank, parameters are replicated.
+    placements: Placements
+    precision: Precision
     limits: Limits
     policy: OffloadPolicy
-    group_of: Mapping[str, int]  # param group by name of what the optimizer steps
+    # Name of a parameter that the optimizer steps -> index of its param group.
+    group_of: Mapping[str, int]
     state: StatePlan
-    user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
+    # Name -> bytes of each parameter before it is sharded, in the model's order.
+    user_bytes: Mapping[str, int]
     keeps_free_memory: bool  # as on the CPU; see NOTE(free memory) in plan.slots
 
     @property

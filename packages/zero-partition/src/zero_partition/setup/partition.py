@@ -74,9 +74,11 @@ from .groups import (
 from .life_cycle import let_step, retire_partition
 from .model_plan import effective_config, group_of_names, plan_model_units
 
-_BATCH_BYTES: Final = 2**20  # small parameters travel together
-_CHUNK_NUMEL: Final = 2**22  # elements that are compared at a time
-_NUM_NAMED: Final = 3  # parameters in a message
+# Small parameters are sent together, so many bytes at a time.
+_BATCH_BYTES: Final = 2**20
+# Elements that are compared at a time.
+_CHUNK_NUMEL: Final = 2**22
+_NUM_NAMED: Final = 3
 
 
 def distribute(
@@ -114,7 +116,8 @@ def distribute(
             )
             for buffer_plan in plan.buffers
         )
-        owners = dict.fromkeys(  # a module with several names is one
+        # A module with several names is one owner.
+        owners = dict.fromkeys(
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
             for buffer_index, buffer_plan in enumerate(plan.buffers)
             for position, param in enumerate(buffer_plan.params)
@@ -233,7 +236,8 @@ def _build_flat_buffer(
             if residence.is_stepped(offloaded_params[piece.index])
         ]
         main_shard = WithState(offload, offloaded_params, pieces, model_shard, master_dtype)
-        if master_dtype != plan.dtype or residence.backends.is_delayed:  # else the shard has them
+        # Otherwise the shard has these values.
+        if master_dtype != plan.dtype or residence.backends.is_delayed:
             main_shard.write(values)
     if whole is None:
         codec = model_shard.codec or wire.codec_of_params(plan, num_shards)
@@ -275,7 +279,8 @@ def _flatten(
         values, kept = _take(params, routes.whole), own if is_sharded else kept
     memory = torch.zeros(kept.numel, dtype=plan.dtype, device=routes.whole.device)
     spans = iter(layout.spans)
-    for value in values:  # not by zip(), which would hold on to it
+    # Not by zip(), which would keep a reference to the value.
+    for value in values:
         span = next(spans)
         part = span.overlap(kept)
         if part is not None:
@@ -309,7 +314,8 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
     for batch in in_batches(params, lambda param: param.nbytes, max_bytes=_BATCH_BYTES):
         shards = [early.shard for param in batch if (early := find_early(param)) is not None]
         gathered: Iterator[Tensor] | None = None
-        if len(shards) > 1:  # they travel as one
+        # Several shards travel as one.
+        if len(shards) > 1:
             gathered = iter(all_gather_coalesced(shards, group=group).wait())
         del shards
         for param in batch:
@@ -406,7 +412,8 @@ def partition(
             wire needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
-    config = evolve(config, **options)  # which may raise: before anything is undone
+    # This may raise, before anything is undone.
+    config = evolve(config, **options)
     group, wire = ranks_of(group, config.wire, config.placements)
     config = evolve(config, wire=wire)
     before, groups = find_sharded(model), own_groups(config)
@@ -495,7 +502,8 @@ def _partition(
     shards_state = optimizer is not None and placements.optim is Placement.SHARDED
     if optimizer is not None and shards_state:
         shard_optimizer(optimizer, units)
-    join_states(optimizer)  # at stage 0, and of parameters that are in no group
+    # State is still split at stage 0, and of parameters that are in no group.
+    join_states(optimizer)
     if optimizer is not None and shards_state and residence.offload is not None:
         move_state_to_offload(optimizer, residence.offload, units)
     sharded = ShardedModel(
@@ -520,7 +528,8 @@ def _partition(
     for each in routes.groups:
         each.explain(purposes)
     for module in model.modules():
-        unguard_module(module)  # what waited for shard()
+        # These modules were guarded until now.
+        unguard_module(module)
     install_module_hooks(model, sharded)
     install_format_hooks(model, sharded)
     for module, policy in precision.kept_modules(model).values():
