@@ -483,7 +483,7 @@ class FlatBuffer:
 class SecondaryShards:
     """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
 
-    group: Group  # ranks of the node
+    group: Group
     buffers: Sequence[FlatBuffer]
     # Version of the values; -1: there are none.
     version: int = field(default=-1, init=False)

@@ -619,7 +619,7 @@ def _calls_closure(optimizer: torch.optim.Optimizer) -> bool:
         return _needs_closure(optimizer)
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(optimizer).step))))
-    except (OSError, TypeError, SyntaxError):  # there is no code to read
+    except (OSError, TypeError, SyntaxError):
         return False
     return _calls_unasked(code)
 
@@ -792,7 +792,8 @@ class StateTensor:
         if self.shape and numel == of_numel:
             return (math.prod(shape),)
         if len(self.shape) == 1 and not {*self.shape} & {*self.of, 1} and of_numel % numel == 0:
-            return (-(-math.prod(shape) * numel // of_numel),)  # one for each block
+            # One element for each block.
+            return (-(-math.prod(shape) * numel // of_numel),)
         return tuple(shape[self.of.index(side)] if side in self.of else side for side in self.shape)
 
 

@@ -117,7 +117,7 @@ class PlainEntry:
 class PerRankEntry:
     """Values of which no whole is known: each rank goes on with its own."""
 
-    infos: tuple[EntryInfo | None, ...]  # per rank
+    infos: tuple[EntryInfo | None, ...]
     # Rank whose value is the whole, as it keeps the whole parameter.
     owner: int | None = None
 

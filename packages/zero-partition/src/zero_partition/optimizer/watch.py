@@ -40,7 +40,7 @@ class Reach:
     """Origin of a tensor: the samples, and how many of their elements, it was computed from."""
 
     samples: frozenset[int]
-    numel: int  # elements of the sample
+    numel: int
     # Elements of the sample behind one index along dim 0; None: they are in no order.
     grain: int | None
     # Samples by index along dim 0, if several are stacked.

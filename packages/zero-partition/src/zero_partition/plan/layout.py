@@ -69,10 +69,12 @@ class Piece:
 class FlatLayout:
     """Layout of tensors in one flat buffer, and of the buffer in shards, one per rank."""
 
-    spans: tuple[Span, ...]  # one per tensor, in the order given
+    # One per tensor, in the order given.
+    spans: tuple[Span, ...]
     # One per rank, in rank order, covering the buffer; some may be empty.
     shards: tuple[Span, ...]
-    numel: int  # payload and padding
+    # Payload and padding.
+    numel: int
 
     @classmethod
     def plan(cls, numels: Iterable[int], *, world_size: int, align: int = 16) -> FlatLayout:
@@ -297,7 +299,7 @@ def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
         loads: Bytes that each rank has so far; what it is given is added.
     """
     ranks = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         rank = min(range(len(loads)), key=loads.__getitem__)
         loads[rank] += sizes[index]
         ranks[index] = rank
@@ -374,7 +376,8 @@ class BufferPlan:
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
-    travel: torch.dtype | None = None  # dtype between ranks, if another one was asked for
+    # Dtype between ranks, if another one was asked for.
+    travel: torch.dtype | None = None
     # Pattern in PartitionConfig.groups that has its ranks; "": the ranks of the model.
     ranks: str = ""
 
@@ -398,7 +401,7 @@ class _Kind(NamedTuple):
     # See `BufferPlan`.
     travel: torch.dtype | None
     ranks: str
-    is_whole: bool = False  # no rank may cut them
+    is_whole: bool = False
 
 
 def plan_buffers(
@@ -421,7 +424,8 @@ def plan_buffers(
         for params in units
     ]
     owners: dict[int, int] = {}
-    loads = {  # bytes of each rank
+    # (trainable, ranks) -> bytes that each rank has so far.
+    loads = {
         (trainable, ranks): [0] * size
         for trainable in (True, False)
         for ranks, size in num_shards.items()
@@ -440,7 +444,8 @@ def plan_buffers(
     def plan(kind: _Kind, params: list[nn.Parameter]) -> BufferPlan:
         dtype, trainable, travel, ranks, is_whole = kind
         if is_whole:
-            params = sorted(params, key=lambda param: owners[id(param)])  # stable
+            # The sort is stable, and keeps model order within an owner.
+            params = sorted(params, key=lambda param: owners[id(param)])
         plans = tuple(
             ParameterPlan(
                 names[id(p)],

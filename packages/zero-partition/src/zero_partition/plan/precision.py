@@ -223,7 +223,8 @@ class Precision:
         """
         kept: dict[str, tuple[nn.Module, ModulePrecision]] = {}
         patterns, used = [*self.keep], set[str | type[nn.Module]]()
-        chosen = {"": -1}  # name -> index of the last pattern that matches it or what is around it
+        # Name -> index of the last pattern that matches it or what is around it.
+        chosen = {"": -1}
         for name, module in model.named_modules(remove_duplicate=False):
             if not name:
                 continue

@@ -163,8 +163,9 @@ class Limits:
 class Extent:
     """Sizes of one unit while it is unsharded."""
 
-    numel: int  # without padding
-    num_bytes: int  # size of its slot
+    # Elements without padding.
+    numel: int
+    num_bytes: int
     is_outer: bool  # see `UnitPlan`
 
 
@@ -235,7 +236,8 @@ def _spread(
             return packed
         slot = free[0]
         slot.give(unit, moments, num_bytes)
-        slots.append(slots.pop(slots.index(slot)))  # the least recent slot comes first
+        # To the end: the first slot is the one that was assigned longest ago.
+        slots.append(slots.pop(slots.index(slot)))
     return [slot for slot in slots if slot.units]
 
 
@@ -551,7 +553,7 @@ def is_hardly_more(num_bytes: Sequence[int]) -> bool:
 class PlannedGradients:
     """Gradients of one flat buffer in a planned backward."""
 
-    num_bytes: int  # bytes as they are sent
+    num_bytes: int
     is_outer: bool
     is_adopted: bool  # see `BufferPlan.is_one_param`
     slot: Slot[PlannedGradients] | None = None

@@ -19,8 +19,8 @@ Class = TypeVar("Class")
 class Placement(Enum):
     """Placement of one kind of tensor between uses."""
 
-    REPLICATED = "replicated"  # every rank holds all of it
-    SHARDED = "sharded"  # every rank holds 1 / world_size of it
+    REPLICATED = "replicated"  # every rank has all of it
+    SHARDED = "sharded"  # every rank has 1 / world_size of it
 
 
 class Stage(IntEnum):

@@ -213,9 +213,8 @@ class BufferGradients:
     _scaling: Scaling = field(init=False)
     # Position -> norm, and the gradient's version on the host; None until it has arrived there.
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)
-    _plain_grads: dict[int, Tensor | None] = field(
-        factory=dict, init=False
-    )  # see NOTE(plain grads)
+    # See NOTE(plain grads): position -> plain gradient, None where this rank has no part.
+    _plain_grads: dict[int, Tensor | None] = field(factory=dict, init=False)
     # Whether the optimizer steps now with a closure, which may run backwards.
     _has_closure: bool = field(default=False, init=False)
 
@@ -617,7 +616,8 @@ class BufferGradients:
         self.from_outside.clear()
         states, targets, params = self.states, self.stepped_params, self.buffer.params
         for position, state in enumerate(states):
-            if state is LOCAL:  # inside no_sync
+            # This backward ran inside no_sync.
+            if state is LOCAL:
                 states[position] = ACCUMULATED
                 if not self.shards_state:
                     params[position].grad = self.views[position]

@@ -188,7 +188,7 @@ def unscale_and_clip_(
 class _Grad:
     """One gradient that the optimizer reads."""
 
-    tensor: Tensor  # a plain tensor
+    tensor: Tensor
     # False where another rank has the same gradient and adds it to the norm.
     counts: bool
     # Norm of order 2 from when it was offloaded; None if there is none, or it is out of date.

@@ -185,7 +185,7 @@ class OffloadBackends:
     gradients: GradOffload | None = None
     # Where `params` stores shards: the same on all ranks, or nothing is sharded.
     place: str = "here"
-    close: Callable[[], None] = _nothing  # releases all of it
+    close: Callable[[], None] = _nothing
 
     def policy_on(self, device: torch.device) -> OffloadPolicy:
         """Return which states are offloaded, for this device. Arithmetic only."""
