@@ -144,7 +144,7 @@ __all__ = [
     "update_full_grads",
 ]
 
-# Where a name is; loaded on first use.
+# Module -> public names in it, which are loaded on first use.
 _NAMES: Final = {
     "zero_partition.chained": "ChainedOptimizer",
     "zero_partition.setup.life_cycle": "unpartition",

@@ -127,9 +127,9 @@ def foreign_classes(value: Any, packages: Collection[str]) -> list[str]:
     return [name for item in inside for name in foreign_classes(item, packages)]
 
 
-# NOTE(entries' names): an entry of state is called by its key. Of a dict in state each item is an
-# entry, so that its tensors are cut and saved as others are: it is called by the keys that lead to
-# it, as a JSON list. So is what a key that is no string leads to.
+# NOTE(entries' names): the name of an entry of state is its key. If a value is a dict, each of its
+# items is an entry, so that its tensors are cut and saved as others are; its name is the JSON list
+# of the keys that lead to it. Keys that are no strings are written as such a list, too.
 
 
 def flat_entries(state: Mapping[Any, Any]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from .run.gradients import BufferGradients
 from .run.sharded_model import ShardedModel
 from .run.unit import ShardState, Unit
 
-# NOTE(sanitizer): the ordinary code knows nothing of it: methods are wrapped. What a slot held when
-# its turn ended is kept beside it, and put back when the unit returns without a gather. So ranks
-# launch what they launch anyway, and every number is the same.
+# NOTE(sanitizer): the ordinary code does not know of the sanitizer, which wraps methods. What a
+# slot had when its turn ended is kept beside it, and put back when the unit returns without a
+# gather. So ranks launch what they launch without it, and every number is the same.
 
 # A NaN of every floating dtype, if it is in each byte.
 _POISON: Final = 0xFF

@@ -58,7 +58,7 @@ def refuse_pickle() -> NoReturn:
 # Attributes that give access to the elements.
 VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _SHAPE: Final = {"dim", "size", "numel", "is_contiguous", "stride", "__len__"}
-# Functions that look at no element. Whatever is not here is taken to read.
+# Functions that read no element. Any other function is taken to read.
 _METADATA: Final = {
     *_SHAPE,
     *("ndimension", "nelement", "element_size", "get_device"),
@@ -735,11 +735,11 @@ class Bound:
         refuse_pickle()
 
 
-# NOTE(stand-ins): a storage of no bytes under tensors that have some would do as well, and every
-# view would be right again by itself. But torch checks it in few of its functions: the others read
-# address 0, which ends the process, where a graph or `param.data` somebody kept is enough. So the
-# tensors we know are made to view one NaN each, and are of a class that raises; and a storage that
-# somebody else still views is not given back
+# NOTE(stand-ins): a storage of no bytes under tensors with elements would do as well, and every
+# view would be right again by itself. But few of torch's functions check it: the others read
+# address 0, which ends the process, and a graph or a `param.data` that somebody kept is enough for
+# that. So the tensors that we know are made to view one NaN each, and get a class that raises; and
+# a storage that somebody else still views is not given back
 # (docs/decisions/0030-parked-tensors-keep-their-identity.md).
 
 

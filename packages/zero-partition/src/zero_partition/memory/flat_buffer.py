@@ -368,7 +368,7 @@ class FlatBuffer:
             is_noticed = self.has_sharded_types and not is_own
             version = self._sharded_versions[position] if is_noticed else version_of(param)
             is_written = is_sharded and pinned is None and version != self.versions[position]
-            # Adapters are switched on and off around an evaluation: that needs no gradient memory.
+            # Adapters are switched on and off around an evaluation, which needs no gradient memory.
             is_thawed = param.requires_grad and not trainable and torch.is_grad_enabled()
             if is_other or is_written or is_thawed:
                 return position
@@ -474,9 +474,9 @@ class FlatBuffer:
         self.versions = tuple(versions)
 
 
-# NOTE(secondary): a unit's copy is taken when its slot goes to another unit, and not before: until
-# then the slot has its values, and nobody gathers them. So units that share no slot have none, and
-# what evaluation or a further micro-batch gathers again is local too.
+# NOTE(secondary): a node's copy of a unit is made when another unit takes the slot, and not before:
+# until then the slot has the unit's values, and nobody gathers them. So units that share no slot
+# have no copies, and what evaluation or a further micro-batch gathers again is local, too.
 
 
 @define(eq=False, repr=False)

@@ -15,8 +15,8 @@ MASTER: Final = "master"
 Param = nn.Parameter
 Groups = Sequence[dict[str, Any]]
 
-# Called with targets that are about to be stepped: from then on, until it is called with others,
-# `target.data` is memory in which they are.
+# Called with targets that are about to be stepped. From then on, until it is called with others,
+# `target.data` has their values.
 Opening = Callable[[Sequence[Param]], None]
 
 
@@ -123,10 +123,10 @@ class DelayedOffload(OptimizerOffload, Protocol):
         """Give targets the new values that they lack, if any; `opening` is as for `step`."""
 
 
-# Takes the room for state now, so that a lack of it shows before training: of an optimizer, for
-# targets with the position of their param group, in the order of units; and the dtype of masters by
-# that of targets that have one. One that the optimizer would have besides, of a narrow one, is the
-# only one.
+# Opens the offload of an optimizer's state, and allocates its memory at once, so that a lack of it
+# shows before training. Called with the optimizer; target -> position of its param group, in the
+# order of units; and dtype of targets -> dtype of their masters, for those that have masters. If
+# the optimizer keeps masters of narrow targets itself, there are no others.
 OpenState = Callable[
     [torch.optim.Optimizer, Mapping[Param, int], Mapping[torch.dtype, torch.dtype]],
     OptimizerOffload,

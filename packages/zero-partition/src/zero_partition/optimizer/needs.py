@@ -232,7 +232,8 @@ def _try_shards(
             differing = [index for index, difference in enumerate(found) if difference]
             reason = next((difference for difference in found if difference), "")
             if not reason and _difference_of_groups(outcome.numbers, whole.numbers):
-                # Some count parameters: what other gradients leave as it is says nothing of them.
+                # Some optimizers count parameters: numbers that do not change with other gradients
+                # are not compared.
                 other = [
                     [grad if grad is None else grad * (1 + step) for grad in of_step]
                     for step, of_step in enumerate(grads[::-1])
@@ -636,9 +637,9 @@ def _calls_unasked(node: ast.AST) -> bool:
     return any(map(_calls_unasked, ast.iter_child_nodes(node)))
 
 
-# NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
-# cut, or a method from a param group to a cut), this table for torch's own classes, and a trial of
-# a copy of it. Subclasses of torch's are tried: nobody knows what they override.
+# NOTE(needs): the cut that an optimizer needs is known from, in this order, its attribute
+# `needs_cut` (a cut, or a method from a param group to a cut), this table for torch's own classes,
+# and a trial of a copy of it. Subclasses of torch's are tried: nobody knows what they override.
 
 _NEEDS_OF_TORCH: Final = {
     Cut.FLAT: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",

@@ -35,10 +35,10 @@ from zero_partition.run.unit import Unit
 # One value per element: the shape of the shard, or as many elements in one dim.
 # One slice per row, where the cut is "row", or per block, where it is "block(k)": along dim 0.
 # Anything at all, where the cut keeps the whole parameter on one rank, which then has all of it.
-# What is none of these has one value for the whole parameter if it has one element on every rank,
-# and else no whole that we could know. A block of one element looks like the element: it is taken
-# for one, which is the same but for the shape of a scalar's. Beside a parameter of one element, one
-# value looks like the element too: there the same entry of larger parameters says what it is.
+# An entry of any other shape is one value for the whole parameter, if it has one element on every
+# rank; otherwise no whole is known. A block of one element has the shape of an element, and is
+# taken for one, which differs only for a scalar's shape. Beside a parameter of one element, one
+# value has that shape as well: there the same entry of larger parameters says what it is.
 
 
 def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:

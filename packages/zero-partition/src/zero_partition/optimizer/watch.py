@@ -23,7 +23,7 @@ from zero_partition.stand_in import tensors_among
 from zero_partition.torch_private import DispatchMode
 
 _FACTORIES: Final = ("empty", "zeros", "ones", "full", "rand", "new_", "scalar_tensor")
-# Elementwise, and not tagged so by torch.
+# Elementwise operators that torch does not tag as pointwise.
 _COPIES: Final = {
     *("clone", "copy", "copy_", "_to_copy", "detach", "alias", "lift_fresh", "fill_", "zero_"),
     *("where", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"),
@@ -31,7 +31,7 @@ _COPIES: Final = {
 _RESHAPES: Final = {"view", "reshape", "_unsafe_view", "_reshape_alias", "unflatten", "flatten"}
 _KEEP_DIM_0: Final = {"unsqueeze", "squeeze", "expand", "slice", "select", "split", "unbind"}
 _TRANSPOSES: Final = {"t", "transpose", "permute", "movedim", "as_strided"}
-# Questions whose answer is the same for nearly every step; their use is judged by values.
+# Operators whose answer is the same for nearly every step; their use is judged by values.
 _CHECKS: Final = {"any", "all", "equal", "is_nonzero", "_local_scalar_dense", "allclose"}
 
 

@@ -14,7 +14,7 @@ from .slots import Limits
 from .stages import STAGES, Placements, Stage, names_fields
 from .wire import AS_ONE, Wire
 
-# What `model.state_dict()` does about parameters whose values are elsewhere.
+# What `model.state_dict()` does with parameters that are sharded.
 StateDictKind: TypeAlias = Literal["names", "gather"]
 
 

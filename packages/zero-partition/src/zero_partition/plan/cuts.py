@@ -107,9 +107,9 @@ class Cut:
 Cut.FLAT, Cut.ROW, Cut.TENSOR = Cut("flat"), Cut("row"), Cut("tensor")
 
 
-# What a user may pass: one cut for all parameters; cuts by name, or by a pattern such as
-# "blocks.*.weight" of which the first that matches counts; or a function of a parameter and its
-# name. Cuts may be spelled as strings. None, and no match, leave it to the optimizer.
+# A user's choice: one cut for all parameters; cuts by name, or by a pattern such as
+# "blocks.*.weight", of which the first that matches counts; or a function of a parameter's name and
+# the parameter. Cuts may be strings. Without a match, or with None, the optimizer decides.
 CutChoice: TypeAlias = (
     Cut | str | Mapping[str, Cut | str] | Callable[[str, nn.Parameter], Cut | str | None] | None
 )

@@ -309,11 +309,11 @@ def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
 # Alignment that vector units and compiled kernels assume; without it, inputs are copied.
 ALIGN_BYTES = 64
 
-# NOTE(whole): shards are in rank order, so where tensors are never cut, a flat buffer holds them in
-# the order of the ranks that keep them. Which rank that is, is decided for all units together, the
-# largest first: a unit with one large matrix gives it to one rank, and the next unit's goes to
+# NOTE(whole): shards are in rank order, so a flat buffer of tensors that are never cut has them in
+# the order of the ranks that keep them. These ranks are chosen for all units together, the largest
+# tensors first: a unit with one large matrix gives it to one rank, and the next unit's goes to
 # another. A buffer of parameters that may be cut anywhere is cut evenly, whatever else there is,
-# since backends move equal shards fastest.
+# since backends send equal shards fastest.
 
 # What may be cut stays with what may not if it has at most 1/4 of the elements.
 _JOINS_WHOLE = 4

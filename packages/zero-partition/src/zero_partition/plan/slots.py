@@ -16,8 +16,8 @@ from zero_partition.torch_private import num_viewers
 
 from .stages import expects, is_whole_number, names_fields
 
-# A recording longer than this many uses per unit is a loop that never returns to the model's own
-# forward (someone calls inner modules by hand): stop growing, prefetch what is known.
+# A recording of more uses per unit is a loop that never returns to the model's own forward, as when
+# inner modules are called by hand. It stops growing, and what is known is prefetched.
 _MAX_USES_PER_UNIT: Final = 64
 
 

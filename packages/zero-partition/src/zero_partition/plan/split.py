@@ -10,10 +10,10 @@ from attrs import frozen
 
 from .layout import Span
 
-# NOTE(rows): a flattened tensor is a number of rows, one for each index of the dimensions before
-# the one that is cut, and each part has the same columns of every row. In the order of the parts
-# come all rows of the first part, then all of the next, so that what a rank has of its part are
-# runs there, which they are not in the order of the whole.
+# NOTE(rows): a flattened tensor has a row for each index of the dimensions before the one that is
+# cut, and each part has the same columns of every row. In the order of the parts, all rows of the
+# first part come first, then all of the next. So a rank's elements of its part are contiguous
+# there, and they are not in the order of the whole.
 
 
 class Block(NamedTuple):

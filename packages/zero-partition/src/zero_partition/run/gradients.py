@@ -75,10 +75,10 @@ T = TypeVar("T")
 # to it. Where we left a guard and find something else, the user has dropped the gradient. Nothing
 # of this depends on whose call made the graph.
 
-# NOTE(carrying): at stage 0 `param.grad` is where the next backward adds to, so that what was
-# reduced before is reduced again with what came since, as DDP does. A mean of equal numbers is
-# that number. A sum of them is not, so it is refused. While the buffer is being reduced a guard
-# stands there too: what arrives then is added when the reduction has ended.
+# NOTE(carrying): at stage 0 the next backward adds to `param.grad`, so that gradients that were
+# reduced before are reduced again with the new ones, as DDP does. The mean of equal numbers is that
+# number. Their sum is not, so it is refused. While the buffer is being reduced, a guard is in
+# `param.grad`, too: what arrives then is added when the reduction has ended.
 
 # NOTE(norms): gradients that are offloaded are measured while they are still on the device. Such a
 # norm is valid as long as nobody else has had access to the gradient's elements and its version has
@@ -133,7 +133,7 @@ MOVES: Final = {
     GradState.REDUCED: {GradState.LOCAL, GradState.ACCUMULATED},
 }
 
-# The members themselves: looking them up in the class takes longer than comparing them.
+# The members as globals: looking them up in the class takes longer than comparing them.
 NONE, LOCAL, ACCUMULATED, IN_FLIGHT, REDUCED = GradState
 
 
@@ -172,7 +172,7 @@ class BufferGradients:
     codec: AbstractCodec | None = field(init=False)
     # Encoding errors, which the next reductions compensate; None without LoCo.
     loco_errors: LocoErrors | None = field(init=False)
-    # The parameters whose `grad` the optimizer reads: shards, or at stage 0 the model's own.
+    # Parameters whose `grad` the optimizer reads: shards, or at stage 0 the model's own.
     stepped_params: tuple[nn.Parameter, ...] = field(init=False)
     # Bytes of the whole buffer as it is sent, padding included.
     wire_bytes: int = field(init=False)
@@ -274,7 +274,7 @@ class BufferGradients:
             views = self.buffer.views_of(memory)
             if not self.shards_state and (others := self.routes.others):
                 views = tuple(GradientShard.over(view, others) for view in views)
-            # In one statement: an interrupt between them would leave views of other memory.
+            # In one statement: an interrupt between two would leave views of other memory.
             self.views, self._viewed = views, viewed
         self.accumulator, self.slot = memory, slot
 

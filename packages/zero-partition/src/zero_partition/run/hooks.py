@@ -576,9 +576,9 @@ def install_dtype_hooks(
     ]
 
 
-# NOTE(format): flat buffers hold weights in the order of their shapes, whatever their strides were.
-# A convolution whose weight is channels_last takes its input so, and its output is so. It does the
-# same, to the bit, when it is given the input so and the weight contiguous.
+# NOTE(format): flat buffers have weights in the order of their shapes, whatever their strides were.
+# A convolution with a channels_last weight computes in that format, and its output has it. It gives
+# the same bits with a contiguous weight, if its input is in that format.
 
 _CONVOLUTIONS: Final = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -20,9 +20,10 @@ from .gradients import GradientReducer
 from .hooks import find_sharded, require_sharded
 from .sharded_model import ModelPhase, ShardedModel, find_param_ref, param_ref_of
 
-# NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
-# everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
-# Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
+# NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale`, and
+# change nothing if `found_inf` is not 0. They read both on the device, as GradScaler sets them.
+# Their first step must not be skipped so: it creates state, of which SGD's momentum stays
+# uninitialised.
 
 
 @frozen
@@ -42,7 +43,7 @@ class GradientReport:
         return bool(self.finite)
 
 
-# A sharded model, its optimizer, or some of its parameters: a module in it, or as torch takes them.
+# A sharded model; its optimizer; or some of its parameters: a module in it, a tensor, or several.
 Sharded = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
 
 

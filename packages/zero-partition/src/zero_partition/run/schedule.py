@@ -174,8 +174,9 @@ class Schedule:
         self._clock += 1
         unit.end_forward()
         start = self._starts.pop()
-        # The model's own unit has its slot to itself and comes back first: it stays, for a loss
-        # that reads its parameters. In recomputation a unit's backward follows at once.
+        # The model's own unit shares its slot with no other, and backward comes to it first: it
+        # stays whole, for a loss that reads its parameters. In recomputation, a unit's backward
+        # follows at once.
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
         if not self.is_in_use(unit) and not stays:
             unit.reshard()

@@ -190,9 +190,9 @@ def part_of(param_ref: ParamRef, shard: Tensor | None = None) -> Tensor:
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
 
 
-# NOTE(gathers): apart from units in their slots, whole values come about in two ways: of one
-# parameter from the ranks' parts of it, and of a flat buffer from their shards. Both get memory of
-# their own.
+# NOTE(gathers): beside units in their slots, there are two kinds of whole values: one parameter is
+# gathered from the ranks' parts of it, or a flat buffer from their shards. Both get memory of their
+# own.
 
 
 def launch_whole(param_ref: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
@@ -281,10 +281,11 @@ def write_whole(param_ref: ParamRef, value: Tensor) -> None:
     param_ref.sharded.end_write(param_ref.unit)
 
 
-# NOTE(outside): what is used outside its unit does not go into the unit's slot, which the unit's
-# forward and backward take and leave by their own rules. It gets memory of its own, which autograd
-# keeps for as long as a graph needs it, and it enters the graph through a node of ours: the
-# operation saves that memory and never the Parameter, whose values are elsewhere in backward.
+# NOTE(outside): a parameter that is used outside its unit is not gathered into the unit's slot,
+# since the unit's forward and backward take and leave that by their own rules. It gets memory of
+# its own, which autograd keeps for as long as a graph needs it. It enters the graph through a node
+# of ours, so that operations save that memory and never the Parameter, whose values are elsewhere
+# in backward.
 
 # NOTE(parts): `generate()` of an encoder-decoder model calls the encoder alone, `peft` calls the
 # model inside, CLIP's `get_image_features` one tower. Such a call is a forward as much as the

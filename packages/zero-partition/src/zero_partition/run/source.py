@@ -53,7 +53,8 @@ class CodecErrors:
 class UnitSource(Protocol):
     """Source of a unit's whole flat buffers while its values have one version."""
 
-    # Whether `start` launches collectives. Else prefetching hides nothing, as nobody is waited for.
+    # Whether `start` launches collectives. If not, prefetching hides nothing, as nobody is waited
+    # for.
     is_collective: ClassVar[bool]
 
     @property
@@ -101,8 +102,8 @@ class ShardGather(UnitSource):
 
     def _note_errors(self, errors: CodecErrors, buffer: FlatBuffer, whole: Tensor) -> None:
         codec, shard = buffer.gather_codec, buffer.model_shard.sent
-        # A shard that is stored encoded loses nothing more on its way.
-        if codec is not None and buffer.model_shard.codec is None:
+        # A shard that is stored encoded is sent as it is, and loses nothing more.
+        if self.errors is not None and codec is not None and buffer.model_shard.codec is None:
             own = buffer.own_of(whole) if shard is None else shard
             errors.params.note(self.name, codec, [own])
 

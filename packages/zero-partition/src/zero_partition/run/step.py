@@ -55,7 +55,7 @@ def step_offloaded(
                 if param.grad is not None and residence.is_stepped(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
-        # Only shards that are offloaded are opened, and need it.
+        # Only `OpenShards` needs to know this, and only if parameters are offloaded.
         written_only = set() if residence.param_offload is None else set(offload.written_only())
         overwritten = written_only & grads.keys()
         with OpenShards(residence.param_offload, buffer_of, overwritten) as opening:

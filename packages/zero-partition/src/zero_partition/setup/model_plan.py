@@ -28,10 +28,10 @@ from zero_partition.run.residence import OffloadPolicy
 from .checks import check_shapes
 from .groups import plan_groups
 
-# NOTE(canonical order): without running the model nobody knows in which order units are used. A
-# plan takes the order of its modules, each once, and in backward the reverse; what encloses others
-# is in use as long as they are. Where nothing trains before a unit, and nothing in it, no backward
-# comes back to it.
+# NOTE(canonical order): the order in which units are used is unknown until the model runs. A plan
+# takes the order of the modules, each once, and the reverse in backward; a unit that encloses
+# others is in use as long as they are. If nothing trains in a unit or before it, backward does not
+# come to it.
 
 
 @frozen
