@@ -653,12 +653,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         params, group = self._all_params(), self.group
         own: list[Tensor] = []
         described, problem = [], ""
-        try:
-            for number, param in enumerate(params):
+        for number, param in enumerate(params):
+            try:
                 if param in self.optim.state:
                     described.append([number, describe(self.optim.state[param], own)])
-        except StateError as error:
-            problem = f"state of parameter {number} on rank {group.rank}: {error}"
+            except StateError as error:
+                problem = problem or f"state of parameter {number} on rank {group.rank}: {error}"
         answers = all_gather_json([problem, described], group=group, tag=TAG)
         problem = next((problem for problem, _ in answers if problem), "")
         if problem:

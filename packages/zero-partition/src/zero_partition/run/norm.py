@@ -307,10 +307,10 @@ def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
     """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
     tensors = [grad.tensor for grad in grads]
     factor = factor.to(tensors[0].device) if tensors else factor
-    for dtype, param_refs in _by_dtype(tensors).items():
+    for dtype, positions in _by_dtype(tensors).items():
         # In 16 bits the factor would be rounded.
         is_wide = dtype.itemsize >= torch.float32.itemsize
-        foreach_mul_([tensors[i] for i in param_refs], factor.to(dtype) if is_wide else factor)
+        foreach_mul_([tensors[i] for i in positions], factor.to(dtype) if is_wide else factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

@@ -103,7 +103,7 @@ class ShardGather(UnitSource):
     def _note_errors(self, errors: CodecErrors, buffer: FlatBuffer, whole: Tensor) -> None:
         codec, shard = buffer.gather_codec, buffer.model_shard.sent
         # A shard that is stored encoded is sent as it is, and loses nothing more.
-        if self.errors is not None and codec is not None and buffer.model_shard.codec is None:
+        if codec is not None and buffer.model_shard.codec is None:
             own = buffer.own_of(whole) if shard is None else shard
             errors.params.note(self.name, codec, [own])
 

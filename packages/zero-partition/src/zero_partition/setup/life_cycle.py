@@ -80,15 +80,10 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
         # All ranks meet here, so that none goes on alone.
         all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)
     else:
-        own_states = sharded.optimizer.state
-        states = [
-            flat_entries(own_states.get(owner_of(param_ref), {}))
-            for param_ref in sharded.param_refs
-        ]
-        planned = plan_states(sharded, sharded.param_refs, states, timeout_s=_TIMEOUT_S)
+        states = states_in_optimizer(sharded, sharded.param_refs)
+        entries = plan_states(sharded, states, timeout_s=_TIMEOUT_S)
         # Shards of state are freed as they are returned.
-        del states, own_states
-        entries = dict(zip(sharded.param_refs, planned, strict=True))
+        del states
     replaced: dict[nn.Parameter, Tensor] = {}
     for buffer in sharded.buffers:
         if keeps_shards:
@@ -246,12 +241,7 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
 
 def _gather_grads(sharded: ShardedModel) -> dict[nn.Parameter, Tensor]:
     """Return the whole gradients that there are, each in memory of its own. Collective."""
-    with plain_access():
-        if sharded.reducer.sync:
-            # This reduces what no_sync left, and forgets what the user dropped.
-            sharded.reducer.before_step()
-        has_any = any(g.has_local or g.holds_gradients for g in sharded.reducer.gradients)
-    if not has_any:
+    if not has_gradients(sharded):
         return {}
     param_refs = [param_ref for param_ref in sharded.param_refs if param_ref.is_trainable]
     waits = {p.param: GradValue(p.param, "unpartition()").launch() for p in param_refs}
