@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from training import assert_weights_of
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
-from zero_partition import AtRestError, StateError
+from zero_partition import ShardedParamError, StateError
 
 
 def _with_gradients(group: Group, stage: int, **options: Any) -> tuple[Any, Any, list[Tensor]]:
@@ -49,7 +49,10 @@ def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(group: Group) ->
             assert getattr(param, what) == getattr(faces[name], what), (name, what)
         assert param.numel() == faces[name].numel() and isinstance(param, nn.Parameter), name
         assert param.untyped_storage().nbytes() == param.element_size(), name
-        with torch.no_grad(), pytest.raises(AtRestError, match=rf"isnan\(\).*'{name}'.*full_param"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ShardedParamError, match=rf"isnan\(\).*'{name}'.*full_param"),
+        ):
             torch.isnan(param)
         assert f"{name!r}, shape {tuple(param.shape)}" in repr(param), name
         assert "sharded over" in repr(param)
@@ -375,7 +378,9 @@ def test_a_change_of_a_parameter_at_rest_raises_at_once(group: Group) -> None:
         lambda: up.data.__setitem__(0, 1.0),
         scale_in_place,
     ):
-        with pytest.raises(AtRestError, match=r"write to parameter 'blocks\.0\.up\.weight'.*lost"):
+        with pytest.raises(
+            ShardedParamError, match=r"write to parameter 'blocks\.0\.up\.weight'.*lost"
+        ):
             change()
     model.requires_grad_(True)  # as it is already
     model.frozen.requires_grad_(False)

@@ -448,6 +448,7 @@ def test_a_loader_repeats_and_memory_is_logged(caplog: pytest.LogCaptureFixture)
         ("zero_engine.compat.deepspeed.__version__", deepspeed.__version__),
         ("zero_engine.checkpoint.DeepSpeedLoadReport", zero_deepspeed.load.DeepSpeedLoadReport),
         ("zero_engine.deepspeed.WarmupLR", zero_deepspeed.schedules.WarmupLR),
+        ("zero_partition.AtRestError", zero_partition.ShardedParamError),
         ("zero_partition.seams.Homes", zero_partition.seams.OffloadBackends),
         ("zero_partition.seams.plan_room", zero_partition.seams.plan_allocation),
     ],

@@ -18,7 +18,7 @@ from training import assert_weights_of, train
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
 from zero_engine import ChainedOptimizer
-from zero_partition import AtRestError, PartitionError, StateError
+from zero_partition import PartitionError, ShardedParamError, StateError
 from zero_partition.seams import find_sharded
 
 WIDTH = 8
@@ -159,7 +159,7 @@ def test_a_forward_that_was_refused_has_ended(group: Group) -> None:
     with pytest.raises(StateError, match=r"late\.weight"):
         model(torch.ones(1, WIDTH))
     del model.late
-    with pytest.raises(AtRestError), torch.no_grad():
+    with pytest.raises(ShardedParamError), torch.no_grad():
         model[0].weight.sum()
     model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     with pytest.raises(StateError):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from training import assert_trains_as_plain, train
 from zero_comm import Group
 from zero_comm.testing import equal
-from zero_partition import AtRestError, StateError
+from zero_partition import ShardedParamError, StateError
 from zero_partition.seams import find_sharded
 
 WIDTH = 8
@@ -193,7 +193,8 @@ def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group
             weight.tolist,
         ):
             with pytest.raises(
-                AtRestError, match=r"parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)"
+                ShardedParamError,
+                match=r"parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)",
             ):
                 read()
 
@@ -227,10 +228,12 @@ def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
                 expected = plain.get_submodule(part)(x)
                 assert equal(model.get_submodule(part)(x), expected), part
             assert equal(model(x), plain(x))
-            with pytest.raises(AtRestError, match="a call of the model or of a module in it"):
+            with pytest.raises(ShardedParamError, match="a call of the model or of a module in it"):
                 _Scaled(model.scale)(x)  # no part of it: one rank's own affair, for all we know
     assert not find_sharded(model).outside.num_bytes
-    with pytest.raises(AtRestError, match=r"To convert or move a model, do it before shard\(\)"):
+    with pytest.raises(
+        ShardedParamError, match=r"To convert or move a model, do it before shard\(\)"
+    ):
         model.half()
 
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -260,7 +263,7 @@ def test_looking_at_a_parameter_at_rest_gathers_nothing(group: Group) -> None:
         assert param.to(torch.float32) is param.float() is param
         assert torch.zeros_like(param).shape == other.shape
         assert param in set(model.parameters())
-        with torch.no_grad(), pytest.raises(AtRestError, match="double"):
+        with torch.no_grad(), pytest.raises(ShardedParamError, match="double"):
             param.double()
     ours, theirs = model.blocks[0].linear.weight, plain.blocks[0].linear.weight
     x = torch.arange(WIDTH * WIDTH, dtype=torch.float64)

@@ -27,7 +27,7 @@ from zero_engine import (
     full_state_dict,
 )
 from zero_engine.checkpoint import StopSignals
-from zero_engine.testing import FileSystem, held_copies
+from zero_engine.testing import FileSystem, blocked_copies
 from zero_offload import host_memory
 
 
@@ -123,7 +123,7 @@ def test_a_step_waits_for_the_copy(group: Group, tmp_path: Path, name: str) -> N
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     saver = Saver(tmp_path, model, optimizer, overlap=True)
     for start in (2, 5):
-        with held_copies() as may_copy:
+        with blocked_copies() as may_copy:
             saver.save(step=start)
             first = parity.loss_of(model, parity.batch(start, 0, group.rank))
             first.backward()
@@ -169,7 +169,7 @@ def test_every_write_of_ours_waits_for_the_copy(group: Group, tmp_path: Path) ->
     for index, write in enumerate(WRITES):
         expected = full_state_dict(model)
         folder = tmp_path / str(index)
-        with held_copies() as may_copy, Saver(folder, model, optimizer, overlap=True) as saver:
+        with blocked_copies() as may_copy, Saver(folder, model, optimizer, overlap=True) as saver:
             saver.save(step=2)
             Timer(0.1, may_copy.set).start()
             write(model, optimizer, tmp_path)
@@ -213,7 +213,7 @@ def test_a_write_that_waits_for_nothing_is_noticed(group: Group, tmp_path: Path,
         with Saver(folder, model, optimizer, overlap=True) as saver:
             saver.save(step=1)
             saver.wait()
-            with held_copies() as may_copy:
+            with blocked_copies() as may_copy:
                 saver.save(step=2)
                 with torch.no_grad():
                     written.mul_(2)

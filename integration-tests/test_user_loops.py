@@ -25,7 +25,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from training import assert_trains_as_plain
 from zero_comm import Group
 from zero_comm.testing import assert_close
-from zero_partition import AtRestError, PartitionError, StateError
+from zero_partition import PartitionError, ShardedParamError, StateError
 from zero_partition.run import gradients
 from zero_partition.seams import find_sharded
 
@@ -477,7 +477,10 @@ def test_what_cannot_be_done_at_rest_is_named(group: Group) -> None:
     """A vector of all parameters is the whole model, on every rank."""
     model, _ = _sharded(group, 3)
     _mean_square(model, _x(0))
-    with torch.no_grad(), pytest.raises(AtRestError, match=r"'blocks\.0\.norm\.weight'.*full_para"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ShardedParamError, match=r"'blocks\.0\.norm\.weight'.*full_para"),
+    ):
         parameters_to_vector(model.parameters())
     with pytest.raises(StateError, match=r"torch\.jit\.trace.*full_state_dict"):
         torch.jit.trace(model, _x(0))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_comm import Group
 from zero_comm.testing import equal
 from zero_engine import ConfigError, Offload, Precision, Wire
-from zero_partition import AtRestError
+from zero_partition import ShardedParamError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # peft's own
 
@@ -289,7 +289,7 @@ def _only_alone(net: _Net, x: Tensor) -> Tensor:
 def test_an_error_says_in_which_run_it_was(group: Group) -> None:
     """Most of what we cannot do is refused with a remedy, which one has to see."""
     for model, error, run in (
-        (_in_place, AtRestError, "the configuration"),
+        (_in_place, ShardedParamError, "the configuration"),
         (_only_alone, AssertionError, "DistributedDataParallel"),
     ):
         with pytest.raises(error) as raised:

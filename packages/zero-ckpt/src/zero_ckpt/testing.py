@@ -41,13 +41,13 @@ class LateHost:
         self.num_allocations += 1
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
-    def away(self, source: Tensor, target: Tensor) -> Copy:
+    def to_host(self, source: Tensor, target: Tensor) -> Copy:
         """Begin a copy to `target`; `source` is not read before `Copy.wait`."""
         self.read_from.append(source.data_ptr())
         self._numbers[target.data_ptr()] = sum(what == "away" for what, _ in self.log)
         return self._begin("away", source, target, self._numbers[target.data_ptr()])
 
-    def back(self, copy: Copy) -> Copy:
+    def to_device(self, copy: Copy) -> Copy:
         """Begin a copy of `copy.target` to new memory; not read before `Copy.wait`."""
         assert copy.source is None, "asked back before it had gone"
         number = self._numbers[copy.target.data_ptr()]

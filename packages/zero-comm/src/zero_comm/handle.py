@@ -48,13 +48,13 @@ class Message:
     # The rank that must launch it too before it ends; negative if that is all ranks, or the device.
     peer: int = -1
     # Whether a wait has begun; an exception may have ended it early.
-    _has_begun: bool = field(default=False, init=False)
+    _has_started: bool = field(default=False, init=False)
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Block until it is done; an error says which message failed, and what it was for."""
         if self.is_over:
             return
-        self._has_begun = True
+        self._has_started = True
         if self.launch is not None:
             self.launch.watch.begin(Wait(self.launch, self.peer))
         try:
@@ -66,7 +66,7 @@ class Message:
     @property
     def is_over(self) -> bool:
         """Return whether a wait began and torch's work is done: one more wait would never end."""
-        return self._has_begun and bool(self.work.is_completed())
+        return self._has_started and bool(self.work.is_completed())
 
     def _wait(self, timeout_s: float | None) -> None:
         try:

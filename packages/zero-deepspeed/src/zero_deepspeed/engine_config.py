@@ -43,13 +43,13 @@ class NamedOptimizer:
         type: Which one.
         params: Its arguments; a copy of what is given.
         state_dtype: Of its moments; see `make_optimizer`.
-        rests_on_device: Whether its state is not offloaded.
+        is_state_on_device: Whether its state is not offloaded.
     """
 
     type: str
     params: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     state_dtype: torch.dtype | None = None
-    rests_on_device: bool = True
+    is_state_on_device: bool = True
 
     def __call__(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Make the optimizer of parameters, as `make_optimizer` does. Local."""
@@ -63,7 +63,7 @@ class NamedOptimizer:
             self.type,
             self.params,
             state_dtype=self.state_dtype,
-            on_host=is_on_host or not self.rests_on_device,
+            on_host=is_on_host or not self.is_state_on_device,
         )
 
 

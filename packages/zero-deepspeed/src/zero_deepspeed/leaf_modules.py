@@ -43,7 +43,7 @@ def set_leaf(module: nn.Module, is_leaf: bool) -> None:
     (_SET.add if is_leaf else _SET.discard)(module)
 
 
-def holds_parameter(param: nn.Parameter) -> bool:
+def is_in_leaf(param: nn.Parameter) -> bool:
     """Return whether a parameter is in a module that `set_leaf` made a leaf, and still is one."""
     leaves = [module for module in _SET if module in get_leaf_modules(module)]
     return any(one is param for leaf in leaves for one in leaf.parameters())

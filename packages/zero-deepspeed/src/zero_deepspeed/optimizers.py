@@ -333,9 +333,9 @@ _MUON_OPTIONS: Final = {
     *("lr", "weight_decay", "momentum"),
     *("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
 }
-_REST_OPTIONS: Final = {"lr", "weight_decay", "betas", "eps"}
+_ADAM_GROUP_OPTIONS: Final = {"lr", "weight_decay", "betas", "eps"}
 _MUON_DEFAULTS: Final = {"lr": 0.02, "weight_decay": 0.0}
-_REST_DEFAULTS: Final = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+_ADAM_GROUP_DEFAULTS: Final = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
 
 
 def _make_muon(
@@ -357,9 +357,9 @@ def _make_muon(
     made: list[torch.optim.Optimizer] = []
     for is_muon, kind, names, defaults, lr in (
         (True, torch.optim.Muon, _MUON_OPTIONS, _MUON_DEFAULTS, muon_lr),
-        (False, adam, _REST_OPTIONS, _REST_DEFAULTS, adam_lr),
+        (False, adam, _ADAM_GROUP_OPTIONS, _ADAM_GROUP_DEFAULTS, adam_lr),
     ):
-        groups = list(_half_of(whole, is_muon, (_MUON_OPTIONS | _REST_OPTIONS) - names))
+        groups = list(_half_of(whole, is_muon, (_MUON_OPTIONS | _ADAM_GROUP_OPTIONS) - names))
         mine = defaults | {key: value for key, value in options.items() if key in names}
         if groups:
             of_half: Any = mine if lr is None else mine | {"lr": lr}
@@ -418,7 +418,7 @@ _MAKERS: Final[dict[str, tuple[set[str], Callable[..., torch.optim.Optimizer]]]]
     "adagrad": (_options_of(torch.optim.Adagrad), torch.optim.Adagrad),
     "lion": (_options_of(Lion), Lion),
     "muon": (
-        _MUON_OPTIONS | _REST_OPTIONS | _options_of(_make_muon) - {"options"} | {"ns_method"},
+        _MUON_OPTIONS | _ADAM_GROUP_OPTIONS | _options_of(_make_muon) - {"options"} | {"ns_method"},
         _make_muon,
     ),
 }

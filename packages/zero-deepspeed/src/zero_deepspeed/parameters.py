@@ -14,7 +14,7 @@ from zero_engine import ConfigError
 from .comm import get_rank
 from .leaf_modules import (
     find_modules,
-    holds_parameter,
+    is_in_leaf,
     set_leaf,
 )
 
@@ -182,7 +182,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Return whether a parameter is in a leaf that this file's functions or a configuration set."""
-    return holds_parameter(model)
+    return is_in_leaf(model)
 
 
 def _set_by_class(

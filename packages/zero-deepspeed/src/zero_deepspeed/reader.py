@@ -13,7 +13,7 @@ from .configuration.settings import read_zero_arguments
 from .engine_config import config_of_engine, read_engine_config
 from .load import load_checkpoint
 from .optimizers import make_optimizer
-from .saved import DeepSpeedFolder, holds_deepspeed, is_deepspeed
+from .saved import DeepSpeedFolder, has_deepspeed, is_deepspeed
 
 
 @final
@@ -30,7 +30,7 @@ class DeepSpeedReader(AbstractReader):
     zero_arguments = staticmethod(read_zero_arguments)
     make_optimizer = staticmethod(make_optimizer)
     is_checkpoint = staticmethod(is_deepspeed)
-    holds_checkpoint = staticmethod(holds_deepspeed)
+    has_checkpoint = staticmethod(has_deepspeed)
     open_checkpoint = staticmethod(DeepSpeedFolder.open)
 
     def engine_config(self, source: Any, **options: Any) -> EngineConfig:

@@ -89,7 +89,7 @@ def is_deepspeed(folder: Path, tag: str | None) -> bool:
     return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
 
 
-def holds_deepspeed(folder: Path, tag: str | None) -> bool:
+def has_deepspeed(folder: Path, tag: str | None) -> bool:
     """Return whether a folder, or one in it, has such files, also without `latest`. Local."""
     if not folder.is_dir():
         return False

@@ -18,7 +18,7 @@ from zero_comm import Group, Levels
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
 from zero_engine.engine.initialize import check_mpu, shard_group_of
 from zero_partition import StateError, Wire, unregister_external_parameter
-from zero_partition.stand_in import AtRest, find_owner
+from zero_partition.stand_in import ShardedParam, find_owner
 
 from .configuration.settings import stage_and_wire_of
 from .tiling import TiledLinear, TiledLinearReturnBias
@@ -75,7 +75,7 @@ class _Status:
 
     def _now(self) -> ZeroParamStatus:
         param = self._param()
-        is_sharded = isinstance(param, AtRest) and not find_owner(param).is_gathered
+        is_sharded = isinstance(param, ShardedParam) and not find_owner(param).is_gathered
         return ZeroParamStatus.NOT_AVAILABLE if is_sharded else ZeroParamStatus.AVAILABLE
 
     def __eq__(self, other: object) -> bool:

@@ -207,8 +207,8 @@ def backends_of(
         if budget is not None:
             taken = 0 if params is None else params.host_bytes
             if offload.delayed_update:
-                held_back = with_delay(Footprint(), positions, grads_on_host=grads_on_host)
-                taken += held_back.host_bytes
+                delayed = with_delay(Footprint(), positions, grads_on_host=grads_on_host)
+                taken += delayed.host_bytes
             budget = max(0, budget - taken)
         state: OffloadedState | DelayedState
         state = inner = OffloadedState.like(

@@ -67,7 +67,7 @@ class AbstractReader(ABC):
         """Return whether the library saved the folder of a tag, or `folder` itself. Local."""
 
     @abstractmethod
-    def holds_checkpoint(self, folder: Path, tag: str | None) -> bool:
+    def has_checkpoint(self, folder: Path, tag: str | None) -> bool:
         """Return whether `is_checkpoint` is true of `folder` or of any folder in it. Local."""
 
     @abstractmethod

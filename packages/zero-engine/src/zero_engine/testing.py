@@ -34,9 +34,9 @@ from zero_engine.planning import plan as _plan
 __all__ = [
     "MANIFEST",
     "FileSystem",
+    "blocked_copies",
     "damage",
     "edit_manifest",
-    "held_copies",
     "host_apart",
     "save",
     "unsealed",
@@ -44,7 +44,7 @@ __all__ = [
     "write_manifest",
 ]
 
-_HELD_S: Final = 20.0
+_BLOCKED_S: Final = 20.0
 
 
 def save(
@@ -96,12 +96,12 @@ def damage(path: Path, position: int = -1, flip: int = 4) -> None:
 
 
 @contextmanager
-def held_copies() -> Iterator[Event]:
+def blocked_copies() -> Iterator[Event]:
     """Delay copies on the thread of `Saver(overlap=True)` until the yielded event is set. Local."""
     may_copy, copy = Event(), Copying._copy
 
     def copy_later(copying: Copying) -> None:
-        assert may_copy.wait(_HELD_S), "the event of held_copies() was never set"
+        assert may_copy.wait(_BLOCKED_S), "the event of blocked_copies() was never set"
         copy(copying)
 
     with mock.patch.object(Copying, "_copy", copy_later):

@@ -15,12 +15,12 @@ from zero_partition.__about__ import __version__
 if TYPE_CHECKING:
     from zero_partition.chained import ChainedOptimizer
     from zero_partition.errors import (
-        AtRestError,
         LayoutError,
         LoadError,
         LostEditError,
         OverlapError,
         PartitionError,
+        ShardedParamError,
         StateError,
     )
     from zero_partition.init.context import Init
@@ -83,7 +83,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AS_IT_IS",
     "MASTER",
-    "AtRestError",
     "ChainedOptimizer",
     "Cut",
     "GatheredParameters",
@@ -99,6 +98,7 @@ __all__ = [
     "ScheduleReport",
     "ScheduleRow",
     "ShardedAverage",
+    "ShardedParamError",
     "StateError",
     "StateKind",
     "Wire",
@@ -150,7 +150,8 @@ _NAMES: Final = {
     "zero_partition.setup.life_cycle": "unpartition",
     "zero_partition.setup.partition": "partition",
     "zero_partition.errors": (
-        "AtRestError LayoutError LoadError LostEditError OverlapError PartitionError StateError"
+        "LayoutError LoadError LostEditError OverlapError PartitionError ShardedParamError "
+        "StateError"
     ),
     "zero_partition.init.context": "Init",
     "zero_partition.init.materialize": "materialise",
@@ -183,20 +184,27 @@ _NAMES: Final = {
     ),
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MOVED: Final = {"STAGES": "zero_partition.plan", "Stage": "zero_partition.plan"}  # since 0.1
+_MOVED: Final = {  # since 0.1
+    "AtRestError": "zero_partition.ShardedParamError",
+    "STAGES": "zero_partition.plan.STAGES",
+    "Stage": "zero_partition.plan.Stage",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a public name on first access (PEP 562)."""
     if name in _MOVED:
         warnings.warn(
-            f"zero_partition.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",
+            f"zero_partition.{name} is {_MOVED[name]} now; zero 0.3 forgets the old name",
             DeprecationWarning,
             stacklevel=2,
         )
-    elif name not in _MODULES:
+        module, _, attribute = _MOVED[name].rpartition(".")
+    elif name in _MODULES:
+        module, attribute = _MODULES[name], name
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULES.get(name) or _MOVED[name]), name)
+    found = getattr(import_module(module), attribute)
     globals()[name] = found
     return found
 

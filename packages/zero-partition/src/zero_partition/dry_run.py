@@ -398,7 +398,7 @@ class _Counts:
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
             used, unused = mine * itemsize, (all_mine - mine) * itemsize
-            codec = None if is_whole else plan.routes.resting_codec_of(buffer)
+            codec = None if is_whole else plan.routes.storage_codec_of(buffer)
             if codec is not None:
                 used, unused = encoded_bytes(codec, numel, payload)
                 self.scalars += itemsize
@@ -524,7 +524,7 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
         if master is None or master == buffer.dtype:
             return whole + masters, converted + masters + scalars
         return whole + converted + masters, converted + masters + scalars
-    codec = plan.routes.resting_codec_of(buffer)
+    codec = plan.routes.storage_codec_of(buffer)
     kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
     # Values that are rounded from masters have no memory of their own.
     is_rounded = masters and not plan.keeps_free_memory

@@ -17,7 +17,7 @@ class LoadError(ValueError):
     """Weights do not fit the model they were to be loaded into; nothing was written."""
 
 
-class AtRestError(StateError):
+class ShardedParamError(StateError):
     """The values of a parameter were read or written while it is sharded."""
 
 

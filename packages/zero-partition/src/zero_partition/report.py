@@ -110,10 +110,10 @@ def memory_report(model: nn.Module) -> MemoryReport:
         layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
         rank = buffer.group.rank
         scalars += len(buffer.params) * itemsize
-        rest, memory = buffer.model_shard, buffer.model_shard.memory
-        if rest.codec is not None:
+        storage, memory = buffer.model_shard, buffer.model_shard.memory
+        if storage.codec is not None:
             numels = (layout.splits[rank], layout.payload_splits[rank])
-            used, unused = encoded_bytes(rest.codec, *numels)
+            used, unused = encoded_bytes(storage.codec, *numels)
             # Placeholder that `shard_params` view.
             scalars += itemsize
             params += used
@@ -135,7 +135,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
         if masters is not None and not is_gone(masters):
             state += payload * itemsize
             padding += (shard - payload) * itemsize
-        holds = g.holds_gradients
+        holds = g.has_gradients
         if g.shard is not None and is_gone(g.shard):
             reduction -= 0 if holds else g.shard.nbytes
         elif g.shard is not None and holds and g.grad_offload is None:
@@ -144,9 +144,9 @@ def memory_report(model: nn.Module) -> MemoryReport:
         if g.accumulator is not None and is_gone(g.accumulator):
             reduction -= g.accumulator.nbytes
         elif not g.shards_state and g.accumulator is not None:
-            held = [p for p in g.buffer.params if p.grad is not None]
-            gradients += sum(p.numel() for p in held) * itemsize
-            reduction -= sum(p.numel() for p in held) * itemsize
+            with_grad = [p for p in g.buffer.params if p.grad is not None]
+            gradients += sum(p.numel() for p in with_grad) * itemsize
+            reduction -= sum(p.numel() for p in with_grad) * itemsize
     param_offload, offload = sharded.residence.param_offload, sharded.residence.offload
     caches = {id(unit.unsharded_cache): unit.unsharded_cache for unit in sharded.units}.values()
     keepers = (param_offload, offload.footprint if offload else None, *caches)

@@ -90,7 +90,7 @@ class _Checks:
     names: list[str] = field(factory=list)
     first: dict[int, int] = field(factory=dict)
     # Unit index -> its slot's bytes when it was gathered.
-    held: dict[int, Tensor] = field(factory=dict)
+    snapshots: dict[int, Tensor] = field(factory=dict)
     poisoned: set[int] = field(factory=set)
     # Slot of gradients -> reference to the memory that is poison.
     idle: WeakKeyDictionary[Slot, Any] = field(factory=WeakKeyDictionary)
@@ -111,14 +111,18 @@ class _Checks:
             self.poisoned.discard(unit.index)
         with self.reading(unit):
             call(pool)
-        if unit.slot is not None and not unit.has_gathered_values and unit.index not in self.held:
+        if (
+            unit.slot is not None
+            and not unit.has_gathered_values
+            and unit.index not in self.snapshots
+        ):
             self.keep(unit)
 
     def reshard(self, call: _Call, unit: Unit) -> None:
         is_whole = unit.state is ShardState.UNSHARDED and not unit.has_gathered_values
-        is_whole = is_whole and unit.index in self.held.keys() - self.poisoned
+        is_whole = is_whole and unit.index in self.snapshots.keys() - self.poisoned
         if is_whole:
-            self.check(unit, self.held[unit.index], "what was gathered", _PAST)
+            self.check(unit, self.snapshots[unit.index], "what was gathered", _PAST)
         call()
         if is_whole:
             self.poison(unit, _memory(unit))
@@ -134,7 +138,7 @@ class _Checks:
         # Secondary shards are copied from there.
         self.restore(unit)
         self.poisoned.discard(unit.index)
-        self.held.pop(unit.index, None)
+        self.snapshots.pop(unit.index, None)
         call(*pool)
 
     release_slot = take_slot = give_up_slot
@@ -170,7 +174,7 @@ class _Checks:
             # Not where a node's copies are made of the slot, as their padding is sent.
             for gap in layout.gaps if unit.secondary is None else ():
                 full[gap.as_slice()].view(torch.uint8).fill_(_CANARY)
-        self.held[unit.index] = memory.clone()
+        self.snapshots[unit.index] = memory.clone()
 
     def restore(self, unit: Unit) -> None:
         if unit.slot is not None and not unit.slot.allocated_bytes:
@@ -179,7 +183,7 @@ class _Checks:
         if unit.index in self.poisoned:
             expected = self.poison(unit, torch.empty_like(_memory(unit)))
             self.check(unit, expected, "no use after its turn", _ALIAS)
-            _memory(unit).copy_(self.held[unit.index])
+            _memory(unit).copy_(self.snapshots[unit.index])
 
     def poison(self, unit: Unit, memory: Tensor) -> Tensor:
         memory.fill_(_POISON)

@@ -97,7 +97,7 @@ def _looks_at_no_element(func: Callable) -> bool:
 
 # This is asked of each function that an optimizer calls on a gradient.
 @lru_cache(maxsize=256)
-def _gives_nothing_away(func: Callable) -> bool:
+def _reads_no_values(func: Callable) -> bool:
     """Return whether a function neither reads nor writes elements, nor returns a way to do so."""
     name = getattr(func, "__name__", "")
     return name in _SHAPE or (name == "__get__" and names_of(func)[1] not in VALUES)
@@ -244,7 +244,7 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
     Autograd adds to what it finds in `param.grad`. What it adds to a guard is kept in `received`.
     """
 
-    _answers = staticmethod(_gives_nothing_away)
+    _answers = staticmethod(_reads_no_values)
     # Sum of what autograd has added, as this rank computed it; None: nothing.
     received: Tensor | None
     # Does `zero_`, `mul_` or `div_` to the gradient itself.
@@ -364,7 +364,7 @@ class GradientShard(Tensor):
             )
         with plain_access():
             result = func(*args, **(kwargs or {}))
-        if not _gives_nothing_away(func):
+        if not _reads_no_values(func):
             for shard in _shards_in(args):
                 shard.is_touched = True
         if func is unscale_and_find_inf_:
@@ -557,7 +557,7 @@ _WRITES: Final = {
 }
 
 
-class AtRest(StandIn):
+class ShardedParam(StandIn):
     """Mixin of the class of a parameter for as long as it is sharded."""
 
     __slots__ = ()
@@ -571,7 +571,7 @@ class AtRest(StandIn):
             return text
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
-        if name in _LIKE and not isinstance(args[0], AtRest):
+        if name in _LIKE and not isinstance(args[0], ShardedParam):
             plain = partial(as_subclass_sharing_memory, Tensor)
             return func(*_replace(args, plain), **_replace(kwargs, plain))
         if name in _CONVERSIONS:
@@ -610,7 +610,7 @@ class Unpublished(StandIn):
         return func(*args, **kwargs)
 
 
-class AtRestData(AtRest, Tensor):  # type: ignore[misc]
+class ShardedParamData(ShardedParam, Tensor):  # type: ignore[misc]
     """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
 
 
@@ -619,7 +619,7 @@ def sharded_type_of(param: nn.Parameter) -> type[nn.Parameter]:
 
     It is the parameter's own class where Python cannot change that, and uses go unnoticed.
     """
-    own, at_rest = type(param), stand_in_type(AtRest, type(param))
+    own, at_rest = type(param), stand_in_type(ShardedParam, type(param))
     with contextlib.suppress(TypeError):
         param.__class__ = at_rest
         param.__class__ = own
@@ -632,7 +632,7 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in tensors_among(written):
-        if isinstance(tensor, AtRest) and not (owner := _owner_of(tensor)).is_gathered:
+        if isinstance(tensor, ShardedParam) and not (owner := _owner_of(tensor)).is_gathered:
             owner.sharded.outside.refuse_write(owner, name)
     found = tensors_among((args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
@@ -645,7 +645,7 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
         return owner.sharded.outside.value(owner, tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
-    if any(isinstance(tensor, AtRest) for tensor in tensors_among((args, kwargs))):
+    if any(isinstance(tensor, ShardedParam) for tensor in tensors_among((args, kwargs))):
         return plain_call(func, args, kwargs)
     return func(*args, **kwargs)
 
@@ -672,7 +672,7 @@ def _guard_data(param: Tensor, data: Any) -> Tensor:
     owner = _owner_of(param)
     if owner.is_gathered:
         return data
-    guarded = as_subclass_sharing_memory(AtRestData, data)
+    guarded = as_subclass_sharing_memory(ShardedParamData, data)
     record_owner(guarded, owner)
     return guarded
 
@@ -683,7 +683,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
     Such a function also runs the user's code. Disabling `__torch_function__` for the call, as
     elsewhere, would disable it for that code too.
     """
-    found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, AtRest)]
+    found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, ShardedParam)]
     types = [type(tensor) for tensor in found]
     for tensor, at_rest in zip(found, types, strict=True):
         # The tensor's own class comes after three of ours.
@@ -692,7 +692,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     finally:
         for tensor, at_rest in zip(found, types, strict=True):
-            if at_rest is AtRestData or _owner_of(tensor).buffer.has_sharded_types:
+            if at_rest is ShardedParamData or _owner_of(tensor).buffer.has_sharded_types:
                 tensor.__class__ = at_rest
 
 
@@ -713,11 +713,13 @@ _NUMBERS: Final = {int, float, bool}
 
 def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
     """Return the same structure with a substitute for every sharded parameter."""
-    if isinstance(value, AtRest):
+    if isinstance(value, ShardedParam):
         return substitute(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {key: _replace(item, substitute) for key, item in value.items()}
-    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in tensors_among(value)):
+    if isinstance(value, list | tuple) and any(
+        isinstance(t, ShardedParam) for t in tensors_among(value)
+    ):
         items = [_replace(item, substitute) for item in value]
         # Named tuples take no iterable.
         make = getattr(value, "_make", type(value))
@@ -840,7 +842,7 @@ class ParkedStorage:
         """Return whether nobody views the memory, now that our tensors do not."""
         return self.storage is not None and not has_views(self.storage)
 
-    def take_away(self) -> None:
+    def replace_by_placeholders(self) -> None:
         """Make our tensors view placeholders; the objects and their shapes stay."""
         for tensor in (view.tensor for view in self.views):
             tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)

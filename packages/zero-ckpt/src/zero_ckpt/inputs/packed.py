@@ -77,12 +77,12 @@ class PinnedHost:
         """Return pinned host memory to copy to."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
 
-    def away(self, source: Tensor, target: Tensor) -> Copy:
+    def to_host(self, source: Tensor, target: Tensor) -> Copy:
         """Start a copy to memory of `allocate`, after the work that is on the current stream."""
         stream = torch.accelerator.current_stream(source.device)
         return self._copy(source, target, stream)
 
-    def back(self, copy: Copy) -> Copy:
+    def to_device(self, copy: Copy) -> Copy:
         """Start a copy from the host to new memory of the device that the data came from.
 
         The copy comes after the work that is on the stream of the computation so far.
@@ -243,7 +243,7 @@ class PackedSaver(AbstractSaver):
         if host is None:
             target.copy_(shard)
         else:
-            packed.host, packed.leaving = host, host.away(shard, target)
+            packed.host, packed.leaving = host, host.to_host(shard, target)
         return target, packed
 
     def _take_slot(
@@ -322,7 +322,7 @@ class _PackedInput:
     def prefetch(self) -> None:
         """Start the copy back to the device, if the input is on the host and none was started."""
         if self.host is not None and self.leaving is not None and self.arriving is None:
-            self.arriving = self.host.back(self.leaving)
+            self.arriving = self.host.to_device(self.leaving)
 
     def fetch(self, value: Tensor) -> Tensor:
         """Return the flat tensor, or this rank's shard of it, on the device of the input.

@@ -63,7 +63,7 @@ def stays_as_it_is(tensor: Tensor) -> bool:
     return getattr(tensor, "no_checkpointing", False)
 
 
-class _Hold(torch.autograd.Function):
+class _SaveInputs(torch.autograd.Function):
     """Autograd node whose only purpose is to save tensors."""
 
     @staticmethod
@@ -112,4 +112,4 @@ class KeepSaver(AbstractSaver):
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """Keep references to inputs. `restore` notices a write in place before backward."""
         anchor = torch.empty(0, requires_grad=True, device="cpu")
-        return _SavedInputs(_Hold.apply(anchor, *inputs), layer)
+        return _SavedInputs(_SaveInputs.apply(anchor, *inputs), layer)

@@ -127,8 +127,8 @@ class HostSnapshot:
             # Release the memory before more is allocated.
             self._memory = None
             self._memory = self._arena.allocate(sum(aligned))
-        rooms = iter(self._memory.split(aligned))
-        writer.read_from([_copied(batch, rooms, copying) for batch in writer.batches])
+        buffers = iter(self._memory.split(aligned))
+        writer.read_from([_copied(batch, buffers, copying) for batch in writer.batches])
         device = writer.group.device
         if device.type != "cpu" and copying is not None:
             copying.follow(device)
@@ -137,10 +137,10 @@ class HostSnapshot:
         return sum(sizes)
 
 
-def _copied(batch: WriteBatch, rooms: Iterator[Tensor], copying: Copying | None) -> WriteBatch:
+def _copied(batch: WriteBatch, buffers: Iterator[Tensor], copying: Copying | None) -> WriteBatch:
     values = []
     for run, value in zip(batch.runs, batch.read(), strict=True):
-        copy, flat = next(rooms)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
+        copy, flat = next(buffers)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
         if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
             # The writer raises an error for it.
             values.append(flat)
@@ -255,7 +255,7 @@ class Saver:
                 and the next call starts one.
         """
         self.wait()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         writer = begin(
             self._ask(step=step, extra=extra, scheduler=scheduler, tag=tag, average=average)
         )
@@ -278,7 +278,7 @@ class Saver:
         return Snapshot(
             path=writer.final,
             num_bytes=sizes[writer.group.rank],
-            seconds=time.monotonic() - begun,
+            seconds=time.monotonic() - started_at,
         )
 
     @collective
@@ -415,8 +415,8 @@ class _Background:
 
     def _collect(self) -> list[dict[str, Any]]:
         """Wait for all ranks' files; return what each has written. On rank 0's thread."""
-        found, writer, begun = [], self.writer, time.monotonic()
-        seen, changed = None, begun
+        found, writer, started_at = [], self.writer, time.monotonic()
+        seen, changed = None, started_at
         for rank in range(writer.group.world_size):
             at = self._said_by(rank)
             while not at.exists():
@@ -426,7 +426,7 @@ class _Background:
                 now, sizes = time.monotonic(), None if math.isinf(self.idle_s) else self._sizes()
                 if sizes != seen:
                     seen, changed = sizes, now
-                if now - begun > self.timeout_s:
+                if now - started_at > self.timeout_s:
                     raise FileError(
                         f"{writer.path}: rank {rank} has not written its files within "
                         f"{self.timeout_s:g} s; is it alive, and does it see the same folder?"

@@ -57,7 +57,7 @@ def read_latest(folder: Path) -> str | None:
     return tag if tag and Path(tag).name == tag else None
 
 
-def holds_parts(path: Path) -> bool:
+def has_parts(path: Path) -> bool:
     """Return whether a folder has files that ranks write for one checkpoint. Local."""
     return any(path.glob("rank-*.safetensors"))
 
@@ -160,7 +160,7 @@ class Checkpoint:
     @classmethod
     def _open(cls, folder: Path, tag: str | None) -> Checkpoint | None:
         found, hint = find_complete(folder), read_latest(folder)
-        if hint is not None and hint not in found and holds_parts(folder / hint):
+        if hint is not None and hint not in found and has_parts(folder / hint):
             found[hint] = folder / hint
         # Its manifest is missing. Reading that raises an error that says so.
         if tag is not None and tag not in found:

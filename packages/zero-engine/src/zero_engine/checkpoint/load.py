@@ -27,9 +27,9 @@ from zero_partition.seams import (
 from zero_engine.errors import FileError
 from zero_engine.readers import find_reader, reader_for
 
-from .folder import Checkpoint, check_folder, find_complete, holds_parts, on_all, run_on_all_ranks
-from .pipeline import CheckpointRanks, names_elsewhere, without
-from .pretrained import holds_weights
+from .folder import Checkpoint, check_folder, find_complete, has_parts, on_all, run_on_all_ranks
+from .pipeline import CheckpointRanks, names_on_other_ranks, without
+from .pretrained import has_weights
 from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
@@ -213,7 +213,7 @@ def load(
     if checkpoint is None:
         return None
     with contextlib.closing(checkpoint.folder):
-        named = partial(_under_own_names, checkpoint, sharded, names_elsewhere(sharded, ranks))
+        named = partial(_under_own_names, checkpoint, sharded, names_on_other_ranks(sharded, ranks))
         checkpoint = on_all(partial(named, is_strict=is_strict), what="load()", group=group)
         source, manifest = checkpoint.source, checkpoint.manifest
         source = source if has_state else evolve(source, states=None, own_said={})
@@ -327,7 +327,7 @@ def _under_own_names(
 
 def _of_this_rank(source: StateSource, sharded: ShardedModel) -> tuple[dict[str, Any], list[Any]]:
     """Return weights and buffers by name, and entries of state, without other ranks' parameters."""
-    others, states = sharded.routes.names_elsewhere, (source.states or {}).items()
+    others, states = sharded.routes.names_on_other_ranks, (source.states or {}).items()
     weights = {name: r for name, r in source.params.items() if name not in others}
     entries = [e for name, of in states if name not in others for e in of.values()]
     return {**weights, **source.buffers}, entries
@@ -373,15 +373,15 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
     """Say what a path is that is no folder of our checkpoints, and what to call; or None. Local."""
     if path.is_file():
         return f"the file {path}; load_pretrained(model, path) reads files of weights"
-    if holds_parts(path):
+    if has_parts(path):
         own = "" if path.name.startswith(".") else f" and tag={path.name!r}"
         return f"the folder of one of them, {path}; pass {str(path.parent)!r}{own}"
-    if (reader := find_reader()) is not None and reader.holds_checkpoint(path, tag):
+    if (reader := find_reader()) is not None and reader.has_checkpoint(path, tag):
         return (
             f"{path}, which DeepSpeed saved; call load_deepspeed(folder, model, optimizer), or "
             "engine.load_checkpoint(folder)"
         )
-    if holds_weights(path):
+    if has_weights(path):
         return f"{path}, which holds weights alone; call load_pretrained(model, folder)"
     return None
 

@@ -197,7 +197,7 @@ def _find_differences(by_stage: list[dict[str, Any]]) -> list[str]:
 # ---- Loading ----
 
 
-def names_elsewhere(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[str]:
+def names_on_other_ranks(sharded: ShardedModel, ranks: CheckpointRanks) -> frozenset[str]:
     """Return names that only other stages have. Collective if there are stages."""
     if ranks.stages is None:
         return frozenset()

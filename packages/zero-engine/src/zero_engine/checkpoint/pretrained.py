@@ -107,7 +107,7 @@ def open_weights(
     return _read_index(path) if path.suffix == ".json" else dict(_read_file(path))
 
 
-def holds_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Return whether a folder has weights as Hugging Face names them. Local."""
     return any((folder / name).is_file() for name in _IN_FOLDER)
 

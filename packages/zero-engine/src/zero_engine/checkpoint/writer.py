@@ -21,7 +21,7 @@ from zero_partition.plan import Split
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming, open_regular, removing
-from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_in
+from .folder import LATEST, REPLACED, find_complete, has_parts, serials_in
 from .manifest import MANIFEST, FileFacts, no_pieces, read_fields, seal
 from .ranges import CODES, file_bytes, in_files
 
@@ -370,7 +370,7 @@ def _values(batches: Sequence[WriteBatch]) -> Iterator[Tensor]:
 
 def _is_replaceable(path: Path) -> bool:
     """Return whether a folder is a checkpoint, or one whose manifest is gone."""
-    return (path / MANIFEST).exists() or holds_parts(path)
+    return (path / MANIFEST).exists() or has_parts(path)
 
 
 def _remove_leftovers(folder: Path, system: FileSystem) -> None:

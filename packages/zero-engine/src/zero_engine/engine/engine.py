@@ -978,7 +978,7 @@ def _is_theirs(reader: AbstractReader, folder: Path, tag: str | None) -> bool:
     """Return whether folder and tag are of another library's checkpoint, not of one of ours."""
     if complete := find_complete(folder):
         return tag not in complete and reader.is_checkpoint(folder, tag)
-    return reader.holds_checkpoint(folder, tag)
+    return reader.has_checkpoint(folder, tag)
 
 
 def _check_step(scheduler: Any, given: Mapping[str, Any]) -> None:

@@ -79,8 +79,8 @@ class SwapFile:
     # Status of the file after our last operation on it.
     _known: os.stat_result = field(init=False)
 
-    def create(self, room: int) -> None:
-        """Create the file with `room` bytes allocated, or not at all.
+    def create(self, capacity: int) -> None:
+        """Create the file with `capacity` bytes allocated, or not at all.
 
         Raises:
             StoreError: The system refuses.
@@ -90,13 +90,13 @@ class SwapFile:
             fd = self.system.open(self.path, flags, 0o600)
             try:
                 try:
-                    if room:
-                        self.system.fallocate(fd, 0, room)
+                    if capacity:
+                        self.system.fallocate(fd, 0, capacity)
                 except OSError as error:
                     if error.errno not in _NO_FALLOCATE:
                         raise
                     # Without fallocate, a lack of room only shows when the file is written.
-                    self.system.truncate(fd, room)
+                    self.system.truncate(fd, capacity)
                 self.stamp(fd)
             except BaseException:
                 self.system.unlink(self.path)

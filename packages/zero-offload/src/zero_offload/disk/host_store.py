@@ -41,7 +41,7 @@ class HostStore(AbstractStore):
             for key in sizes:
                 if key in self._values:
                     raise StoreError(f"{key!r} is allocated already", key=key)
-            self._values |= {key: self._room(key, nbytes) for key, nbytes in sizes.items()}
+            self._values |= {key: self._allocate(key, nbytes) for key, nbytes in sizes.items()}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
         """Copy `source` to the value of `key`; see `AbstractStore.write`."""
@@ -96,10 +96,10 @@ class HostStore(AbstractStore):
             del self._values[key]
             self._forms.pop(key, None)
         if key not in self._values:
-            self._values[key] = self._room(key, flat.nbytes)
+            self._values[key] = self._allocate(key, flat.nbytes)
         self._values[key].copy_(flat)
 
-    def _room(self, key: str, nbytes: int) -> Tensor:
+    def _allocate(self, key: str, nbytes: int) -> Tensor:
         return self.arena.allocate(nbytes, name=f"host store: {key}")
 
     def _check_open(self) -> None:

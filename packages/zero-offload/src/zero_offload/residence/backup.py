@@ -31,8 +31,8 @@ class HostBackup:
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
         """Take room for values of so many bytes, by key, or raise BudgetError. Called once."""
-        rooms = [align_up(size) for size in sizes.values()]
-        parts = self.arena.allocate(sum(rooms)).split(rooms)
+        aligned = [align_up(size) for size in sizes.values()]
+        parts = self.arena.allocate(sum(aligned)).split(aligned)
         self._values = {
             key: part[:size] for (key, size), part in zip(sizes.items(), parts, strict=True)
         }

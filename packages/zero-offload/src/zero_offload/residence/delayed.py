@@ -90,7 +90,7 @@ class DelayedState:
         self, groups: Groups, grads: Mapping[Param, Tensor], *, factor: float, opening: object
     ) -> None:
         """Begin a step with copies of the gradients and of the param groups' current numbers."""
-        assert not self.held_back(), "apply_delayed_update() comes first"
+        assert not self.pending_params(), "apply_delayed_update() comes first"
         numbers = copy.deepcopy(self.inner.numbers(groups))
         for param, grad in grads.items():
             self._grads[param].copy_(grad)
@@ -103,7 +103,7 @@ class DelayedState:
     def write_numbers(self, groups: Groups) -> None:
         """Do nothing yet: the numbers are written once the update has ended."""
 
-    def held_back(self) -> list[Param]:
+    def pending_params(self) -> list[Param]:
         """Return parameters that lack their new values, in order. Blocks until the step ends."""
         self._finish()
         return [param for param in self._stepped if param in self._behind]
@@ -114,7 +114,7 @@ class DelayedState:
         Args:
             opening: As for `OffloadedState.step`.
         """
-        for param in self.held_back():
+        for param in self.pending_params():
             opening([param])
             param.detach().copy_(self._stepped[param].detach())
         opening(())

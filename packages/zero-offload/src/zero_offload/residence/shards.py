@@ -322,11 +322,11 @@ def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[in
 
     Each shard, in order, that fits into the elements that are left of `max_host_numel`.
     """
-    room, on_host = max_host_numel, {}
+    budget, on_host = max_host_numel, {}
     for index, shard in shards.items():
-        if shard.numel() <= room:
+        if shard.numel() <= budget:
             on_host[index] = shard
-            room -= shard.numel()
+            budget -= shard.numel()
     return on_host
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
-from .staging import Staging, is_here
+from .staging import Staging, is_on_host
 from .subgroups import ParamRange, Residence, SubGroup
 from .template import Attributes, OptimizerTemplate, plain_attributes
 
@@ -129,9 +129,9 @@ class SubGroupState:
     _memory: Tensor | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        is_param_here = is_here(self.params[0])
-        self.on_host = self.plan.residence is not Residence.DEVICE or is_param_here
-        self._passes = self.on_host and not is_param_here
+        is_param_on_host = is_on_host(self.params[0])
+        self.on_host = self.plan.residence is not Residence.DEVICE or is_param_on_host
+        self._passes = self.on_host and not is_param_on_host
         self._pieces = [
             _PieceState(param, piece, self.template.own_master(param.dtype, on_host=self.on_host))
             for param, piece in zip(self.params, self.plan.pieces, strict=True)

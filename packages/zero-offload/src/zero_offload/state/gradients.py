@@ -190,7 +190,7 @@ class GradientStream:
         for param in leaving:
             stop = start + param.numel() * param.element_size()
             self._grads[param] = memory[start:stop].view(param.dtype).view(param.shape)
-            self._hooks.append(param.register_hook(partial(self._make_room, weakref.ref(param))))
+            self._hooks.append(param.register_hook(partial(self._remove_guard, weakref.ref(param))))
             self._hooks.append(param.register_post_accumulate_grad_hook(self._take))
             start = align_up(stop)
 
@@ -229,7 +229,7 @@ class GradientStream:
             hook.remove()
         self._hooks, self._grads, self._deliveries = [], {}, HostGradients(self.arena)
 
-    def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+    def _remove_guard(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
         """Remove the guard before autograd accumulates, which would add to it."""
         del grad
         param = reference()

@@ -22,8 +22,8 @@ from zero_offload.memory.arena import HostArena
 from .block import SubGroupState
 from .footprint import Footprint
 from .gradients import GradientStream, bytes_of
-from .staging import Staging, is_here, room_of
-from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroups
+from .staging import Staging, is_on_host, staging_bytes_of
+from .subgroups import Item, Residence, ResidenceOptions, Shares, SubGroup, plan_subgroups
 from .swap_window import SwapWindow
 from .template import Attributes, OptimizerTemplate
 
@@ -89,7 +89,7 @@ class OffloadedState:
         store: AbstractStore | None = None,
         budget_bytes: int | None = None,
         is_pinned: bool = True,
-        **resting: Unpack[Resting],
+        **residence: Unpack[ResidenceOptions],
     ) -> OffloadedState:
         """Return state such as these optimizers keep, of no parameters yet.
 
@@ -102,17 +102,17 @@ class OffloadedState:
             store: Needed with state="disk".
             budget_bytes: Most host memory to allocate.
             is_pinned: Page-lock host memory where there is an accelerator.
-            resting: `state`, `fraction`, `subgroup_bytes`, `small_bytes`: as for
+            residence: `state`, `fraction`, `subgroup_bytes`, `small_bytes`: as for
                 `OffloadedOptimizer`.
 
         Raises:
             UnsupportedOptimizerError: One cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        shares = Shares.of(**resting)
+        shares = Shares.of(**residence)
         if (store is None) == (shares.rest is Residence.DISK):
             raise ValueError(
-                f"state={resting['state']!r}, store={store!r}: a store goes with state='disk'"
+                f"state={residence['state']!r}, store={store!r}: a store goes with state='disk'"
             )
         templates = [OptimizerTemplate(optimizer, own_masters) for optimizer in optimizers]
         return cls(templates, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
@@ -127,26 +127,26 @@ class OffloadedState:
         groups: Sequence[Mapping[str, Any]],
         *,
         own_masters: Mapping[torch.dtype, torch.dtype],
-        **resting: Unpack[Resting],
+        **residence: Unpack[ResidenceOptions],
     ) -> Footprint:
         """Return the footprint that `add` would give state `like` these optimizers.
 
         Local. Allocates nothing.
 
         Args:
-            optimizers: As for `like`, as are `own_masters` and `resting`.
+            optimizers: As for `like`, as are `own_masters` and `residence`.
             positions: As for `add`; parameters need have no memory. On meta they count as on a
                 device other than the CPU.
             groups: As for `add`.
             own_masters: See `like`.
-            resting: See `like`.
+            residence: See `like`.
 
         Raises:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
         templates = [OptimizerTemplate(optimizer, own_masters) for optimizer in optimizers]
-        return cls(templates, Shares.of(**resting), None)._plan(positions, groups)[2]
+        return cls(templates, Shares.of(**residence), None)._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan and allocate state of further parameters; nothing is added if that fails.
@@ -200,18 +200,19 @@ class OffloadedState:
             owners = [params[piece.item] for piece in subgroup.pieces]
             if subgroup.residence is Residence.DEVICE:
                 beside.update(owners)
-            elif not is_here(owners[0]):
+            elif not is_on_host(owners[0]):
                 passing.append([*zip(subgroup.pieces, owners, strict=True)])
         leaving = dict.fromkeys(
-            p for p in params if self.grads_leave and not is_here(p) and p not in beside
+            p for p in params if self.grads_leave and not is_on_host(p) and p not in beside
         )
-        rooms = [
-            sum(room_of(piece.numel, p, p in leaving) for piece, p in each) for each in passing
+        staging_sizes = [
+            sum(staging_bytes_of(piece.numel, p, p in leaving) for piece, p in each)
+            for each in passing
         ]
         footprint = Footprint.of(
             [*(state.plan for state in self._states), *subgroups],
             gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
-            staging_bytes=max(self.footprint.staging_bytes, 2 * max(rooms, default=0)),
+            staging_bytes=max(self.footprint.staging_bytes, 2 * max(staging_sizes, default=0)),
         )
         return subgroups, list(leaving), footprint
 
@@ -476,7 +477,7 @@ class OffloadedState:
         failed write in any case: calls then raise TornStepError until `mend`.
         """
         self.check(what)
-        k, has_begun = 0, False
+        k, has_started = 0, False
         try:
             if swapped := self._swapped(numbers):
                 self._window.expect(swapped)
@@ -485,7 +486,7 @@ class OffloadedState:
                 is_swapped = state.plan.residence is Residence.DISK
                 if is_swapped:
                     state.attach(self._window.open(k))
-                has_begun = True
+                has_started = True
                 act(state)
                 if is_swapped:
                     self._window.close(k, dirty=writes)
@@ -495,7 +496,7 @@ class OffloadedState:
             self._give_up_window()
             # Sub-group whose write has failed; it may have been written in the step before.
             failed = self._window.failed
-            if failed is None and not (writes and has_begun):
+            if failed is None and not (writes and has_started):
                 raise
             at = k if failed is None else failed
             torn = self._tear(what if writes else "writing state", at, error)

@@ -35,7 +35,7 @@ class Staging:
     _devices: set[torch.device] = field(factory=set, init=False)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate two buffers of at least `nbytes` each; see `room_of`.
+        """Allocate two buffers of at least `nbytes` each; see `staging_bytes_of`.
 
         Raises:
             BudgetError: The host does not have the memory.
@@ -52,7 +52,7 @@ class Staging:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host and return the copy; return one on the host itself."""
-        return tensor if is_here(tensor) else self._copy(tensor, self._room(tensor))
+        return tensor if is_on_host(tensor) else self._copy(tensor, self._allocate(tensor))
 
     def wait(self) -> None:
         """Block until all fetched tensors are on the host."""
@@ -64,7 +64,7 @@ class Staging:
         """Begin to copy `source`, which was stepped on the host, to `target` on a device."""
         # The target's dtype is narrower. Convert before the copy, which then has fewer bytes.
         if source.dtype is not target.dtype:
-            source = self._room(target).copy_(source)
+            source = self._allocate(target).copy_(source)
         self._copy(source, target)
 
     def end(self, *, waits: bool) -> None:
@@ -93,7 +93,7 @@ class Staging:
             self._devices.add(device)
         return into
 
-    def _room(self, tensor: Tensor) -> Tensor:
+    def _allocate(self, tensor: Tensor) -> Tensor:
         """Return memory of the buffer for a tensor of this shape and dtype."""
         start = self._cursor
         self._cursor += align_up(tensor.nbytes)
@@ -102,15 +102,15 @@ class Staging:
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def is_here(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Return whether a tensor is on the host, whose kernels can step it then."""
     return tensor.is_cpu
 
 
-def room_of(numel: int, param: Tensor, grad_is_here: bool) -> int:
+def staging_bytes_of(numel: int, param: Tensor, is_grad_on_host: bool) -> int:
     """Return the staging bytes of a piece's step: for the piece, and its gradient if on a device.
 
     A gradient counts 4 bytes an element at least, since masters take it in fp32.
     """
     size = param.element_size()
-    return align_up(numel * size) + (0 if grad_is_here else align_up(numel * max(4, size)))
+    return align_up(numel * size) + (0 if is_grad_on_host else align_up(numel * max(4, size)))

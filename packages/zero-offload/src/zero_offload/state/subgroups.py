@@ -99,7 +99,7 @@ class SubGroup:
     residence: Residence
 
 
-class Resting(TypedDict, total=False):
+class ResidenceOptions(TypedDict, total=False):
     """Arguments for where the state is kept; `OffloadedOptimizer` describes them."""
 
     state: Required[Literal["host", "disk"]]
@@ -240,13 +240,13 @@ def _cut(at: float, numel: int) -> int:
     return min(numel, max(0, round(at / CUT_NUMEL) * CUT_NUMEL))
 
 
-def _fitting(item: Item, numel: int, room: int) -> int:
+def _fitting(item: Item, numel: int, capacity: int) -> int:
     """Return how many of the next elements fit: all or none if the parameter is not divisible."""
-    if item.nbytes(numel) <= room:
+    if item.nbytes(numel) <= capacity:
         return numel
     if not item.is_divisible:
         return 0
-    return max(0, room // item.element_bytes // CUT_NUMEL * CUT_NUMEL)
+    return max(0, capacity // item.element_bytes // CUT_NUMEL * CUT_NUMEL)
 
 
 def _lay_out(

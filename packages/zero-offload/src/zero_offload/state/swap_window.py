@@ -95,13 +95,13 @@ class SwapWindow:
         Raises:
             Exception: From its read, or from the write of the key that was in its slot before.
         """
-        slot, begun = self._reads[key]
+        slot, started = self._reads[key]
         if slot in self._writes:
             # `failed` keeps the key if the write raises.
             self.failed, write = self._writes.pop(slot)
             write.result()
             self.failed = None
-        begun.result().result()
+        started.result().result()
         return self._memory(key, slot)
 
     @ranged("swap_out", "_name")
@@ -141,12 +141,12 @@ class SwapWindow:
         """Drop all expected keys, and block until the reads in progress have ended."""
         self._expected.clear()
         while self._reads:
-            _, (slot, begun) = self._reads.popitem()
+            _, (slot, started) = self._reads.popitem()
             with contextlib.suppress(Exception):
                 # The read begins after this write. If the write fails, `flush` raises its error.
                 if slot in self._writes:
                     self._writes[slot][1].result()
-                begun.result().result()
+                started.result().result()
 
     def lose(self, key: int) -> None:
         """Treat a key as never written, since the store cannot read its value any more."""
@@ -164,20 +164,20 @@ class SwapWindow:
         If the write fails, the key is not read.
         """
         key, slot = self._expected.popleft()
-        begun: Future[Future[Any]] = Future()
+        started: Future[Future[Any]] = Future()
 
         def begin(written: Future[Any]) -> None:
             try:
                 if (error := written.exception()) is not None:
                     raise error
                 if key in self._written:
-                    begun.set_result(self.store.read(self._name_of(key), self._memory(key, slot)))
+                    started.set_result(self.store.read(self._name_of(key), self._memory(key, slot)))
                 else:
-                    begun.set_result(_DONE)
+                    started.set_result(_DONE)
             except BaseException as error:
-                begun.set_exception(error)
+                started.set_exception(error)
 
-        self._reads[key] = slot, begun
+        self._reads[key] = slot, started
         self._writes.get(slot, (key, _DONE))[1].add_done_callback(begin)
 
     def _memory(self, key: int, slot: int) -> Tensor:

@@ -36,10 +36,10 @@ def elsewhere(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Count these tensors on the CPU as a device's, inside. Local."""
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
 
-    def is_here(tensor: Tensor) -> bool:
+    def is_on_host(tensor: Tensor) -> bool:
         return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
 
     with ExitStack() as stack:
         for module in (offloaded_state, block, staging):
-            stack.enter_context(mock.patch.object(module, "is_here", is_here))
+            stack.enter_context(mock.patch.object(module, "is_on_host", is_on_host))
         yield

@@ -259,7 +259,7 @@ def plan_units(
             name=name,
             buffers=of_unit,
             is_outer=name in outer or name == _SMALL,
-            rests_whole=name == _SMALL,
+            is_replicated=name == _SMALL,
         )
         for name, of_unit in zip(used, buffers, strict=True)
     )

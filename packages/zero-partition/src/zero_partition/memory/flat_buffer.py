@@ -199,7 +199,7 @@ class FlatBuffer:
             parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
         return tuple(parts)
 
-    def resting_tensors(self) -> tuple[Tensor, ...]:
+    def param_tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor of ours that may view this rank's parameters, shard or masters."""
         own = (self.whole, self.model_shard.memory, self.main_shard.memory)
         memory = tuple(tensor for tensor in own if tensor is not None)
@@ -223,8 +223,8 @@ class FlatBuffer:
                 self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
             if piece is None:
                 return
-            for rest in dict.fromkeys((self.model_shard, self.main_shard)):
-                with rest.edit() as shard:
+            for storage in dict.fromkeys((self.model_shard, self.main_shard)):
+                with storage.edit() as shard:
                     shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
 
     def piece_of(self, position: int) -> Piece | None:
@@ -277,8 +277,8 @@ class FlatBuffer:
         written = [
             piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
         ]
-        for rest in dict.fromkeys((self.model_shard, self.main_shard)) if written else ():
-            with rest.edit() as shard:
+        for storage in dict.fromkeys((self.model_shard, self.main_shard)) if written else ():
+            with storage.edit() as shard:
                 for piece in written:
                     part = piece.in_shard.as_slice()
                     shard[part].copy_(self.own[part])
@@ -339,8 +339,8 @@ class FlatBuffer:
         self.has_sharded_types = self._views is self.stand_ins
         if self.has_sharded_types:  # see NOTE(class) in stand_in.py
             self._sharded_versions = tuple(map(version_of, self.params))
-            for param, rest_type in zip(self._shown, self.sharded_types, strict=True):
-                param.__class__ = rest_type
+            for param, sharded_type in zip(self._shown, self.sharded_types, strict=True):
+                param.__class__ = sharded_type
 
     def return_params(self, values: Sequence[Tensor]) -> None:
         """Give parameters memory that is theirs from now on, as the partition ends. Local."""

@@ -116,7 +116,7 @@ class DelayedOffload(OptimizerOffload, Protocol):
     with. `started`, `read` and `write` see the state after the step.
     """
 
-    def held_back(self) -> Collection[Param]:
+    def pending_params(self) -> Collection[Param]:
         """Return the targets that lack their new values, in order. Blocks until these are known."""
 
     def apply_delayed_update(self, opening: Opening) -> None:

@@ -540,14 +540,14 @@ class UnitPlan:
     # Whether other units run inside this one's forward, or it runs inside several.
     is_outer: bool
     # Whether it is replicated at every stage, as any module may use it.
-    rests_whole: bool = False
+    is_replicated: bool = False
 
     def param_placement(self, placement: Placement) -> Placement:
         """Return the placement of its parameters, given that of the model's parameters.
 
         Units of small parameters are replicated at every stage.
         """
-        return Placement.REPLICATED if self.rests_whole else placement
+        return Placement.REPLICATED if self.is_replicated else placement
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

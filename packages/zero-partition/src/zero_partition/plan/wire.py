@@ -205,7 +205,7 @@ class Wire:
                 "same numbers with less memory, or leave it out"
             )
 
-    def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
+    def stores_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
         """Return whether shards of a buffer with this placement are stored encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
         return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
@@ -280,7 +280,7 @@ class Routes:
     of_groups: Mapping[str, Routes] = field(factory=dict)
     own: OwnRanks | None = None
     # Names of parameters that only other ranks have.
-    names_elsewhere: frozenset[str] = frozenset()
+    names_on_other_ranks: frozenset[str] = frozenset()
     # Traffic of this rank in all groups: in the last complete step, if there is one, and since.
     log: list[Traffic] = field(factory=lambda: [Traffic()])
 
@@ -438,12 +438,12 @@ class PlannedRoutes:
 
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """Return the codec in which shards of a sharded buffer travel; None: as they are."""
-        resting = self.resting_codec_of(buffer) if self.shards > 1 else None
-        return resting or self.wire.codec_of_params(buffer, self.shards)
+        storage_codec = self.storage_codec_of(buffer) if self.shards > 1 else None
+        return storage_codec or self.wire.codec_of_params(buffer, self.shards)
 
-    def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
+    def storage_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """Return the codec in which shards of a sharded buffer are stored; None: as they are."""
-        return self.wire.frozen if self.wire.rests_encoded(buffer, Placement.SHARDED) else None
+        return self.wire.frozen if self.wire.stores_encoded(buffer, Placement.SHARDED) else None
 
     def shard_rank(self, rank: int) -> int:
         """Return which shard a rank of the whole keeps."""

@@ -257,7 +257,7 @@ class BufferGradients:
         return self.num_local == len(self.stepped_params)
 
     @property
-    def holds_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
         """Return whether the optimizer has a gradient of a parameter of this buffer."""
         for param in self.stepped_params:  # noqa: SIM110 - any() would be a call for each
             if param.grad is not None:
@@ -424,7 +424,7 @@ class BufferGradients:
     def _reduce_to_shards(self, values: Tensor, how: dict[str, Any]) -> Handle[Tensor]:
         codec, routes, buffer = self.codec, self.routes, self.buffer
         out, wire_dtype = self._ensure_shard(), buffer.wire_dtype
-        if self.grad_offload is not None or out.dtype != wire_dtype or self.holds_gradients:
+        if self.grad_offload is not None or out.dtype != wire_dtype or self.has_gradients:
             # What arrives is added to the shard, converted, or offloaded, in `finish`.
             out = torch.empty(out.numel(), dtype=wire_dtype, device=buffer.group.device)
         values = values.to(wire_dtype)
@@ -602,8 +602,8 @@ class BufferGradients:
         if position not in self._norms:
             return None
         part, (norm, version) = self.parts[position], self._norms[position]
-        is_as_it_came = version_of(part) == version and not getattr(part, "is_touched", False)
-        return norm if is_as_it_came and self.stepped_params[position].grad is part else None
+        is_unmodified = version_of(part) == version and not getattr(part, "is_touched", False)
+        return norm if is_unmodified and self.stepped_params[position].grad is part else None
 
     # ---- Between backwards: guards in `param.grad`, and what is dropped ----
 
@@ -742,7 +742,7 @@ class BufferGradients:
 
     def leave_memory(self) -> None:
         """Free memory without a gradient that somebody waits for, but not memory of the host."""
-        holds = self.holds_gradients
+        holds = self.has_gradients
         if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
         if not holds and self.grad_offload is None:
@@ -753,7 +753,7 @@ class BufferGradients:
         self.leave_memory()
         if self.accumulator is None:
             self._forget_views()
-        if not self.holds_gradients:
+        if not self.has_gradients:
             self.shard, self.parts = None, ()
             self._norms.clear()
 
@@ -1198,7 +1198,7 @@ class GradientReducer:
         """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
         own = [g.accumulator for g in self.gradients if g.slot is None]
         idle = [
-            g.shard for g in self.gradients if self.grad_offload is None and not g.holds_gradients
+            g.shard for g in self.gradients if self.grad_offload is None and not g.has_gradients
         ]
         return self.pool.num_bytes + sum(t.nbytes for t in (*own, *idle) if t is not None)
 

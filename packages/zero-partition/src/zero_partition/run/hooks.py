@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.dtensors import local_of, localized
-from zero_partition.errors import AtRestError, StateError
+from zero_partition.errors import ShardedParamError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.precision import ModulePrecision
 from zero_partition.plan.stages import Placement
-from zero_partition.stand_in import AtRest, Bound, GradientGuard, StateKind
+from zero_partition.stand_in import Bound, GradientGuard, ShardedParam, StateKind
 from zero_partition.torch_private import (
     base_of,
     call_of,
@@ -506,7 +506,7 @@ def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> N
     if face(after) == before:
         return
     param_ref = param_ref_of(param, what="conversion")
-    kind = AtRestError if isinstance(param, AtRest) else StateError
+    kind = ShardedParamError if isinstance(param, ShardedParam) else StateError
     raise kind(
         f"parameter {param_ref.name!r}: model.to(), .half() or the like after shard() would make "
         f"{after.dtype} on {after.device} of {probe.dtype} on {probe.device}, or lay it out anew, "
@@ -519,7 +519,7 @@ def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> N
 def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
-    units = {unit.plan.name: unit for unit in sharded.units if not unit.plan.rests_whole}
+    units = {unit.plan.name: unit for unit in sharded.units if not unit.plan.is_replicated}
     for name in {"": None, **units}:
         remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
         sharded.removers.append(remove)

@@ -62,7 +62,7 @@ class ForwardCall:
     # Generation of the slots that the graph's views point into.
     generation: int
     # Whether they point into memory of a context that gathered the parameters instead.
-    was_held: bool
+    was_gathered: bool
     # Thread that made the graph; the object itself, since thread numbers are used again.
     thread: Thread = Factory(current_thread)
     # Number of the backward that has reached it, and autograd's number for that; -1: none.
@@ -146,7 +146,7 @@ class Schedule:
             # The model is recomputed as a whole inside a larger model's backward.
             return
         for unit in self.units:
-            if unit.plan.rests_whole:
+            if unit.plan.is_replicated:
                 # No call of a module of its own says when such a unit is used.
                 unit.check_untouched()
         self._restart(is_training=torch.is_grad_enabled())
@@ -188,7 +188,7 @@ class Schedule:
             self._clock,
             unit.version,
             self._generation,
-            was_held=unit.has_gathered_values,
+            was_gathered=unit.has_gathered_values,
         )
 
     def before_backward(self, call: ForwardCall) -> None:
@@ -483,7 +483,7 @@ class Schedule:
 
     def _check_current(self, call: ForwardCall) -> None:
         unit = call.unit
-        if unit.has_gathered_values and not call.was_held:
+        if unit.has_gathered_values and not call.was_gathered:
             raise StateError(
                 f"unit {unit.name!r}: backward inside unsharded() or GatheredParameters of a graph "
                 "that was made before it, whose views point into other memory; run backward before "

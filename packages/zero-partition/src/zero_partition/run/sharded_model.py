@@ -19,17 +19,17 @@ from zero_comm.ranges import is_profiled, ranged
 
 from zero_partition.chained import members_of
 from zero_partition.dtensors import like, outer_of
-from zero_partition.errors import AtRestError, StateError
+from zero_partition.errors import ShardedParamError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import ParameterPlan, Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
-    AtRestData,
     GradientGuard,
     ParamShard,
     Parked,
+    ShardedParamData,
     StateKind,
     Unpublished,
     find_owner,
@@ -329,7 +329,7 @@ class OutsideUses:
         """
         whole = self._whole(param_ref, what, needs_grad=needs_grad)
         whole = like(tensor, whole)
-        if isinstance(tensor, AtRestData) or not (needs_grad and tensor.requires_grad):
+        if isinstance(tensor, ShardedParamData) or not (needs_grad and tensor.requires_grad):
             return whole
         return _Enter.apply(tensor, whole, param_ref, param_ref.unit.version)  # type: ignore[no-any-return]
 
@@ -341,9 +341,9 @@ class OutsideUses:
         self._values.clear()
 
     def refuse_write(self, param_ref: ParamRef, what: str) -> NoReturn:
-        """Raise AtRestError for a write to a parameter that is sharded."""
+        """Raise ShardedParamError for a write to a parameter that is sharded."""
         rank = self.sharded.whole.rank
-        raise AtRestError(
+        raise ShardedParamError(
             f"{what}() would write to parameter {param_ref.name!r} while it rests sharded, and the "
             f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). If an "
@@ -388,7 +388,7 @@ class OutsideUses:
 
     def _refuse_read(self, param_ref: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
-        raise AtRestError(
+        raise ShardedParamError(
             f"{what}() would read parameter {param_ref.name!r} while it rests sharded over "
             f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
             "a module in it, and what autograd records, gathers it by itself, because every rank "

@@ -73,11 +73,11 @@ def apply_delayed_update(residence: ModelOffload, gradients: Sequence[BufferGrad
     if not residence.backends.is_delayed:
         return
     offload = cast(DelayedOffload, residence.offload)
-    held_back = set(offload.held_back())
-    if not held_back:
+    pending_params = set(offload.pending_params())
+    if not pending_params:
         return
     buffer_of = {target: g.buffer for g in gradients for target in g.buffer.offloaded_params}
-    with OpenShards(residence.param_offload, buffer_of, held_back) as opening:
+    with OpenShards(residence.param_offload, buffer_of, pending_params) as opening:
         offload.apply_delayed_update(opening)
 
 
@@ -107,7 +107,7 @@ def move_state_to_offload(
         member.state = view  # type: ignore[assignment]
 
 
-def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
+def restore_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `move_state_to_offload`: put the state, on the host, into `optimizer.state`."""
     for member in members_of(optimizer):
         # Where somebody has replaced the state since, theirs stays.

@@ -153,7 +153,7 @@ def with_groups(
         # Equal divisions share flat buffers.
         alike[pattern] = first.setdefault(division, pattern)
     ranks_of = {key: alike[pattern] for key, pattern in ranks_of.items() if pattern in found}
-    routes = evolve(routes, of_groups=found, names_elsewhere=frozenset(elsewhere))
+    routes = evolve(routes, of_groups=found, names_on_other_ranks=frozenset(elsewhere))
     return routes, ranks_of
 
 

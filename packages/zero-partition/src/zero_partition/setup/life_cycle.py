@@ -26,7 +26,7 @@ from zero_partition.run.sharded_model import (
     ShardedModel,
     launch_trained_buffer,
 )
-from zero_partition.run.step import bring_back_state
+from zero_partition.run.step import restore_state
 from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access, step_pre_hooks
@@ -92,7 +92,7 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
         buffer.follow_writes()
     sharded.begin_write()
     if sharded.residence.offload is not None and sharded.optimizer is not None:
-        bring_back_state(sharded.optimizer)
+        restore_state(sharded.optimizer)
     with plain_access():
         sharded.reducer.begin_backward()  # takes guards away
     members = [*members_of(sharded.optimizer)]

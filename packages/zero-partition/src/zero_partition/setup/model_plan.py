@@ -69,7 +69,7 @@ class ModelPlan:
         return self.routes.wire.codec_of_updates(
             buffer,
             self.param_placements[index],
-            is_small=self.units[index].rests_whole,
+            is_small=self.units[index].is_replicated,
             num_shards=self.routes.of(buffer).shards,
         )
 
@@ -163,7 +163,7 @@ def _plan(
     at_rest = config.placements.params
     sharded = [unit for unit in planned if unit.param_placement(at_rest) is Placement.SHARDED]
     buffers = [buffer for unit in sharded for buffer in unit.buffers]
-    if any(buffer.travel or routes.resting_codec_of(buffer) for buffer in buffers):
+    if any(buffer.travel or routes.storage_codec_of(buffer) for buffer in buffers):
         routes = evolve(routes, reads_peers=False)
     limits = config.limits.with_window(keeps_free_memory=keeps_free_memory)
     partial_plan = ModelPlan(
@@ -324,7 +324,7 @@ def _check_masters(model: nn.Module, precision: Precision) -> None:
 
 def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:
     """The uses of units in one step, in the order of the model's modules; NOTE(canonical order)."""
-    indices = {unit.name: index for index, unit in enumerate(units) if not unit.rests_whole}
+    indices = {unit.name: index for index, unit in enumerate(units) if not unit.is_replicated}
     names, reached, trains = [], set(), False
     for name, module in model.named_modules():
         if name in indices:

@@ -111,7 +111,7 @@ def distribute(
                 placement,
                 wire=wire,
                 residence=residence,
-                is_small=plan.rests_whole,
+                is_small=plan.is_replicated,
                 replaced=replaced,
             )
             for buffer_plan in plan.buffers
@@ -219,7 +219,7 @@ def _build_flat_buffer(
     elif param_offload is not None and index in allocation.shards:
         model_shard = OffloadedShard(param_offload, index, allocation.shards[index], group.device)
         model_shard.write(values)
-    elif wire.rests_encoded(plan, placement):
+    elif wire.stores_encoded(plan, placement):
         assert wire.frozen is not None, "what it says"
         model_shard = Encoded.of(values.to(plan.dtype), wire.frozen)
     elif whole is not None:

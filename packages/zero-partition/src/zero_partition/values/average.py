@@ -233,6 +233,6 @@ class ShardedAverage:
         self._sharded.begin_write()
         with plain_access():
             for buffer, value in values.items():
-                for rest in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
-                    rest.write(value)
+                for storage in dict.fromkeys((buffer.main_shard, buffer.model_shard)):
+                    storage.write(value)
         self._sharded.publish_params(is_sharded=True)

@@ -359,7 +359,7 @@ class StateLoad:
         used = {name for target in self.values for name in target.found}
         given = dict.fromkeys((*source.params, *source.buffers))
         if self.sharded is not None:
-            used |= self.sharded.routes.names_elsewhere
+            used |= self.sharded.routes.names_on_other_ranks
         self.unexpected = tuple(name for name in given if name not in used)
         if self.custom is not None:
             self.problems += self.custom.problems
@@ -394,7 +394,7 @@ class StateLoad:
             for param_ref in sharded.param_refs
             if param_ref.name in states
         }
-        elsewhere = sharded.routes.names_elsewhere
+        elsewhere = sharded.routes.names_on_other_ranks
         theirs = [[name for name in names if name not in elsewhere] for names in theirs]
         extra = [name for name in states if name not in trained | elsewhere]
         if is_strict and [*map(set, theirs)] != [*map(set, mine)]:

@@ -158,7 +158,7 @@ def _move_out(
     try:
         try:
             for storage in storages:
-                storage.take_away()
+                storage.replace_by_placeholders()
             if not all(storage.is_free for storage in storages):
                 gc.collect()  # an exception's traceback, say, keeps a graph until then
             free = [storage for storage in storages if storage.is_free]  # nobody views them
@@ -249,7 +249,7 @@ def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, 
                     yield StateKind.PARAMS, unit.name, params
             if buffer.has_masters and buffer.main_shard.memory is not None:
                 yield StateKind.MASTERS, unit.name, buffer.main_shard.memory
-            yield from ((None, unit.name, tensor) for tensor in buffer.resting_tensors())
+            yield from ((None, unit.name, tensor) for tensor in buffer.param_tensors())
     for g in sharded.reducer.gradients:
         if g.has_local and g.accumulator is not None:
             yield StateKind.GRADS, g.unit.name, g.accumulator

@@ -204,7 +204,7 @@ class LocalState:
         """Make these the states of their parameters; `EntryPart`s in them are read now."""
         offload = self.sharded.residence.offload
         if offload is not None:
-            self._write_elsewhere(offload, states)
+            self._write_offloaded(offload, states)
             return
         group_of = {
             param: (member, group)
@@ -230,7 +230,7 @@ class LocalState:
             else:
                 member.state.pop(owner, None)
 
-    def _write_elsewhere(self, offload: OptimizerOffload, states: States) -> None:
+    def _write_offloaded(self, offload: OptimizerOffload, states: States) -> None:
         """Write states to the optimizer offload; see NOTE(batches).
 
         The first entries of a parameter that are written replace all that it had.
@@ -242,7 +242,7 @@ class LocalState:
             and self.sharded.residence.is_stepped(target)  # else frozen, though in a param group
             for key in of_param or ("",)  # none: a state that is going to be empty
         ]
-        begun: set[nn.Parameter] = set()
+        started: set[nn.Parameter] = set()
         for batch in in_batches(
             entries,
             # Nothing small, nor entries of one dict, which are written together.
@@ -255,13 +255,13 @@ class LocalState:
                 if key:
                     state[key] = map_tensors(value, EntryPart.read, EntryPart)
             nested = {target: nested_entries(state) for target, state in found.items()}
-            first = {target: state for target, state in nested.items() if target not in begun}
+            first = {target: state for target, state in nested.items() if target not in started}
             if first:
                 offload.mend()
                 offload.write(first, replaces=True)
-            if further := {t: state for t, state in nested.items() if t in begun}:
+            if further := {t: state for t, state in nested.items() if t in started}:
                 offload.write(further, replaces=False)
-            begun |= first.keys()
+            started |= first.keys()
 
 
 def _target_of(param_ref: ParamRef) -> nn.Parameter | None:

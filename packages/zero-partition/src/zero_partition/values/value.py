@@ -205,7 +205,7 @@ def has_gradients(sharded: ShardedModel) -> bool:
     with plain_access():
         if reducer.sync:
             reducer.before_step()  # which also forgets what the user has dropped
-        return any(g.has_local or g.holds_gradients for g in reducer.gradients)
+        return any(g.has_local or g.has_gradients for g in reducer.gradients)
 
 
 class GradValue(Value):
