@@ -123,7 +123,7 @@ def current_backward() -> int:
 
 def is_in_backward() -> bool:
     """Return whether autograd is running a backward pass on this thread right now."""
-    return current_backward() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -63,7 +63,7 @@ class Journal:
     @property
     def num_written(self) -> int:
         """Number of entries, including those in the outbox."""
-        return max(self.head, next(reversed(self._outbox), -1) + 1)
+        return max(self._words[_HEAD], next(reversed(self._outbox), -1) + 1)
 
     @property
     def head(self) -> int:
@@ -84,7 +84,9 @@ class Journal:
             read_by_all: Returns how many of the first `head` entries every peer has read; called
                 with `head` when the ring is full.
         """
-        for head in range(self.head, self.num_written):
+        if not self._outbox:
+            return
+        for head in range(self._words[_HEAD], self.num_written):
             if head - self._read_by_all >= _CAPACITY:
                 self._read_by_all = read_by_all(head)
                 if head - self._read_by_all >= _CAPACITY:
