@@ -54,7 +54,7 @@ class OffloadedGradient(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"DepartedGradient(shape={tuple(self.shape)}: the gradient is on the host)"
+        return f"OffloadedGradient(shape={tuple(self.shape)}: the gradient is on the host)"
 
 
 # Attributes that return the elements or a view of them.

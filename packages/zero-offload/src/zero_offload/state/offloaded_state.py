@@ -186,8 +186,8 @@ class OffloadedState:
             number, template, own_at = self._template_of(at)
             kind = tuple(param.shape), param.dtype, at
             if kind not in kinds:
-                numbers = numbers_of(groups[at])
-                kinds[kind] = template.entries(kind[0], param.dtype, numbers, own_at)
+                options = options_of(groups[at])
+                kinds[kind] = template.entries(kind[0], param.dtype, options, own_at)
             used = template.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
             place = f"{param.device}, {used.__name__} of optimizer {number}"
@@ -393,7 +393,7 @@ class OffloadedState:
                     "without 'max_exp_avg_sq'; turn it off, or make the optimizer with "
                     "amsgrad=True and load the state dict of this one"
                 )
-        return [numbers_of(group) for group in groups]
+        return [options_of(group) for group in groups]
 
     def drop_views(self) -> None:
         """Keep no view of parameters' memory until the next step."""
@@ -518,7 +518,7 @@ class OffloadedState:
         return TornStepError(self._torn)
 
 
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return all entries of a param group but its parameters; schedulers change them."""
     return {k: value for k, value in group.items() if k not in ("params", "param_names")}
 
