@@ -1,6 +1,13 @@
-"""Codecs as a building block: what they are, by name, and the arithmetic of blocks in plain torch.
+"""Codecs as a building block: encodings in which values travel in fewer bytes.
 
-`encode_blocks` and `decode_blocks` are the specification: kernels write and read the same bits.
+codec.py has the interface, `AbstractCodec`, and the arithmetic of blocks in plain torch:
+`encode_blocks` and `decode_blocks` are the specification, and kernels write and read the same bits.
+`Blockwise` (blockwise.py) encodes integers of 8 or 4 bits with one scale per block, `Cast`
+(cast.py) another floating-point dtype. kernels.py chooses a kernel for a device once: native code
+on the CPU, Triton (triton.py) on CUDA, otherwise plain torch.
+
+Read codec.py first. What must never happen: ranks compute different sizes or different values from
+the same bytes.
 """
 
 from __future__ import annotations

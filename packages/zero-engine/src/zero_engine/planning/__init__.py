@@ -1,4 +1,14 @@
-"""Memory and traffic of a training, planned before it starts."""
+"""Memory and traffic of a training, planned before it starts.
+
+sources.py makes a model on the meta device, and an optimizer, from whatever describes one: a class,
+a Hugging Face configuration, sizes of a GPT. `plan` (plan.py) lays it out as `shard()` would, by
+the same functions (`zero_partition.planning`), and returns a `Plan`: bytes of each kind on a rank,
+bytes sent in a step, and bytes of a checkpoint. options.py plans all stages and places for offload,
+and recommends the fastest that fits. activations.py estimates activations. tables.py prints.
+
+Read plan.py first. Nothing here allocates the model's memory or communicates. What must never
+happen: a plan differs from what `memory_report` and `traffic_report` say of the model in training.
+"""
 
 from zero_engine.planning.activations import estimate_activations
 from zero_engine.planning.options import Option, Room, plan_options, recommend

@@ -1,4 +1,14 @@
-"""Layouts, cuts, units and schedules of parameters. Arithmetic, no communication.
+"""Arithmetic of a partition: what is cut where, and when memory is used. No communication.
+
+A stage is a row of `Placements` (stages.py). A model is a sequence of units (`UnitPlan`), each with
+flat buffers (`BufferPlan`), in which every parameter has a span (layout.py). A `Cut` (cuts.py) says
+where a parameter may be divided into shards, a `Split` (split.py) along which dimension. slots.py
+records the order in which units are used and plans the memory in which they take turns. wire.py has
+the groups and codecs of communication, precision.py the dtypes. `PartitionConfig` (config.py) is
+all choices as one value.
+
+Plans are frozen values, made alike on all ranks from names and shapes; the runtime and planners
+share them. Read layout.py first. What must never happen: two ranks plan different layouts.
 
 Building blocks for planners and tests. They may change between minor versions.
 """
