@@ -6,8 +6,8 @@ communication is in zero_partition. The engine adds what a loop around it does o
 accumulates gradients over micro-batches, scales the loss (loss_scale.py), clips, steps the
 scheduler, skips a step that overflowed, and saves and loads these counters with the model.
 
-zero_deepspeed reads DeepSpeed's files into an `EngineConfig`; nothing here knows a key of them.
-Read engine.py first, from its notes to `step`. What must never happen: a skipped step advances the
+A package above this one reads DeepSpeed's configuration files into an `EngineConfig`; nothing here
+knows a key of them. Read engine.py first, from its notes to `step`. What must never happen: a skipped step advances the
 scheduler or the step counter, or ranks disagree about which step was skipped.
 """
 
