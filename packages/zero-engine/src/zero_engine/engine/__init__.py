@@ -7,8 +7,9 @@ accumulates gradients over micro-batches, scales the loss (loss_scale.py), clips
 scheduler, skips a step that overflowed, and saves and loads these counters with the model.
 
 A package above this one reads DeepSpeed's configuration files into an `EngineConfig`; nothing here
-knows a key of them. Read engine.py first, from its notes to `step`. What must never happen: a skipped step advances the
-scheduler or the step counter, or ranks disagree about which step was skipped.
+knows a key of them. Read engine.py first, from its notes to `step`. What must never happen: a
+skipped step advances the scheduler or the step counter, or ranks disagree about which step was
+skipped.
 """
 
 from .engine_config import AbstractMonitor, EngineConfig, SourceRow
