@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import scripts
 import torch
 import zero_engine
-from zero_engine import Precision, ZeroConfig
+from zero_engine import Precision, ZeroConfig, cli
 from zero_partition import PartitionError
 
 ROOT: Final = Path(__file__).parents[1]
@@ -346,7 +347,7 @@ def test_the_bytes_with_buffers_are_those_that_a_plan_says(stage: int) -> None:
             zero_engine.plan(size, config, world_size=8)
         return
     peak = zero_engine.plan(size, config, world_size=8).memory.step_peak_bytes
-    assert of_large[1 + stage] == f"{peak / size.params:.1f} ({peak / 1e9:.0f} GB)"
+    assert of_large[1 + stage] == f"{peak / size.params:.1f} ({peak / 2**30:.0f} GiB)"
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
@@ -374,6 +375,48 @@ def test_the_formulas_of_bytes_are_those_of_a_plan(
 
         expected = eval(written, {**sizes, "N": world_size, "P": plan.numel, "U": 2 * 64 * 64})
         assert report.total_bytes - report.scalars_bytes - report.padding_bytes == expected
+
+
+PLANNING: Final = (ROOT / "docs/guides/planning.md").read_text()
+SHOWN_PLANS: Final = dict(re.findall(r"(?m)^    \$ (zero plan .*)\n((?:(?:    .*)?\n)+)", PLANNING))
+
+
+@pytest.mark.parametrize("command", SHOWN_PLANS)
+def test_the_plan_that_the_guide_shows_is_what_the_command_prints(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reader compares sizes of a model of theirs with these; all are in units of one kind."""
+    lines = SHOWN_PLANS[command].rstrip("\n").splitlines()
+
+    assert cli.main(command.split()[1:]) == 0
+    printed = capsys.readouterr().out
+    assert [line.removeprefix("    ") for line in lines] == printed.splitlines()
+    assert {*re.findall(r"\d ([KMGT]i?B)\b", printed)} <= {"KiB", "MiB", "GiB", "TiB"}
+
+
+@pytest.mark.parametrize("command", re.findall(r"(?m)^zero plan .*$", PLANNING))
+def test_each_command_of_the_guide_plans_a_model_and_says_whether_it_fits(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The files are a small Llama's and one written for DeepSpeed."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    deepspeed = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    deepspeed["train_micro_batch_size_per_gpu"] = 1
+    (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
+    monkeypatch.chdir(tmp_path)
+    stage = {"--stage 3": "stage 3", "ds.json": "stage 2 + host optimizer"}
+    expected = next((name for part, name in stage.items() if part in command), "")
+
+    assert cli.main(command.split()[1:]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(expected)
+    assert re.search(r"(?m)^stage \d.* fits in \d+\.\d GiB: ", printed)
 
 
 # ---- Pictures ----

@@ -149,16 +149,16 @@ def test_a_bound_on_the_host_leads_to_the_disk() -> None:
 def test_what_fits_leaves_the_reserve_free() -> None:
     """What a plan does not know has to fit as well; so of every size that the table names."""
     assert _recommended(_mlp(), 8, device=1000) is None
-    small = Room(device=1000)
+    small = Room(device=1024)
     said = options_table(plan_options(_mlp(), world_size=8, room=small), small)
-    assert "Nothing fits in 1.00 KB of a device." in said
+    assert "Nothing fits in 1.00 KiB of a device." in said
     needed = plan_options(_mlp(), world_size=8)[1].device_bytes
     for reserve, fits in ((0.0, needed), (0.2, needed * 5 // 4 + 1), (0.5, 2 * needed)):
         for device, expected in ((fits, "stage 1"), (fits - 3, "stage 2")):
             chosen = _recommended(_mlp(), 8, device=device, reserve=reserve)
             assert chosen is not None and chosen.name == expected
     said = options_table(plan_options(GPTSize(24, 2048), world_size=64), Room(reserve=0.5))
-    assert "stage 1 fits in 24 GB" in said  # of 9.96 GB
+    assert "stage 1 fits in 24 GiB" in said  # of 9.28 GiB
     assert "50% of each device is left free" in said
     for wrong in (1, -0.1, "20%", True):
         with pytest.raises(ConfigError, match=r"Room\.reserve: expected int or float of at least"):

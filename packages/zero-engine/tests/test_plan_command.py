@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,14 @@ SIZE = ["--layers", "4", "--hidden", "256"]
 
 def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> None:
     """A device that a plan fills has no room for activations: the run would end in its first."""
-    arguments = ["plan", *SIZE, "--world-size", "8", "--device-memory", "38MB"]  # stage 1: 30.9 MB
+    arguments = [
+        "plan",
+        *SIZE,
+        "--world-size",
+        "8",
+        "--device-memory",
+        "36MiB",
+    ]  # stage 1: 29.5 MiB
     for further, expected, left in (
         ([], "stage 2", "20%"),
         (["--reserve", "0.15"], "stage 1", "15%"),
@@ -28,13 +36,13 @@ def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> No
         out = capsys.readouterr().out
         assert "stage 3 + host optimizer" in out  # all are listed
         assert "fits, activations apart" in out
-        assert f"{expected} fits in 38.0 MB" in out
+        assert f"{expected} fits in 36.0 MiB" in out
         assert "Not in it are activations, and what" in out
         assert f"; {left} of each device is left free" in out
         assert zero(*arguments, *further, "--json") == 0
         assert json.loads(capsys.readouterr().out)["recommended"] == expected
-    assert zero(*arguments, "--activations-memory", "2MB") == 0
-    assert "In it are 2.00 MB for activations, and not what" in capsys.readouterr().out
+    assert zero(*arguments, "--activations-memory", "2MiB") == 0
+    assert "In it are 2.00 MiB for activations, and not what" in capsys.readouterr().out
     for wrong in ("20", "-1%", "much"):
         assert zero(*arguments, f"--reserve={wrong}") == 2
         assert "expected a share such as 20% or 0.2" in capsys.readouterr().err
@@ -53,10 +61,10 @@ def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
     assert "blocks.*" in out
     assert "of it to other nodes" in out
     # What room there is was given to know whether it fits.
-    arguments = ["plan", *SIZE, "--world-size", "8", "--stage", "1", "--device-memory", "38MB"]
+    arguments = ["plan", *SIZE, "--world-size", "8", "--stage", "1", "--device-memory", "36MiB"]
     for further, fits in (([], False), (["--reserve", "0%"], True)):
         assert zero(*arguments, *further) == 0
-        assert ("stage 1 fits in 38.0 MB" in capsys.readouterr().out) is fits
+        assert ("stage 1 fits in 36.0 MiB" in capsys.readouterr().out) is fits
         assert zero(*arguments, *further, "--json") == 0
         assert json.loads(capsys.readouterr().out)["fits"] is fits
 
@@ -104,7 +112,7 @@ def test_what_cannot_be_is_a_line_on_stderr(zero, tmp_path: Path, capsys) -> Non
     plan = ["plan", "--world-size", "8"]
     for arguments, message in (
         (plan, "expected MODEL (a config.json of transformers), or --layers"),
-        ([*plan, "--params", "7.5e9"], "got --params"),
+        ([*plan, "--params", "7.5e9", "--layers", "2"], "got --layers, --params"),
         ([*plan, "--layers", "0", "--hidden", "8"], "GPTSize.layers: expected int of at least 1"),
         ([*plan, "config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
         ([*plan, "nowhere"], "nowhere: cannot be read"),
@@ -149,10 +157,115 @@ def test_memory_without_a_unit_is_in_gib_and_is_shown_so(zero, capsys) -> None:
         assert zero(*plan, size) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1]
-    assert "there is 85.9 GB (80 GiB) of a device" in outs[0]
-    assert "there is 80.0 GB of a device" in outs[2] and "GiB" not in outs[2]
+    assert "there is 80.0 GiB of a device" in outs[0]
+    assert "there is 74.5 GiB of a device" in outs[2]
+    assert not any(re.search(r"\d [KMGT]B\b", out) for out in outs)
     assert zero(*plan, str(80 * 10**9)) == 2
     assert "for bytes, write 80000000000B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ("--dtype fp32", (4, 4, 8)),
+        ("--dtype fp32 --optimizer sgd", (4, 4, 0)),
+        ("--dtype bf16", (2, 4, 12)),
+        ("--dtype bf16 --no-masters", (2, 2, 4)),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 8, 48])
+def test_a_plan_of_a_number_is_by_the_formulas_of_states(
+    zero, capsys, options: str, sizes: tuple[int, int, int], world_size: int
+) -> None:
+    """Bytes as in docs/memory.md, without the buffers of units: ZeRO, section 3.1."""
+    p, g, o = sizes
+    expected = {
+        0: p + g + o,
+        1: p + g + (g + o) / world_size,
+        2: p + (g + o) / world_size,
+        3: (p + g + o) / world_size,
+    }
+    if o == 12:  # stage 0 has no masters
+        del expected[0]
+    plan = ["plan", "--params", "7B", "--world-size", str(world_size), *options.split()]
+
+    assert zero(*plan, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["stages"]
+    assert [each["stage"] for each in found] == list(expected)
+    for each, size in zip(found, expected.values(), strict=True):
+        assert each["device_bytes"] == pytest.approx(size * 7 * 10**9, abs=1)
+    assert zero(*plan) == 0
+    out = capsys.readouterr().out
+    assert "7,000,000,000 parameters" in out and "By formula" in out
+    for stage, size in expected.items():
+        assert re.search(rf"stage {stage} +{size:.2f} +{size * 7e9 / 2**30:.3g}", out)
+
+
+def test_a_plan_of_a_number_says_which_stage_fits(zero, capsys) -> None:
+    """Activations that are given count, and a fifth of the device stays free."""
+    plan = ["plan", "--params", "1073741824", "--world-size", "8"]  # GiB are bytes per parameter
+    for memory, further, expected in (
+        ("80.1", [], 0),
+        ("19.9", [], 1),
+        ("19.9", ["--reserve", "0"], 0),
+        ("19.9", ["--reserve", "0", "--activations-memory", "4"], 1),
+        ("2.41", [], None),
+        ("80.1", ["--stage", "3"], 3),
+    ):
+        assert zero(*plan, "--device-memory", memory, *further) == 0
+        out = capsys.readouterr().out
+        said = "None of these fits" if expected is None else f"stage {expected} fits"
+        assert f"{said} in {float(memory):.3g}" in out
+        assert zero(*plan, "--device-memory", memory, *further, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["recommended"] == expected
+
+
+def test_a_number_of_parameters_has_a_letter_for_its_thousands(zero, capsys) -> None:
+    """Models are called by it: 7B, 350M."""
+    for text, number in (
+        ("7B", 7 * 10**9),
+        ("1.1b", 1_100_000_000),
+        ("350M", 350 * 10**6),
+        ("2 K", 2000),
+        ("1.5T", 15 * 10**11),
+        ("7.5e9", 75 * 10**8),
+    ):
+        assert zero("plan", "--params", text, "--world-size", "2") == 0
+        assert capsys.readouterr().out.startswith(f"{number:,} parameters")
+    for wrong in ("7Q", "B", "0", "0.5", "1.5", "nan", "inf", "-7B"):
+        assert zero("plan", f"--params={wrong}", "--world-size", "2") == 2
+        assert f"such as 7.5e9 or 7B (K, M, B or T), got '{wrong}'" in capsys.readouterr().err
+
+
+def test_a_number_of_parameters_takes_no_option_that_needs_units(zero, capsys) -> None:
+    """It would be ignored; the error says what to pass."""
+    plan = ["plan", "--params", "7B", "--world-size", "8"]
+    for further in (
+        ["--ranks-per-node", "2"],
+        ["--config", "ds.json"],
+        ["--optimizer-rests", "host"],
+        ["--params-rest", "disk"],
+        ["--secondary"],
+        ["--replicas"],
+        ["--encode-params", "int8"],
+        ["--encode-gradients", "int8"],
+        ["--loco"],
+        ["--host-memory", "0.5"],
+        ["--disk-memory", "80"],
+        ["--batch-size", "2"],
+        ["--sequence-length", "8"],
+        ["--picture", "plan.png"],
+    ):
+        assert zero(*plan, *further) == 1
+        error = capsys.readouterr().err
+        assert f"got {further[0]}; pass MODEL" in error
+    for further, message in (
+        (["--stage", "0", "--dtype", "bf16"], "pass --stage 1"),
+        (["--world-size", "0"], "expected world_size to be at least 1"),
+        (["--optimizer", "nothing"], "got 'nothing'"),
+    ):
+        assert zero(*plan, *further) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_the_heading_says_dtypes_and_masters(zero, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Final
 
 from .__about__ import __version__
@@ -78,7 +79,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument("--layers", type=int, help="in place of MODEL: blocks of a transformer")
     model.add_argument("--hidden", type=int, metavar="WIDTH", help="their width")
     model.add_argument(
-        "--params", type=_number, help="of all, embeddings included: 7.5e9; 12 x layers x hidden^2"
+        "--params",
+        type=_params,
+        metavar="NUMBER",
+        help="of all parameters, embeddings included, such as 7.5e9 or 7B (K, M, B, T); 12 x "
+        "layers x hidden^2 if not given. Without --layers and --hidden: model state by formula",
     )
     model.add_argument(
         "--dtype",
@@ -131,14 +136,21 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--picture", metavar="FILE", help="stacked bars of memory, as PNG")
 
 
-def _number(text: str) -> int:
+def _number(text: str, such_as: str = "2048 or 2e3") -> int:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"expected a whole number such as 7.5e9, got {text!r}")
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal(0)
+    if not value.is_finite() or value < 1 or value % 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number such as {such_as}, got {text!r}")
     return int(value)
+
+
+def _params(text: str) -> int:
+    """Return a number of parameters such as 7B; raise ArgumentTypeError otherwise."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMBT])", text.strip().upper())
+    number = text if match is None else f"{match[1]}e{3 + 3 * 'KMBT'.index(match[2])}"
+    return _number(number, such_as="7.5e9 or 7B (K, M, B or T)")
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

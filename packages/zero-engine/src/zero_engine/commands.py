@@ -37,6 +37,7 @@ from zero_engine.planning.options import (
 )
 from zero_engine.planning.plan import plan
 from zero_engine.planning.sources import GPTSize
+from zero_engine.planning.states import plan_states
 from zero_engine.planning.tables import (
     options_table,
     plan_table,
@@ -90,6 +91,9 @@ def _planned(options: argparse.Namespace, say: Callable[[str], object]) -> str:
         "optimizer": None if options.optimizer == "none" else options.optimizer,
         "device": options.device,
     }
+    sizes = (options.model, options.layers, options.hidden)
+    if options.params is not None and all(size is None for size in sizes):
+        return _planned_by_number(options)
     model, detailed = _model(options), _detailed(options)
     room = _room(options, model, detailed or _config(options), say)
     if detailed is not None:
@@ -120,6 +124,44 @@ def _planned(options: argparse.Namespace, say: Callable[[str], object]) -> str:
     if options.picture is not None:
         save_picture([each.plan for each in every], options.picture)
     return json.dumps(found, indent=1) if options.json else table
+
+
+# Options of `plan` that need more of a model than its number of parameters.
+_NEED_UNITS: Final = (
+    *("ranks_per_node", "config", "optimizer_rests", "params_rest", "secondary", "replicas"),
+    *("encode_params", "encode_gradients", "loco", "host_memory", "disk_memory"),
+    *("batch_size", "sequence_length", "picture"),
+)
+
+
+def _planned_by_number(options: argparse.Namespace) -> str:
+    """Plan model state by formula; refuse options that need a model's units."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in _NEED_UNITS
+        if getattr(options, name) not in (None, False, "device")
+    ]
+    if given:
+        raise ConfigError(
+            f"--params alone: expected none of the options that need a model's units, got "
+            f"{', '.join(given)}; pass MODEL (a config.json of transformers), or --layers and "
+            "--hidden"
+        )
+    planned = plan_states(
+        options.params,
+        _config(options),
+        dtype=options.dtype or torch.float32,
+        world_size=options.world_size,
+        stages=range(4) if options.stage is None else (options.stage,),
+        room=Room(
+            device=options.device_memory,
+            activations=options.activations_memory or 0,
+            reserve=options.reserve,
+        ),
+        optimizer=None if options.optimizer == "none" else options.optimizer,
+        device=options.device,
+    )
+    return json.dumps(planned.to_dict(), indent=1) if options.json else planned.table()
 
 
 def _room(
@@ -165,7 +207,7 @@ def _model(options: argparse.Namespace) -> Any:
     if options.layers is None or options.hidden is None:
         raise ConfigError(
             "expected MODEL (a config.json of transformers), or --layers and --hidden, with or "
-            f"without --params; got {', '.join(given) or 'none of them'}"
+            f"without --params, or --params alone; got {', '.join(given) or 'none of them'}"
         )
     return GPTSize(
         options.layers, options.hidden, options.params, dtype=options.dtype or torch.float32

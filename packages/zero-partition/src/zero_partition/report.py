@@ -61,14 +61,14 @@ class MemoryReport:
     disk_bytes: int
 
     def __str__(self) -> str:
-        """Return a line for each kind that there is, in MB (10^6 bytes), and their sum."""
+        """Return a line for each kind that there is, in MiB (2^20 bytes), and their sum."""
         kinds = {
             name.removesuffix("_bytes"): value
             for name, value in asdict(self).items()
             if name.endswith("_bytes") and value
         }
-        lines = [f"{kind:<12}{value / 1e6:>12,.3f} MB" for kind, value in kinds.items()]
-        return "\n".join([*lines, f"{'on device':<12}{self.total_bytes / 1e6:>12,.3f} MB"])
+        lines = [f"{kind:<12}{value / 2**20:>12,.3f} MiB" for kind, value in kinds.items()]
+        return "\n".join([*lines, f"{'on device':<12}{self.total_bytes / 2**20:>12,.3f} MiB"])
 
     @property
     def model_state_bytes(self) -> int:

@@ -22,7 +22,7 @@ from zero_engine.reports import as_table, new_figure, save_figure
 from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow, plan
 
-_UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+_UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
     "params_bytes": "parameters",
     "gradients_bytes": "gradients",
@@ -134,8 +134,7 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     table = as_table(rows, headers=headers, disable_numparse=True)
     first = options[0].plan
     ranks = "1 rank" if first.world_size == 1 else f"{first.world_size:,} ranks"
-    there_is = _there_is(room)
-    heading = f"{_what(first)}, {ranks}" + f"; there is {there_is}" * bool(there_is)
+    heading = f"{_what(first)}, {ranks}{bounds_of(room)}"
     return f"{heading}\n\n{table}\n\n{recommendation(options, room)}"
 
 
@@ -151,7 +150,7 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
                 f"host memory and {in_units(least.disk_bytes)} of its disk."
             )
         else:
-            where = "" if room.device is None else f" in {_bound(room.device)}"
+            where = "" if room.device is None else f" in {in_units(room.device)}"
             lines.append(f"{chosen.name} fits{where}: {_needs(chosen)}.")
             if room.device is not None and chosen.plan.memory.init_peak_bytes > room.device:
                 lines.append(
@@ -169,7 +168,7 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
 
 
 def in_units(num_bytes: int) -> str:
-    """A decimal size with three digits or more."""
+    """Return a size in binary units, with three digits or more."""
     for size, unit in _UNITS:
         if num_bytes >= size:
             digits = 2 if num_bytes < 10 * size else 1 if num_bytes < 100 * size else 0
@@ -178,7 +177,7 @@ def in_units(num_bytes: int) -> str:
 
 
 _RIGHT: Final = ("left", "right", "right")
-_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # of devices, in GB
+_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 140, 192)  # of devices, in GiB
 
 
 def _smallest(options: Sequence[Option], room: Room) -> str:
@@ -187,24 +186,24 @@ def _smallest(options: Sequence[Option], room: Room) -> str:
     for option in options:
         needed = option.device_bytes
         fitting = next(
-            (size for size in _SIZES if needed <= room.without_reserve(size * 10**9)), None
+            (size for size in _SIZES if needed <= room.without_reserve(size * 2**30)), None
         )
         if fitting is not None and (smallest is None or fitting < smallest):
-            said.append(f"{option.name} fits in {fitting} GB")
+            said.append(f"{option.name} fits in {fitting} GiB")
             smallest = fitting
-    return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GB."
+    return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GiB."
+
+
+def bounds_of(room: Room) -> str:
+    """Return the memory that there is, as the end of a heading; nothing if it has no bound."""
+    there_is = _there_is(room)
+    return f"; there is {there_is}" * bool(there_is)
 
 
 def _there_is(room: Room) -> str:
     bounds = ((room.device, "a device"), (room.host, "host memory"), (room.disk, "disk"))
-    said = [f"{_bound(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
+    said = [f"{in_units(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
     return ", ".join(said)
-
-
-def _bound(num_bytes: int) -> str:
-    """Return a size of memory; one of whole GiB in these, too, as it was likely said."""
-    gib = f" ({num_bytes // 2**30} GiB)" if num_bytes % 2**30 == 0 else ""
-    return f"{in_units(num_bytes)}{gib}"
 
 
 def _what(plan: Plan) -> str:
@@ -269,7 +268,7 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
     names = [name_of(plan.config).replace(" + ", "\n") for plan in plans]
     for axis, (place, kinds) in zip(axes, panels.items(), strict=True):
         _stack(axis, names, kinds)
-        axis.set_ylabel(f"{place}, GB a rank")
+        axis.set_ylabel(f"{place}, GiB a rank")
     axes[0].set_title("Before the optimizer's step, without activations")
     axes[0].legend(frameon=False)
     save_figure(figure, path)
@@ -279,7 +278,7 @@ def _stack(axis: Any, names: Sequence[str], kinds: dict[str, list[int]]) -> None
     bottom = [0.0] * len(names)
     for words, sizes in kinds.items():
         if any(sizes):
-            heights = [size / 10**9 for size in sizes]
+            heights = [size / 2**30 for size in sizes]
             axis.bar(
                 range(len(names)),
                 heights,
