@@ -129,3 +129,15 @@ def test_a_package_says_how_it_is_installed_and_is_not_uploaded(package: str) ->
     (line,) = re.findall(r"(?m)^    pip install (.*)$", readme)
     assert set(re.findall(r"\./packages/([\w-]+)", line)) == needs
     assert "not on the package index" in readme
+
+
+def test_pages_that_say_how_to_install_give_one_command() -> None:
+    """Readers of several pages would otherwise have to find out which packages they need."""
+    pages = ("README.md", "docs/start.md", "packages/zero-engine/README.md")
+    lines = {
+        page: re.findall(r"(?m)^    pip install \./.*$", (ROOT / page).read_text())
+        for page in pages
+    }
+
+    assert all(len(found) == 1 for found in lines.values())
+    assert len({*map(tuple, lines.values())}) == 1
