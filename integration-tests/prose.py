@@ -28,7 +28,7 @@ MOST_TRAILING: Final = {
     "zero-deepspeed": 5,
     "zero-engine": 10,
     "zero-offload": 2,
-    "zero-partition": 12,
+    "zero-partition": 6,
 }
 
 

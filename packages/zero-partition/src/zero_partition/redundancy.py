@@ -34,7 +34,8 @@ from .dtensors import is_dtensor
 from .errors import LoadError, PartitionError, StateError
 from .nested import describe, described_tensors, map_tensors, rebuild
 
-TAG: Final = 2**22  # above those of any sharded model on the same group
+# Above the tags of all sharded models on the same group.
+TAG: Final = 2**22
 AGREE_TAG: Final = TAG + 1
 PURPOSES: Final = {
     TAG: Purpose(
@@ -49,10 +50,11 @@ PURPOSES: Final = {
 _TIMEOUT_S: Final = 60.0
 _PARAM_BUCKET_BYTES: Final = 32 * 2**20
 _STATE_BUCKET_BYTES: Final = 2**20
-_IN_FLIGHT: Final = 2  # buckets at a time
+# Number of buckets that are sent at a time.
+_IN_FLIGHT: Final = 2
 
-
-Owned: TypeAlias = tuple[Tensor, int]  # and the rank that has its values
+# A tensor, and the rank that has its values.
+Owned: TypeAlias = tuple[Tensor, int]
 
 
 @frozen(eq=False)
@@ -61,20 +63,22 @@ class Bucket:
 
     owned: tuple[Owned, ...]
     layout: FlatLayout  # in bytes
-    memory: Tensor | None = None  # on the group's device; without it they are packed
-    views: tuple[Tensor, ...] = ()  # of `memory`, one for each tensor
+    # On the group's device; None: tensors are packed for each exchange.
+    memory: Tensor | None = None
+    # Views of `memory`, one for each tensor.
+    views: tuple[Tensor, ...] = ()
 
     @classmethod
     def plan(cls, owned: Iterable[Owned], world_size: int) -> Bucket:
         """Plan one bucket of all these tensors."""
-        owned = tuple(sorted(owned, key=lambda each: each[1]))  # stable
+        owned = tuple(sorted(owned, key=lambda each: each[1]))
         sizes, owners = [tensor.nbytes for tensor, _ in owned], [owner for _, owner in owned]
         align = ALIGN_BYTES if len(owned) > 1 else 1
         return cls(owned, FlatLayout.plan_whole(sizes, owners, world_size=world_size, align=align))
 
     def placed_on(self, device: torch.device) -> Bucket:
         """Return the bucket with memory for its tensors, and views in each one's order of dims."""
-        # Zeros: padding travels too, and uninitialised bytes of a process are nobody's business.
+        # Zeros: padding is sent, too, and uninitialised memory must not leave the process.
         memory = torch.zeros(self.layout.numel, dtype=torch.uint8, device=device)
         views = []
         for (tensor, _), span in zip(self.owned, self.layout.spans, strict=True):
@@ -105,7 +109,8 @@ class Bucket:
         Returns:
             A function that waits, and fills the tensors that other ranks have sent.
         """
-        self.install()  # a user may have given a parameter other memory
+        # The user may have given a parameter other memory.
+        self.install()
         memory = self._memory_on(group.device)
         mine = self.layout.shards[group.rank] if to is not None else Span(0, self.layout.numel)
         if memory is not None:
@@ -206,7 +211,8 @@ def named_params(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, T
             number += 1
 
 
-Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or that it is none
+# Entry -> shape of the tensor; None if it is no tensor.
+Expected = dict[str, tuple[int, ...] | None]
 
 
 def check_state(
@@ -240,8 +246,9 @@ def check_state(
         named_params(optimizer), _numbers_in(given), strict=True
     ):
         state = left.pop(number, None)
+        # No step has had a gradient for it: its state starts anew, as in plain torch.
         if not state:
-            continue  # no step has had a gradient for it: it begins anew, as in plain torch
+            continue
         key = (index, param.shape, param.dtype, param.device)
         if key not in known:
             known[key] = _try(own, index, param, options)
@@ -384,7 +391,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         process_group: Any = None,
         **defaults: Any,
     ) -> None:
-        """Deal the parameters and make this rank's optimizer. Collective.
+        """Assign parameters to ranks and construct this rank's optimizer. Collective.
 
         Args:
             params: Parameters, (name, parameter) pairs, or dicts of them and options, as any
@@ -422,13 +429,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._kind = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._in_place = parameters_as_bucket_view
         self._owners: dict[Tensor, int] = {}
-        self._whole: dict[Tensor, dict[str, Any]] | None = None  # of one moment
-        self._shared: list[Tensor] = []  # whose state there is the optimizer's own memory
+        # Whole state as of the last consolidation; None if this rank has none.
+        self._whole: dict[Tensor, dict[str, Any]] | None = None
+        # Parameters whose state in `_whole` may be the optimizer's own memory, until the next step.
+        self._shared: list[Tensor] = []
         self._is_made = self._steps_in_backward = False
-        self._reducing: deque[tuple[Any, torch.futures.Future]] = deque()  # DDP's buckets
+        # DDP's buckets that are being reduced.
+        self._reducing: deque[tuple[Any, torch.futures.Future]] = deque()
         self._sending: deque[Callable[[], None]] = deque()
-        self._buckets: list[Bucket] = []  # of all that travels after a step
-        self._ddp_buckets: dict[tuple[int, ...], list[Bucket]] = {}  # by parameters of DDP's
+        # Buckets of all parameters that are sent after a step.
+        self._buckets: list[Bucket] = []
+        # Ids of the parameters in one of DDP's buckets -> buckets in which they are sent.
+        self._ddp_buckets: dict[tuple[int, ...], list[Bucket]] = {}
         self.group.explain(PURPOSES)
         Joinable.__init__(self)
         super().__init__(params, dict(defaults))
@@ -480,8 +492,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         is_dict = isinstance(param_group, dict)
         super().add_param_group(dict(param_group) if is_dict else param_group)
+        # Torch's constructor calls this before this rank's optimizer exists.
         if not self._is_made:
-            return  # called by torch's constructor
+            return
         group = self.param_groups[-1]
         self._assign_params(group["params"])
         try:
@@ -491,7 +504,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for param in group["params"]:
                 del self._owners[param]
             del self.param_groups[-1]
-            del self.optim.param_groups[len(self.param_groups) :]  # where it took them
+            # This rank's optimizer may have accepted the group.
+            del self.optim.param_groups[len(self.param_groups) :]
             raise
         copy_options(self.optim.param_groups, self.param_groups)
         self._plan()
@@ -530,7 +544,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Return what torch's `Join([ddp_model, optimizer])` calls on a rank without inputs. Local.
 
         Such a rank steps with the gradients that it has: those of its last backward, unless they
-        were dropped or somebody, such as a Joinable of the user's, has set others.
+        were dropped, or other code, such as another Joinable, has set others.
         """
         return _StepsAlong(self)
 
@@ -556,8 +570,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         all parameters, from the first one on, by the options they have in `param_groups` by then;
         `step()` has nothing left to do and may stay in the loop, and accumulation needs
         `model.no_sync()`. Gradients cannot be clipped or unscaled before they are used. The
-        optimizer steps once per bucket, on the parameters of that bucket: one that counts its steps
-        elsewhere than in the state of each parameter counts too many. Under
+        optimizer steps once per bucket, on the parameters of that bucket: an optimizer that counts
+        its steps outside the state of each parameter counts too many. Under
         `find_unused_parameters` an unused parameter steps with a gradient of zeros.
 
             optimizer.overlap_with_ddp(model, default_hooks.allreduce_hook)
@@ -575,8 +589,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             raise StateError("overlap_with_ddp() was called before; make another optimizer")
         self._steps_in_backward = True
 
-        def hook(state, bucket):  # no annotations: DDP compares them with types, and they are text
-            if bucket.index() == 0:  # what a backward that raised has left
+        # Without annotations: DDP compares them with types, and here they are text.
+        def hook(state, bucket):
+            # Drop buckets of an earlier backward that raised.
+            if bucket.index() == 0:
                 self._reducing.clear()
                 self._sending.clear()
             future = reduce(state, bucket)
@@ -603,7 +619,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if isinstance(reduced, list):
             reduced = reduced[0]
         if reduced.data_ptr() != bucket.buffer().data_ptr():
-            bucket.buffer().copy_(reduced)  # as DDP itself will
+            # DDP itself does the same afterwards.
+            bucket.buffer().copy_(reduced)
         given = zip(bucket.parameters(), bucket.gradients(), strict=True)
         grads = {param: grad for param, grad in given if param in self._owners}
         own = {p: g for p, g in grads.items() if self._owners[p] == self.group.rank}
@@ -619,7 +636,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step this rank's optimizer. Local, but for a closure."""
-        for param in self._shared:  # in place, since a caller may have it by now
+        # The dicts are updated in place, since a caller may have them already.
+        for param in self._shared:
             state = self._consolidated()[param]
             state.update(map_tensors(state, torch.clone))
         self._shared = []
@@ -641,8 +659,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             to: The rank that receives it, a position in the group; None for all ranks.
 
         Raises:
-            StateError: The state of some parameter holds what is no tensor, number, string, or
-                list, tuple or dict of these; or `to` is no rank. On every rank.
+            StateError: The state of some parameter contains something other than a tensor, number,
+                string, or list, tuple or dict of these; or `to` is no rank. On every rank.
         """
         if to is not None and not 0 <= to < self.group.world_size:
             raise StateError(
@@ -675,8 +693,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         exchange(buckets, group, to=to, in_flight=0)
         if receives:
             values = (tensor.cpu() for tensor, _ in owned)
+            # `map_tensors` makes tensors and objects of the `Parts` that `rebuild` returns.
             whole = {
-                n: map_tensors(rebuild(of_param, values), lambda tensor: tensor)  # makes `Parts`
+                n: map_tensors(rebuild(of_param, values), lambda tensor: tensor)
                 for _, of_rank in answers
                 for n, of_param in of_rank
             }
@@ -803,8 +822,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             "parameters in param groups": str([len(g["params"]) for g in self.param_groups]),
         }
         for name, _, param in named_params(self):
+            # It has no shape to compare, and is refused.
             if is_lazy(param):
-                continue  # refused; it has no shape to compare
+                continue
             travels, shape, stride, dtype, _ = facts_of(param)
             how = "trains" if travels else "is frozen"
             facts[name] = f"{how}, {tuple(shape)} with strides {stride}, {dtype}"
@@ -826,7 +846,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._buckets.insert(0, bucket)
         for bucket in before:
             bucket.remove()
-        self._facts = list(map(facts_of, self._owners))  # views are dense
+        # After the installation, since strides change: views are dense.
+        self._facts = list(map(facts_of, self._owners))
         self._ddp_buckets.clear()
 
     def _pack(self, params: Iterable[Tensor]) -> list[Bucket]:

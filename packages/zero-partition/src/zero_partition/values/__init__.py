@@ -11,8 +11,8 @@ names into runs of elements by rank, and optimizer state into parts that any lay
 - load.py: a checkpoint's values into a model, by a plan that is complete before anything is
   written; split_readers.py and custom_loading.py read what is split over ranks or goes through
   module code.
-- average.py: an average of parameters, sharded like them. offload_states.py: state parked
-  elsewhere.
+- average.py: an average of parameters, sharded like them. offload_states.py: training state moved
+  to a backup, and back.
 
 Read runs.py first. What must never happen: values are changed before every rank has found that all
 of it fits; and a whole model is in memory where one parameter at a time would do.

@@ -19,17 +19,18 @@ from zero_partition.run.unit import ShardState
 from .value import GradValue, ParamValue, StateValue
 
 # NOTE(arguments): every function here takes the model's own Parameter object, tied and frozen ones
-# included, at every stage. What it returns is a copy, the caller's to keep; shapes are the
-# parameter's, and local parts are 1-D and may be empty. At stage 0 a local part is the whole.
+# included, at every stage. Tensors that it returns are copies, which the caller may keep. Whole
+# tensors have the parameter's shape; local parts are 1-D and may be empty. At stage 0 a local part
+# is the whole.
 
 
 @collective
 def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | None:
     """The whole gradient of a parameter, averaged over the ranks. Collective at every stage.
 
-    There from the end of backward until `zero_grad()`. Inside `no_sync` it is what this rank has
-    accumulated there by itself, not averaged, and nothing is sent; after it, what is left to be
-    reduced is reduced first.
+    It exists from the end of backward until `zero_grad()`. Inside `no_sync` it is the gradient that
+    this rank has accumulated, not averaged, and nothing is sent. After `no_sync`, gradients that
+    are not reduced yet are reduced first.
 
     Returns:
         None where plain torch would have None: a frozen parameter, or one that no rank used.
@@ -114,13 +115,17 @@ def update_full_grads(
 class ParameterStatus:
     """Facts about a parameter, found without gathering or changing it."""
 
-    names: tuple[str, ...]  # tied parameters have several
-    unit: str  # name of the unit it belongs to; "" is the model itself
+    # All its names; a tied parameter has several.
+    names: tuple[str, ...]
+    # Name of the unit that it belongs to; "" is the model itself.
+    unit: str
     shape: torch.Size
     dtype: torch.dtype
     is_trainable: bool
-    is_whole: bool  # its values can be read right now
-    part: Span  # the elements that this rank keeps; all of them where it is replicated
+    # Whether this rank can read all its values right now.
+    is_whole: bool
+    # Elements that this rank keeps; all of them if the parameter is replicated.
+    part: Span
 
 
 def parameter_status(param: nn.Parameter) -> ParameterStatus:
@@ -166,7 +171,7 @@ def set_full_param(
         param: The model's own Parameter object.
         value: Of the parameter's shape; cast to its dtype. The same on every rank, or, with
             `from_rank`, looked at on that rank only.
-        from_rank: Whose value every rank takes.
+        from_rank: Rank whose value all ranks take.
 
     Raises:
         StateError: Another shape, a parameter that is gathered or in use by a forward or backward,
@@ -187,8 +192,8 @@ def local_param(param: nn.Parameter) -> Tensor:
 def set_local_param(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's part of a parameter. Every rank calls it.
 
-    Sends nothing where the parameter is sharded. Where it rests whole (at stages 1 and 2, and small
-    ones at 3), it is collective, and each rank gets the parts of all.
+    Sends nothing if the parameter is sharded. If it is replicated (at stages 1 and 2, and small
+    ones at 3), the call is collective, and each rank gets the parts of all ranks.
 
     Raises:
         StateError: Another numel than `local_param` has, stage 0, where there are no parts, or as
@@ -207,8 +212,8 @@ def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None =
     under "tensor", which then sends it.
 
     Returns:
-        A tensor that the caller may keep; what is one value for the whole parameter ("step") as it
-        is.
+        A tensor that the caller may keep. An entry that is one value for the whole parameter
+        ("step") is returned as it is.
 
     Raises:
         StateError: No optimizer, no state yet (it comes with the first step), no such key, an entry
@@ -229,7 +234,7 @@ def set_full_optimizer_state(
         key: An entry that is there.
         value: As `full_optimizer_state` returns it; a number will do for a tensor of no dims. The
             same on every rank, or, with `from_rank`, looked at on that rank only.
-        from_rank: Whose value every rank takes.
+        from_rank: Rank whose value all ranks take.
 
     Raises:
         StateError: As for `full_optimizer_state`, or a value of another shape.
@@ -240,8 +245,9 @@ def set_full_optimizer_state(
 def local_optimizer_state(param: nn.Parameter, key: str) -> Any:
     """This rank's part of one entry of the optimizer's state, in the optimizer's shape. Local.
 
-    That is 1-D and even where the cut is flat, and whatever the optimizer made of its shard
-    elsewhere; what is one value for the whole parameter is on every rank that keeps a part of it.
+    With a flat cut it is 1-D, and parts are even. With other cuts it has the shape that the
+    optimizer gave it for its shard. An entry that is one value for the whole parameter is on every
+    rank that keeps a part of the parameter.
 
     Raises:
         StateError: No optimizer, no state yet, or none on this rank, no such key, or `param`

@@ -119,7 +119,7 @@ class ShardedAverage:
         As `zero_engine.full_state_dict(model)`, but of the dtype in which they are averaged.
 
         Returns:
-            The state dict on rank 0, in host memory; an empty dict elsewhere.
+            The state dict on rank 0, in host memory; an empty dict on other ranks.
 
         Raises:
             StateError: As for `update`, or a forward is running.

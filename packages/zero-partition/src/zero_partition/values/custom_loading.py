@@ -1,8 +1,8 @@
-"""Modules that change what a state dict holds: hooks, overridden methods, extra state.
+"""Modules that change what a state dict contains: hooks, overridden methods, extra state.
 
-`state_dict()` of such a module may rename entries or add some, and `load_state_dict()` takes them
-back: it may resize buffers, accept the names of an older version, or rebuild what it derives. Both
-run here on values that are not in memory. `describe_state_dict` says under which keys parameters
+`state_dict()` of such a module may rename entries or add some. Its `load_state_dict()` may resize
+buffers, accept the names of an older version, or compute values from others. Both run here on
+values that are not in memory. `describe_state_dict` says under which keys parameters
 and buffers are saved. `CustomLoading` calls `load_state_dict()` twice: once to find what goes
 where, before anything is written, and once when all values are there.
 """
@@ -44,17 +44,22 @@ _METHODS: Final = (
     *("get_extra_state", "set_extra_state"),
 )
 _HOOKS: Final = (state_dict_pre_hooks, state_dict_hooks, before_load_hooks, after_load_hooks)
-_EXTRA: Final = "_extra_state"  # the last part of the key that torch gives extra state
-_OURS: Final = -1  # key of our hook among those of a module; torch's keys are not negative
+# Last part of the key under which torch saves a module's extra state.
+_EXTRA: Final = "_extra_state"
+# Key of our hook among those of a module; torch's keys are not negative.
+_OURS: Final = -1
 
 
 @frozen(eq=False)
 class StateDictLayout:
     """Keys of a `state_dict()`, as far as they are not the names of parameters and buffers."""
 
-    keys: Mapping[str, str] = field(factory=dict)  # key -> parameter or buffer; empty: the same
-    values: Mapping[str, Any] = field(factory=dict)  # key -> entry that is neither of them
-    metadata: Mapping[str, Any] = field(factory=dict)  # module -> version; torch's `_metadata`
+    # Key -> name of the parameter or buffer; empty if all keys are these names.
+    keys: Mapping[str, str] = field(factory=dict)
+    # Key -> entry that is neither a parameter nor a buffer.
+    values: Mapping[str, Any] = field(factory=dict)
+    # Module -> version; torch's `_metadata`.
+    metadata: Mapping[str, Any] = field(factory=dict)
 
 
 def customizes_state_dict(model: nn.Module) -> bool:
@@ -99,7 +104,7 @@ def describe_state_dict(sharded: ShardedModel) -> StateDictLayout | None:
             tensors.append(tensor)
     names |= {id(param_ref.param): param_ref.name for param_ref in sharded.param_refs}
     # `state_dict()` calls `detach()` of each tensor. An attribute of the object precedes the
-    # method, so the state dict holds a stand-in that knows its tensor, whatever renames it.
+    # method. So the state dict contains a stand-in that knows its tensor, even under another key.
     for tensor in tensors:
         vars(tensor)["detach"] = partial(NameOnly.of, tensor, "its values are not needed here")
     try:
@@ -199,17 +204,25 @@ class CustomLoading:
     """One load through `load_state_dict()` of the model. Local; every rank calls the same."""
 
     model: nn.Module
-    source: Mapping[str, AbstractRangeReader]  # by the source's names
-    ties: Mapping[str, str]  # further names of tied parameters, to the first
+    # Name in the source -> reader.
+    source: Mapping[str, AbstractRangeReader]
+    # Further name of a tied parameter -> its first name.
+    ties: Mapping[str, str]
     layout: StateDictLayout
-    readers: dict[str, AbstractRangeReader] = field(factory=dict, init=False)  # by the model's
-    renamed: dict[str, str] = field(factory=dict, init=False)  # source's name -> the model's
-    missing: list[str] = field(factory=list, init=False)  # extra state that modules expect
+    # Name in the model -> reader; filled by `find`.
+    readers: dict[str, AbstractRangeReader] = field(factory=dict, init=False)
+    # Name in the source -> name in the model.
+    renamed: dict[str, str] = field(factory=dict, init=False)
+    # Keys of extra state that modules expect and the source lacks.
+    missing: list[str] = field(factory=list, init=False)
     unexpected: list[str] = field(factory=list, init=False)
     problems: list[str] = field(factory=list, init=False)
-    _keys: set[str] = field(factory=set, init=False)  # that we took before torch looked
-    _found: list[tuple[Tensor, Any]] = field(factory=list, init=False)  # tensor and its new value
-    _buffers: list[tuple[dict, dict]] = field(init=False)  # of each module: its own dict, a copy
+    # Keys that `_take` removed before torch looked for them.
+    _keys: set[str] = field(factory=set, init=False)
+    # A tensor of the model, and its new value.
+    _found: list[tuple[Tensor, Any]] = field(factory=list, init=False)
+    # For each module: its own dict of buffers, and a copy of that.
+    _buffers: list[tuple[dict, dict]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         of_all = map(own_buffers, self.model.modules())
@@ -237,8 +250,9 @@ class CustomLoading:
                 self.problems.append(f"{name!r}: expected a tensor, got {type(value).__name__}")
                 continue
             reader = value.reader if isinstance(value, Unread) else MemoryReader(value.detach())
+            # A tied tensor may have several values, each under a name of its own.
             while name is not None and self.readers.get(name, reader) is not reader:
-                name = next(unused, None)  # tied: each value has a name of its own
+                name = next(unused, None)
             if name is not None:
                 self.readers[name] = reader
             if name is not None and isinstance(value, Unread):

@@ -42,9 +42,12 @@ class _ParamOutcome(IntEnum):
     """State in which a rank leaves a parameter, or the context; sent as one byte."""
 
     FINE = 0
-    EDITED = 1  # though nobody was to
+    # Changed, in a context without a modifier.
+    EDITED = 1
+    # Left with another shape, dtype or device.
     MISSHAPEN = 2
-    RAISED = 3  # an exception passes through the context
+    # An exception passes through the context.
+    RAISED = 3
 
 
 @frozen(eq=False)
@@ -53,7 +56,8 @@ class _Whole:
 
     name: str
     param: nn.Parameter
-    memory: Tensor  # the memory in which its values belong
+    # Memory of its values that the context gave it, or that it had if it is replicated.
+    memory: Tensor
     version: int
     checksum: int
 
@@ -77,7 +81,8 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 class EarlyParams:
     """Parameters of one group that `Init` has sharded and that no sharded model has yet."""
 
-    shards: Sequence[EarlyShard]  # sorted
+    # In the same order on every rank.
+    shards: Sequence[EarlyShard]
 
     def find_gathered(self) -> str | None:
         """Return the label of one that a context has gathered already, if any."""
@@ -111,7 +116,8 @@ class ShardedParams:
     """Parameters of one sharded model."""
 
     sharded: ShardedModel
-    param_refs: Sequence[ParamRef]  # sorted
+    # In the same order on every rank.
+    param_refs: Sequence[ParamRef]
 
     def find_gathered(self) -> str | None:
         """Return the name of one that a context has gathered already, if any."""
@@ -164,8 +170,9 @@ class ShardedParams:
             if param_ref.unit.has_gathered_values
         }:
             unit.mark_gathered(is_gathered=False)
+            # Its parameters view memory of this context, not a slot.
             if unit.state is ShardState.UNSHARDED:
-                unit.reshard()  # it is whole in our memory only
+                unit.reshard()
         for buffer in {
             param_ref.buffer: None for param_ref in self.param_refs if param_ref.is_gathered
         }:
@@ -194,7 +201,8 @@ class ShardedParams:
         for unit in {param_ref.unit: None for param_ref in self.param_refs}:
             is_whole = all(len(buffer.pinned) == len(buffer.params) for buffer in unit.buffers)
             if is_whole and unit.state is not ShardState.UNSHARDED:
-                unit.reshard()  # a gather that was launched ahead is not needed
+                # Ends a gather that was launched ahead, which is not needed.
+                unit.reshard()
                 unit.mark_gathered(is_gathered=True)
 
 
@@ -211,13 +219,18 @@ def _memory_of(param_ref: ParamRef) -> Tensor:
 class GatheredContext:
     """Parameters that one context has gathered, and what ranks do to them meanwhile."""
 
-    what: str  # users call it
+    # Name of the context in error messages.
+    what: str
     modifier_rank: int | None
-    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
+    # Whether to compare checksums of all bytes, to find writes that autograd does not count.
+    compares_bytes: bool
     params: EarlyParams | ShardedParams
-    group: Group  # who has them
-    tag: int = 0  # identity of what the ranks tell each other
-    unread: list[Handle[Tensor]] = field(factory=list)  # sent as an exception passed
+    # Ranks over which the parameters are sharded or replicated.
+    group: Group
+    # Tag of the collective in which ranks report how they leave.
+    tag: int = 0
+    # Reports that `commit` has not read. They stay if an exception ends the context.
+    unread: list[Handle[Tensor]] = field(factory=list)
     _wholes: list[_Whole] = field(factory=list, init=False)
     _report: Handle[Tensor] | None = field(default=None, init=False)
     _is_open: bool = field(default=False, init=False)
@@ -252,7 +265,8 @@ class GatheredContext:
         """Tell the others how this rank leaves, once. Launches only: they may be gone."""
         if self._report is not None or not self._wholes:
             return
-        while self.unread:  # of an earlier context, which every rank has left by now
+        # Reports of an earlier context, which every rank has left by now.
+        while self.unread:
             self.unread.pop().wait()
         said = [_ParamOutcome.RAISED for _ in self._wholes] if has_raised else self._judge_all()
         mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
@@ -264,7 +278,7 @@ class GatheredContext:
             tag=self.tag,
             control=True,
         )
-        self.unread.append(self._report)  # until commit() has read it
+        self.unread.append(self._report)
 
     def commit(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
@@ -340,7 +354,8 @@ class GatheredContext:
             )
 
 
-_GATHERED: Final = "GatheredParameters"  # what users call them
+# Names of the contexts in error messages.
+_GATHERED: Final = "GatheredParameters"
 _UNSHARDED: Final = "unsharded()"
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
@@ -358,8 +373,8 @@ class GatheredParameters:
     - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
       function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
       end; a write through `param.data` is looked for where `sanity_checks` asks, and dropped.
-    - With `modifier_rank`, what that rank has written is every rank's at the end; what the others
-      wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
+    - With `modifier_rank`, every rank gets that rank's values at the end; values that other ranks
+      wrote are dropped. This holds for replicated parameters (stages 0 to 2), too.
 
     An exception inside drops all changes of sharded parameters; the other ranks, at the end of
     theirs, learn of it by a StateError. Inside, `optimizer.step()` and `release_buffers()` raise,
@@ -368,14 +383,14 @@ class GatheredParameters:
     Args:
         params: A Parameter, a module, or any iterable of Parameters, in any order; each counts
             once.
-        modifier_rank: Whose changes are kept, a rank of the group; None keeps nobody's.
+        modifier_rank: Rank of the group whose changes are kept; None if no rank changes values.
         fwd_module: Uses the parameters in its forward: see `register_external_parameter`.
         enabled: Do nothing at all when False.
         sanity_checks: Compare checksums over all bytes, to find what was written through
             `param.data`.
 
     Raises:
-        TypeError: `params` holds something else than Parameters.
+        TypeError: `params` contains something other than Parameters.
         OverlapError: A parameter is gathered already, by an enclosing context.
         LostEditError: On leaving: a rank changed a parameter without being the modifier.
         StateError: `modifier_rank` is no rank of the group; a parameter to be modified is in use by
@@ -529,10 +544,10 @@ class _LaunchAhead(Bound):
                 param_ref.sharded.outside.launch(param_ref)
 
 
-# NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
-# copies of units where its shards rest, and a unit is read from there into its slot when it is
-# used, ahead of it as shards are: the memory of the device is that of training, and no rank waits
-# for another.
+# NOTE(copies): parameters whose shards do not fit on the device do not fit there whole. So each
+# rank keeps whole copies of units on the host or on disk, where its shards are offloaded. A unit is
+# read from its copy into its slot ahead of its use, as in training. The device needs as much memory
+# as in training, and no rank waits for another.
 
 
 @contextmanager
@@ -559,7 +574,8 @@ def streamed(
                 unit.fill_unsharded_cache(cache)
                 unit.reshard()
                 continue
-            wholes = []  # the slot gets what the codec leaves of them
+            # The slot would get values that the codec has rounded.
+            wholes = []
             for buffer in unit.buffers:
                 whole = torch.empty_like(blanks[buffer], device=sharded.group.device)
                 wholes.append(buffer.all_gather(whole, shard=buffer.shard, is_exact=True).wait())
@@ -573,7 +589,8 @@ def streamed(
         finally:
             sharded.open_contexts.remove(what)
     finally:
-        for unit in units:  # ranks have read different units, and exact values
+        # Each rank's slots have other units, and exact values: all of them are forgotten.
+        for unit in units:
             unit.use_unsharded_cache(None)
         sharded.outside.forget()
         cache.end()
@@ -589,8 +606,8 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
 
     Inside, forwards of what is whole communicate nothing, so that ranks may run as many as each
     likes: to generate, say. It costs the bytes of what is whole, and gathers once. Changes of
-    sharded parameters inside are dropped. Afterwards, exception or not, training goes on as if
-    nothing had been.
+    sharded parameters inside are dropped. Afterwards, also after an exception, training continues
+    as if the context had not been entered.
 
     Args:
         model: The very module that was sharded.

@@ -60,12 +60,17 @@ NamedReaders: TypeAlias = Mapping[str, AbstractRangeReader]
 class Target:
     """One parameter or persistent buffer, and where this rank keeps which part of it."""
 
-    names: tuple[str, ...]  # all it has in `state_dict`
+    # All its names in `state_dict`.
+    names: tuple[str, ...]
     tensor: Tensor
-    param_ref: ParamRef | None = None  # in a model that is sharded
-    memory: Tensor | None = None  # else: where this rank keeps its part; a buffer's own shape
-    kept: Span = field(factory=lambda: Span(0, 0))  # elements that are there
-    found: dict[str, AbstractRangeReader] = field(factory=dict)  # to be read; of one, the first
+    # Set for a parameter of the sharded model that is loaded into.
+    param_ref: ParamRef | None = None
+    # Set for other tensors: memory of this rank's part, 1-D or in the tensor's own shape.
+    memory: Tensor | None = None
+    # Elements that this rank keeps.
+    kept: Span = field(factory=lambda: Span(0, 0))
+    # Name in the source -> reader; values are read by the first.
+    found: dict[str, AbstractRangeReader] = field(factory=dict)
 
     @property
     def reader(self) -> AbstractRangeReader:
@@ -174,8 +179,9 @@ def _fill_own_masters(
     buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader], offload: OptimizerOffload
 ) -> None:
     """Write the masters that an optimizer offload keeps by itself for 16-bit parameters."""
+    # The flat buffer has the masters, and `fill_buffer` wrote them.
     if buffer.main_shard.dtype != buffer.plan.dtype:
-        return  # it keeps ours
+        return
     for piece in buffer.pieces if buffer.offloaded_params else ():
         reader, target = readers.get(piece.index), buffer.offloaded_params[piece.index]
         if reader is not None and target.dtype.is_floating_point and target.dtype.itemsize < 4:
@@ -244,7 +250,8 @@ def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
 
     def are_same(target: Target, other: AbstractRangeReader) -> bool:
         first, span, numel = target.reader, target.kept, target.tensor.numel()
-        if target.tensor.is_meta:  # nobody keeps any of it yet
+        # No rank keeps any of it yet, so each rank compares an equal run of elements.
+        if target.tensor.is_meta:
             ends = (numel * rank // group.world_size for rank in (group.rank, group.rank + 1))
             span = Span(*ends)
         return first.dtype == other.dtype and all(
@@ -266,15 +273,24 @@ class StateSource:
 
     params: NamedReaders
     buffers: NamedReaders
-    where: str  # name of the source, for errors
-    ties: Mapping[str, str] = field(factory=dict)  # from further names to those in `params`
-    may_lack: frozenset[str] | None = frozenset()  # names that may be missing; None: all
-    states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
-    param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
-    shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
-    extra: Sequence[Mapping[str, Any]] = ()  # likewise: see `extra_entries`
-    own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
-    own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
+    # Name of the source, for errors.
+    where: str
+    # Further name of a tied parameter -> its name in `params`.
+    ties: Mapping[str, str] = field(factory=dict)
+    # Names that may be missing; None: all.
+    may_lack: frozenset[str] | None = frozenset()
+    # Name -> entry -> reader or value; None: state is not loaded.
+    states: Mapping[str, Mapping[str, Any]] | None = None
+    # Options of each param group, with names under "params".
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    # For each optimizer: its state that belongs to no parameter.
+    shared: Sequence[Mapping[Any, Any]] = ()
+    # For each optimizer: further entries of its state dict; see `extra_entries`.
+    extra: Sequence[Mapping[str, Any]] = ()
+    # As `StateParts.own_said`.
+    own_said: Mapping[str, Any] = field(factory=dict)
+    # Rank -> number of the tensor, as text -> reader; see NOTE(own) in runs.py.
+    own: Mapping[int, NamedReaders] = field(factory=dict)
     # Keys for the model's own `load_state_dict()`; None: it is not called.
     layout: StateDictLayout | None = field(factory=StateDictLayout)
 
@@ -283,16 +299,23 @@ class StateSource:
 class StateLoad:
     """A load that has been planned: nothing is written yet."""
 
-    sharded: ShardedModel | None  # None: of values alone
+    # None: the model is not sharded, and only values are loaded.
+    sharded: ShardedModel | None
     source: StateSource
-    values: Sequence[Target]  # all parameters and persistent buffers
-    custom: CustomLoading | None = None  # where the model loads by code of its own
-    states: dict[ParamRef, dict[str, Any]] = field(factory=dict)  # `EntryPart`s and values
-    num_entries: int = 0  # of states, whole ones
+    # All parameters and persistent buffers.
+    values: Sequence[Target]
+    # Set if the model loads through methods or hooks of its own.
+    custom: CustomLoading | None = None
+    # Parameter -> entry -> `EntryPart` or value.
+    states: dict[ParamRef, dict[str, Any]] = field(factory=dict)
+    # Number of whole entries in `states`.
+    num_entries: int = 0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    problems: list[str] = field(factory=list)  # all that speaks against it
-    begins_anew: list[str] = field(factory=list)  # state that is of other shards, each with why
+    # Reasons why nothing may be loaded.
+    problems: list[str] = field(factory=list)
+    # State that is not loaded, since ranks with other shards saved it; each with the reason.
+    begins_anew: list[str] = field(factory=list)
 
     @property
     def num_tensors(self) -> int:
@@ -313,8 +336,10 @@ class StateLoad:
             sharded.begin_write()
         with torch.no_grad():
             if sharded is not None and source.states is not None:
-                LocalState(sharded).write(self.states)  # first: it mends state that is torn
-            _fill(reversed(self.values))  # what was read last, to check it, is cached still
+                # Before values, since it mends state that is torn.
+                LocalState(sharded).write(self.states)
+            # Reversed, since the values that a check has read last are still cached.
+            _fill(reversed(self.values))
         if sharded is not None:
             if source.states is not None:
                 _restore_options(sharded, source.param_groups)
@@ -425,7 +450,8 @@ class StateLoad:
                 )
                 state, own = {}, {"entries": {}}
             self.num_entries += len(state)
-            is_here = sharded.residence.offload is None  # else `_fill_own_masters` does it
+            # With an optimizer offload, `_fill_own_masters` writes the masters.
+            is_here = sharded.residence.offload is None
             if (
                 state
                 and name in params
@@ -436,7 +462,8 @@ class StateLoad:
             self.states[param_ref] = {}
             try:
                 self.states[param_ref] = _part_of_state(param_ref, state, for_whole)
-                if own["entries"]:  # what has no whole: nests, with readers for tensors
+                # Entries without a whole: nested values, with readers in place of tensors.
+                if own["entries"]:
                     given = _given_to(param_ref.group.rank, mine, theirs_own, own_entries[name])
                     self.problems += [
                         f"{name!r}: optimizer state is made of a {foreign}, of another package than"
@@ -458,8 +485,10 @@ class StateLoad:
 class StateLoadReport:
     """Names that did not match in a load that allowed it."""
 
-    missing: tuple[str, ...]  # in the model only
-    unexpected: tuple[str, ...]  # in the source only
+    # Names that only the model has.
+    missing: tuple[str, ...]
+    # Names that only the source has.
+    unexpected: tuple[str, ...]
 
 
 @collective
@@ -475,8 +504,8 @@ def load_ranges(
 
     The model may be built by `Init`, on the meta device (it is then as `Init` would leave it),
     partitioned at any stage, or plain. Names are those of `model.state_dict()`: parameters and
-    persistent buffers. A tied parameter may come under any of its names, or under several that
-    hold the same values. Beyond the shards a rank needs 2 MiB, or the largest buffer.
+    persistent buffers. A tied parameter may have any of its names, or several with the same values.
+    Beyond the shards a rank needs 2 MiB, or the largest buffer.
 
     Values of a float dtype are rounded to the float dtype of the model, to nearest even; masters
     take them as they are. All other dtypes must be the model's.
@@ -634,7 +663,8 @@ def _restore_options(sharded: ShardedModel, given: Sequence[Mapping[str, Any]]) 
     for group, options in zip(groups, given, strict=False):
         for key, value in _restored(options).items():
             live = group.get(key)
-            if isinstance(live, Tensor):  # as a compiled or captured step has it
+            # A compiled or captured step keeps options as tensors, and reads those.
+            if isinstance(live, Tensor):
                 live.copy_(torch.as_tensor(value, device=live.device))
             elif isinstance(value, Tensor):
                 group[key] = value.clone()
@@ -690,7 +720,8 @@ def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
 def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:
     """Return what a step leaves as state of each parameter, where a trial on a tiny one shows it.
 
-    Not of optimizers that nobody knows: what these keep may depend on the parameter's size.
+    Optimizers that are neither torch's nor ours are left out: their entries may depend on the
+    parameter's size.
     """
     names, given = names_by_owner(sharded), iter(source.param_groups)
     num_dims = {param_ref.name: len(param_ref.plan.shape) for param_ref in sharded.param_refs}

@@ -37,16 +37,16 @@ def offload_states(
     *,
     non_blocking: bool = False,
 ) -> None:
-    """Give the memory of training state back until `reload_states`; a backup has the bytes.
+    """Free the memory of training state until `reload_states`; a backup keeps the bytes.
 
     Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
-    waiting or not. Where a backup raises, all is where it was, on every rank.
+    waiting or not. If a backup raises, nothing is parked, on any rank.
 
-    Tensors keep their identity, and raise StateError when they are used; so does whatever needs
-    them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
-    say. `zero_grad()` and `memory_report()` always do. Left where they are: single numbers, what
-    is not on the group's device or not torch's own to free, and, with a warning, memory that a
-    graph or somebody else views.
+    Tensors keep their identity, and raise StateError when they are used; so does every call that
+    needs them. Other calls still work: forwards without the optimizer's state, say. `zero_grad()`
+    and `memory_report()` always work. Not parked are single numbers, tensors outside the group's
+    device, memory that torch cannot free, and, with a warning, memory that a graph or a tensor of
+    other code views.
 
     Args:
         model: The very module that was sharded.
@@ -71,8 +71,9 @@ def offload_states(
             sharded.outside.forget()
             if sharded.residence.offload is not None:
                 sharded.residence.offload.drop_views()
+            # From here on, no peer reads our shards.
             if sharded.exposure is not None:
-                sharded.exposure.begin_write()  # no peer reads our shards from here on
+                sharded.exposure.begin_write()
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             if StateKind.MASTERS in kinds and StateKind.PARAMS not in kinds:
                 for store in _rounded(sharded):
@@ -85,7 +86,8 @@ def offload_states(
         backup.close()
         raise
     parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
-    if not parked.kinds:  # buffers come back by themselves
+    # Buffers alone are not reloaded: they are allocated again when they are needed.
+    if not parked.kinds:
         backup.close()
         return
     _refuse_state_dicts(sharded, parked)
@@ -95,12 +97,12 @@ def offload_states(
 
 @collective
 def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
-    """Bring back what `offload_states` has put elsewhere, in new memory. Every rank calls it.
+    """Bring back the state that `offload_states` has parked, in new memory. Every rank calls it.
 
-    Collective for parameters that rest sharded where peers can read them, else local.
+    Collective if parameters are sharded and peers read the shards from memory; otherwise local.
 
     Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
-    before. Nothing happens where nothing is parked. After an error in the backup it can be called
+    before. If nothing is parked, it does nothing. After an error in the backup it can be called
     again.
 
     Args:
@@ -116,7 +118,8 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
     if parked is None:
         return
     with torch.inference_mode(False), torch.no_grad(), plain_access():
-        while parked.storages:  # one by one: after an error the others are there to try again
+        # One by one, so that another call after an error continues with those that are left.
+        while parked.storages:
             parked.storages[0].put_back(parked.backup, non_blocking=non_blocking)
             del parked.storages[0]
         _have_moved(sharded)
@@ -159,9 +162,10 @@ def _move_out(
         try:
             for storage in storages:
                 storage.replace_by_placeholders()
+            # A reference cycle, such as an exception and its traceback, may keep a graph alive.
             if not all(storage.is_free for storage in storages):
-                gc.collect()  # an exception's traceback, say, keeps a graph until then
-            free = [storage for storage in storages if storage.is_free]  # nobody views them
+                gc.collect()
+            free = [storage for storage in storages if storage.is_free]
             backup.allocate({storage.key: storage.num_bytes for storage in free})
             for storage in () if non_blocking else free:
                 storage.give_up(backup, non_blocking=False)
@@ -172,7 +176,8 @@ def _move_out(
                 f"offload_states(): another rank could not park its state, and says why (rank "
                 f"{sharded.whole.rank}); on every rank all is where it was"
             )
-        for storage in free if non_blocking else ():  # a host waits for the ranks' word
+        # After the agreement, for which the host waits: it would wait for copies before it, too.
+        for storage in free if non_blocking else ():
             storage.give_up(backup, non_blocking=True)
     except BaseException:
         for storage in storages:
@@ -188,7 +193,8 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
         warnings.warn(
             f"offload_states(): {sum(s.num_bytes for s in stay)} bytes stay in memory, since "
             "something besides the model and its optimizer views them: a graph whose backward has "
-            f"not run, or `.data` that somebody keeps ({', '.join(s.key for s in stay[:3])}, ...)",
+            f"not run, or a `.data` that other code keeps ({', '.join(s.key for s in stay[:3])}, "
+            "...)",
             stacklevel=4,
         )
 
@@ -202,13 +208,15 @@ def _have_moved(sharded: ShardedModel) -> None:
         buffer.forget_addresses()
     if sharded.exposure is not None and sharded.exposure.is_writing:
         sharded.exposure.move()
-        sharded.exposure.end_write()  # versions of units stay: no value has changed
+        # Units keep their versions, since no value has changed.
+        sharded.exposure.end_write()
 
 
 def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
     """Return this rank's storages of these kinds that may be freed, each once."""
     tensors = list(_tensors_of(sharded))
-    views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
+    # Storage -> id of a tensor -> the tensor.
+    views: dict[int, dict[int, Tensor]] = {}
     for _, _, tensor in tensors:
         views.setdefault(storage_key(tensor.untyped_storage()), {})[id(tensor)] = tensor
     found: dict[int, ParkedStorage] = {}
@@ -260,7 +268,8 @@ def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, 
         yield from ((None, g.unit.name, tensor) for tensor in views if tensor is not None)
     state: list[Tensor] = []
     for member in members_of(sharded.optimizer):
-        if isinstance(member.state, dict):  # else a view of what rests elsewhere already
+        # Otherwise it is a view of state that is offloaded already.
+        if isinstance(member.state, dict):
             map_tensors(list(member.state.values()), state.append)
     yield from ((StateKind.OPTIM, "the optimizer", tensor) for tensor in state if tensor.dim())
 

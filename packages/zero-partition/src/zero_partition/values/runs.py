@@ -46,12 +46,17 @@ from zero_partition.run.sharded_model import (
     part_of,
 )
 
-BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests elsewhere
-CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it fills
-_ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
+# Bytes of offloaded state that are read or written together.
+BATCH_BYTES: Final = 16 * 2**20
+# Largest run that is read from a file at a time, in bytes.
+CHUNK_BYTES: Final = 2 * 2**20
+# Options with which torch keeps step counters on the device.
+_ON_DEVICE_STEP: Final = ("capturable", "fused")
 
-StateInfo: TypeAlias = dict[str, EntryInfo]  # by entry
-States: TypeAlias = Mapping[ParamRef, Mapping[str, Any]]  # by parameter, then by entry
+# Entry -> facts about it.
+StateInfo: TypeAlias = dict[str, EntryInfo]
+# Parameter -> entry -> value.
+States: TypeAlias = Mapping[ParamRef, Mapping[str, Any]]
 
 
 def belongs_on_device(key: str, group: Mapping[str, Any]) -> bool:
@@ -59,13 +64,14 @@ def belongs_on_device(key: str, group: Mapping[str, Any]) -> bool:
     return key != "step" or any(group.get(option) for option in _ON_DEVICE_STEP)
 
 
-# NOTE(own): entries without a whole go on where each rank keeps elements that a rank kept when they
-# were saved, whose it gets. Of each parameter with some it is said which elements the ranks keep,
-# and what each rank has, as `describe` says it; the tensors in that are given in order, by their
-# own rank, or the first of those that keep the same.
+# NOTE(own): an entry without a whole can be loaded if each rank keeps the same elements of the
+# parameter as some rank kept when it was saved: it gets that rank's value. For each parameter with
+# such entries, a description says which elements each rank keeps, and what each rank has, in the
+# form of `describe`. The tensors are given in the description's order, by the rank that has them.
+# Of ranks that keep the same elements, only the first gives its tensors.
 
-# NOTE(batches): what rests outside the device is read and written a whole sub-group at a time,
-# whoever asks for how little. So parts come in batches; a larger part is a batch of its own.
+# NOTE(batches): offloaded state is read and written a whole sub-group at a time, even if only a
+# small part of it is needed. So parts come in batches; a larger part is a batch of its own.
 
 
 def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
@@ -212,7 +218,8 @@ class LocalState:
             for group in member.param_groups
             for param in group["params"]
         }
-        for param_ref, entries in reversed([*states.items()]):  # as `StateLoad.apply` does
+        # Reversed, as values are in `StateLoad.apply`.
+        for param_ref, entries in reversed([*states.items()]):
             owner = owner_of(param_ref)
             if owner not in group_of:
                 continue
@@ -222,7 +229,8 @@ class LocalState:
                 device = owner.device if belongs_on_device(key, group) else None
                 read = partial(EntryPart.read, there=live.get(key), device=device)
                 whole = map_tensors(value, read, EntryPart)
-                if device is not None:  # tensors in values that came whole, as lists and objects do
+                # Values that are no `EntryPart`, such as lists and objects, may contain tensors.
+                if device is not None:
                     whole = map_tensors(whole, lambda tensor, to=device: tensor.to(to))
                 state[key] = whole
             if state:
@@ -239,8 +247,10 @@ class LocalState:
             (target, key, of_param.get(key))
             for param_ref, of_param in states.items()
             if (target := _target_of(param_ref)) is not None
-            and self.sharded.residence.is_stepped(target)  # else frozen, though in a param group
-            for key in of_param or ("",)  # none: a state that is going to be empty
+            # A frozen parameter may be in a param group, and is not stepped.
+            and self.sharded.residence.is_stepped(target)
+            # The empty key stands for a state without entries, which is written, too.
+            for key in of_param or ("",)
         ]
         started: set[nn.Parameter] = set()
         for batch in in_batches(
@@ -286,7 +296,8 @@ def gather_state_info(
     """
     mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
     by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
-    for rank, of_rank in enumerate(by_rank):  # on every rank, also where there is no state
+    # Every rank checks the keys of all ranks, so that all of them raise.
+    for rank, of_rank in enumerate(by_rank):
         _check_keys(of_rank, f"rank {rank}")
     return [
         tuple({k: EntryInfo(**what) for k, what in state.items()} for state in of_param)
@@ -399,7 +410,8 @@ def launch_entry(
     numel = entry.splits[group.rank]
     part: Tensor = state[key] if numel else whole.new_empty(0)
     splits = [count * entry.dtype.itemsize for count in entry.splits]
-    handle = all_gather_flat(  # as bytes: not every backend knows every dtype of state
+    # As bytes, since not every backend supports every dtype of state.
+    handle = all_gather_flat(
         whole.view(-1).view(torch.uint8),
         splits=splits,
         group=group,
@@ -448,11 +460,14 @@ def _launch_nest(entry: PerRankEntry, own: Any, group: Group) -> Callable[[], An
 class WholeTensor:
     """A tensor of the model or its optimizer, by names that no world size or stage changes."""
 
-    name: str  # of the parameter
-    entry: str | None  # of the optimizer's state; None: the values that are trained
+    # Name of the parameter.
+    name: str
+    # Entry of the optimizer's state; None: the values that are trained.
+    entry: str | None
     shape: torch.Size
     dtype: torch.dtype
-    split: Split | None = None  # over ranks that have parts of it; None: they have it whole
+    # Division of a DTensor over the ranks of its mesh; None if it is not divided.
+    split: Split | None = None
 
     @classmethod
     def of(
@@ -498,26 +513,39 @@ class PartBatch:
     """Parts that are read together."""
 
     parts: tuple[Part, ...]
-    is_frozen: bool  # of parameters that do not train
-    read: Callable[[], list[Tensor]]  # each 1-D, in order, to look at until the next step
-    is_resident: bool  # what is read is the memory that is trained itself; see `before_write`
+    # Whether these are parts of parameters that do not train.
+    is_frozen: bool
+    # Returns a 1-D tensor for each part, in order; only for reading, and until the next step.
+    read: Callable[[], list[Tensor]]
+    # Whether `read` returns the memory that is trained itself; see `before_write`.
+    is_resident: bool
 
 
 @define(eq=False)
 class StateParts:
     """Tensors of a partitioned model and its optimizer, and this rank's parts of them."""
 
-    frozen: frozenset[str]  # names of parameters that do not train
-    ties: Mapping[str, str]  # further names of tied parameters, to the first
-    tensors: list[WholeTensor] = field(factory=list)  # in the same order on every rank
-    values: dict[str, dict[str, Any]] = field(factory=dict)  # by parameter: what is no tensor
+    # Names of parameters that do not train.
+    frozen: frozenset[str]
+    # Further name of a tied parameter -> its first name.
+    ties: Mapping[str, str]
+    # In the same order on every rank.
+    tensors: list[WholeTensor] = field(factory=list)
+    # Parameter -> entry -> value that is no tensor.
+    values: dict[str, dict[str, Any]] = field(factory=dict)
     batches: list[PartBatch] = field(factory=list)
-    own_said: dict[str, Any] = field(factory=dict)  # of entries without a whole; see NOTE(own)
-    own: list[Tensor] = field(factory=list)  # this rank's of those, to look at as those of batches
-    computes_in: dict[str, torch.dtype] = field(factory=dict)  # where values are of another
-    problems: list[str] = field(factory=list)  # with state that only some ranks have
-    shared: Sequence[Mapping[Any, Any]] = ()  # by optimizer: its state of no parameter
-    extra: Sequence[Mapping[str, Any]] = ()  # by optimizer: see `extra_entries`
+    # Parameter -> description of entries without a whole; see NOTE(own).
+    own_said: dict[str, Any] = field(factory=dict)
+    # Tensors of such entries that this rank gives; only for reading, and until the next step.
+    own: list[Tensor] = field(factory=list)
+    # Parameter -> dtype that the model computes in, where values have another.
+    computes_in: dict[str, torch.dtype] = field(factory=dict)
+    # Problems with state that only some ranks have.
+    problems: list[str] = field(factory=list)
+    # For each optimizer: its state that belongs to no parameter.
+    shared: Sequence[Mapping[Any, Any]] = ()
+    # For each optimizer: further entries of its state dict; see `extra_entries`.
+    extra: Sequence[Mapping[str, Any]] = ()
 
     def say_own(self, param_ref: ParamRef, key: str, entry: PerRankEntry) -> bool:
         """Say what each rank has of an entry without a whole; returns whether this one gives its.
@@ -527,8 +555,8 @@ class StateParts:
         """
         problem = (
             f"optimizer state {key!r} of {param_ref.name!r}, which not all ranks have: it cannot "
-            "be put together, as nobody knows how it is laid out. Save without the optimizer, or "
-            "take one whose state has the parameter's shape"
+            "be put together, as its layout is not known. Save without the optimizer, or use one "
+            "whose state has the parameter's shape"
         )
         if split_of(param_ref.param) is not None:
             raise StateError(problem)
@@ -558,7 +586,7 @@ def plan_parts(
         timeout_s: How long to wait for ranks that do not call this.
 
     Raises:
-        StateError: An entry without a whole holds what would have to be pickled.
+        StateError: An entry without a whole contains values that would have to be pickled.
         zero_comm.CommError: A rank did not take part in time.
     """
     param_refs = [
@@ -584,7 +612,8 @@ def plan_parts(
     sources: dict[Part, tuple[ParamRef, Span]] = {}
     for param_ref in param_refs:
         name, buffer, planned = param_ref.saved_name, param_ref.buffer, entries.get(param_ref, {})
-        master = planned.pop(MASTER, None)  # that is kept without our asking
+        # A master that the optimizer keeps by itself.
+        master = planned.pop(MASTER, None)
         dtype = master.dtype if isinstance(master, TensorEntry) else buffer.main_shard.dtype
         if dtype != buffer.plan.dtype:
             parts.computes_in[name] = buffer.plan.dtype
@@ -627,7 +656,8 @@ def _read(local: LocalState, batch: Mapping[Part, tuple[ParamRef, Span]]) -> lis
             values.append(_elements(state[key], param_ref, span))
         elif buffer.main_shard.memory is not None:
             values.append(part_of(param_ref, buffer.main_shard.memory))
-        else:  # not stepped yet: the master is what the shard is
+        else:
+            # Not stepped yet: the master equals the shard.
             if buffer not in model_shard:
                 model_shard[buffer] = buffer.model_shard.read()
             values.append(part_of(param_ref, model_shard[buffer]).to(part.tensor.dtype))

@@ -55,7 +55,8 @@ class PartReader(AbstractRangeReader):
 
     whole: AbstractRangeReader
     split: Split
-    index: int  # of the part
+    # Position of the part in `split`.
+    index: int
 
     @property
     def shape(self) -> torch.Size:

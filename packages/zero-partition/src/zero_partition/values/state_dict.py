@@ -72,11 +72,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole model's `state_dict`, on rank 0, in host memory. Collective.
 
     At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
-    the model's own `state_dict` gives; tied parameters share one tensor. A delayed update comes in
-    first, as by `finish_update`, so that weights and optimizer state are of one step.
+    the model's own `state_dict` gives; tied parameters share one tensor. A delayed update is
+    finished first, as by `finish_update`, so that weights and optimizer state are of one step.
 
     Returns:
-        The state dict on rank 0, an empty dict elsewhere.
+        The state dict on rank 0, an empty dict on other ranks.
 
     Raises:
         StateError: Not sharded, a forward is running, or at stage 3 a state_dict hook of the model
@@ -93,7 +93,7 @@ def gather_state_dict(
     sharded.refuse_own_ranks("full_state_dict()")
     sharded.compare_launches("full_state_dict()", at_once=True)
     sharded.follow_shard_writes()
-    sharded.finish_update()  # so that weights and optimizer state are of one step
+    sharded.finish_update()
     is_first = sharded.whole.rank == 0
     if sharded.is_exact and shards is None:
         state = sharded.model.state_dict() if is_first else {}
@@ -102,23 +102,26 @@ def gather_state_dict(
     sharded.schedule.wait_for_gathers()
     with sharded.exporting({}):
         state = sharded.model.state_dict()
-    values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
+    # Id of a parameter -> its value, in host memory.
+    values: dict[int, Tensor] = {}
     for unit in sharded.units:
+        # Rank 0 reads the shards of such a unit from the peers' memory.
         if not is_first and unit.exposure is not None and shards is None:
-            continue  # rank 0 reads what it needs
+            continue
         for param, value in _exact_values(unit, sharded, shards or {}):
             if is_first:
                 whole = whole_over_mesh(param, value.detach())
                 values[id(outer_of(param))] = whole.to("cpu", copy=True)
         unit.reshard()
-    if sharded.exposure is not None:  # nobody leaves before rank 0 has read
+    # No rank leaves before rank 0 has read its shards.
+    if sharded.exposure is not None:
         sharded.exposure.begin_write()
         sharded.exposure.end_write()
     if not is_first:
         return {}
     copies = {_memory_of(p): values[id(p)] for p in sharded.model.parameters() if id(p) in values}
     return {
-        # By object, and by memory: hooks may have renamed what the state dict holds.
+        # Found by object or by memory, since hooks may have renamed entries of the state dict.
         key: values[id(value.param)] if isinstance(value, NameOnly) else _to_host(value, copies)
         for key, value in state.items()
     }
@@ -192,7 +195,8 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         sharded.removers.extend(handle.remove for handle in handles)
 
 
-@define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
+# Without slots: torch sets an attribute of its own on hooks of state_dict.
+@define(eq=False, slots=False)
 class _OwnStorages(Bound):
     """Gives values in a state dict storages of their own, over the same memory.
 
@@ -201,15 +205,17 @@ class _OwnStorages(Bound):
     """
 
     attributes: list[str]
-    given: WeakValueDictionary[int, Tensor]  # address -> a value that is still held; of all modules
+    # Address -> a value that is still alive; shared by the hooks of all modules.
+    given: WeakValueDictionary[int, Tensor]
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         """Change the values of these parameters."""
         for attribute in self.attributes:
             given: Any = state.get(prefix + attribute)
             value = local_of(given)
+            # Hooks of other code may have replaced the value by something else.
             if type(value) is Tensor and value.numel() and not value.is_meta:
-                self._narrow(value)  # else hooks of others have changed it
+                self._narrow(value)
                 # torch saves a DTensor only if its wrapper was made at offset 0.
                 state[prefix + attribute] = like(given, value)
 
@@ -234,14 +240,18 @@ def _has_exact(param_ref: ParamRef) -> bool:
     return param_ref.unit.placement is Placement.REPLICATED and param_ref.unit.codec is None
 
 
-@define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
+# Without slots: torch sets an attribute of its own on hooks of state_dict.
+@define(eq=False, slots=False)
 class _ModuleHooks(Bound):
     """State dict hooks of a module that owns some parameters."""
 
     sharded: ShardedModel
-    param_refs: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
-    _exact: dict[str, Tensor] = field(factory=dict, init=False)  # where slots have what is rounded
-    _named: set[str] = field(factory=set, init=False)  # attributes of which there are names alone
+    # Attribute of the module -> parameter.
+    param_refs: dict[str, ParamRef] = field(factory=dict, init=False)
+    # Attribute -> exact values, where slots have rounded ones.
+    _exact: dict[str, Tensor] = field(factory=dict, init=False)
+    # Attributes for which the state dict gets names only.
+    _named: set[str] = field(factory=set, init=False)
     _loaded: set[str] = field(factory=set, init=False)
 
     def before_export(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -303,8 +313,9 @@ class _ModuleHooks(Bound):
         """Unshard what the module owns; gather exact values where a codec rounds. Collective."""
         sharded = self.sharded
         sharded.require("state_dict()", StateKind.PARAMS)
+        # Finished, so that weights and optimizer state are of one step.
         if not sharded.open_contexts:
-            sharded.finish_update()  # so that weights and optimizer state are of one step
+            sharded.finish_update()
         units = dict.fromkeys(param_ref.unit for param_ref in self.param_refs.values())
         for unit in units:
             unit.unshard(sharded.schedule.pool)
@@ -323,7 +334,8 @@ class _ModuleHooks(Bound):
         for attribute, param_ref in given.items():
             name = prefix + attribute
             exact = self._exact.pop(attribute, None)
-            if exact is None and not param_ref.is_gathered:  # modules inside may have resharded it
+            # Hooks of modules inside may have resharded the unit.
+            if exact is None and not param_ref.is_gathered:
                 param_ref.unit.unshard(self.sharded.schedule.pool)
             if name in state:
                 value = state[name].detach() if exact is None else exact
@@ -403,12 +415,13 @@ def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
 
     In torch's format, numbered in the order of param groups: the plain optimizer over the plain
     model loads it. Where parameters have masters (`Precision(params=...)`), these are beside it
-    under "masters", by the same numbers. A delayed update comes in first, as in `full_state_dict`.
-    One entry of one parameter is whole at a time on the other ranks, and one unit's shard of state
-    in memory that rests elsewhere.
+    under "masters", by the same numbers. A delayed update is finished first, as in
+    `full_state_dict`. The other ranks need memory for one whole entry of one parameter at a time
+    and, if state is offloaded, for one unit's shard of it.
 
     Returns:
-        The state dict on rank 0, an empty dict elsewhere. Of a `ChainedOptimizer`, what that gives.
+        The state dict on rank 0, an empty dict on other ranks. That of a `ChainedOptimizer` has a
+        list of state dicts under "optimizers".
 
     Raises:
         StateError: Not sharded, or without an optimizer; a forward is running; or an entry is laid
@@ -418,7 +431,7 @@ def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
     sharded = require_sharded(model)
     optimizer = _usable(sharded, "full_optimizer_state_dict()")
     sharded.refuse_own_ranks("full_optimizer_state_dict()")
-    sharded.finish_update()  # so that weights and optimizer state are of one step
+    sharded.finish_update()
     is_first = sharded.whole.rank == 0
     states = [_gather(sharded, member, is_kept=is_first) for member in members_of(optimizer)]
     if not is_first:
@@ -548,7 +561,8 @@ class _Received(AbstractRangeReader):
     shape: torch.Size
     dtype: torch.dtype
     _source: Tensor | None
-    _group: Group | None  # None: every rank has it
+    # None: every rank has the tensor.
+    _group: Group | None
     _kept: Tensor = field(factory=lambda: torch.empty(0, device="cpu"), init=False)
     _start: int = field(default=0, init=False)
 
@@ -683,7 +697,8 @@ class _StateDictHooks(Bound):
     """State dict hooks of one optimizer. This rank's part must not pass for the whole state."""
 
     sharded: ShardedModel
-    _state: Any = field(default=None, init=False)  # while torch loads param groups
+    # The optimizer's state, while torch loads param groups.
+    _state: Any = field(default=None, init=False)
 
     def before_export(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse, where not every rank is known to call it."""

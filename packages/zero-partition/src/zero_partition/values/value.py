@@ -49,8 +49,14 @@ class Value(ABC):
     """
 
     def __init__(self, param: nn.Parameter, what: str, key: str = "") -> None:
-        """Find the value of this very object; `what` is the call that errors name."""
-        self.what, self.key = what, key  # of an entry of optimizer state
+        """Find the value of this very object.
+
+        Args:
+            param: The model's own Parameter object.
+            what: The call that errors name.
+            key: Name of an entry of optimizer state.
+        """
+        self.what, self.key = what, key
         self.param_ref = param_ref_of(param, what=what)
         self.sharded, self.buffer = self.param_ref.sharded, self.param_ref.buffer
         self.rank = self.param_ref.whole.rank
@@ -64,7 +70,7 @@ class Value(ABC):
         """Return this rank's part, to look at; None if there is no value. Local."""
 
     def full(self, to_rank: int | None) -> Any:
-        """Return the whole on `to_rank`, or on all ranks when that is None; None elsewhere.
+        """Return the whole on `to_rank`, or on all ranks when that is None; else None.
 
         Collective, and over a mesh, too, if the parameter is a part of a DTensor.
         """
@@ -203,8 +209,9 @@ def has_gradients(sharded: ShardedModel) -> bool:
     """Reduce what `no_sync` has left, unless inside it; return whether there are gradients."""
     reducer = sharded.reducer
     with plain_access():
+        # Also forgets gradients that the user has dropped.
         if reducer.sync:
-            reducer.before_step()  # which also forgets what the user has dropped
+            reducer.before_step()
         return any(g.has_local or g.has_gradients for g in reducer.gradients)
 
 
