@@ -152,5 +152,7 @@ def test_a_wrapper_trains_resumes_and_is_given_back(
 def test_state_of_a_wrapper_stays_on_the_device(group: Group) -> None:
     model, optimizer = _build("Lookahead")
     config = ZeroConfig(1, offload=Offload(optimizer="host"))
-    with pytest.raises(PartitionError, match=r"of a Lookahead cannot rest .*wraps another"):
+    with pytest.raises(
+        PartitionError, match=r"of a Lookahead cannot be offloaded, .*wraps another"
+    ):
         zero_engine.shard(model, optimizer, config, group=group)

@@ -41,7 +41,7 @@ NOT_ON_HOST: Final = {
     r"keeps state of no parameter": (
         *(f"pytorch_optimizer.{name}" for name in ("SPAM", "EmoLynx", "EmoFact")),
     ),
-    r"a Lookahead cannot rest outside the device": ("timm.Lookahead",),
+    r"a Lookahead cannot be offloaded": ("timm.Lookahead",),
     r"in different collectives": ("prodigyopt.Prodigy(fsdp_in_use)",),  # sub-groups differ
 }
 # What they need is each rank's own, under DDP too: the loss, or the graph behind its gradients.

@@ -81,8 +81,8 @@ T = TypeVar("T")
 # `param.grad`, too: what arrives then is added when the reduction has ended.
 
 # NOTE(norms): gradients that are offloaded are measured while they are still on the device. Such a
-# norm is valid as long as nobody else has had access to the gradient's elements and its version has
-# not changed. A further backward, which adds to the gradient, makes it invalid.
+# norm is valid as long as no other code has had access to the gradient's elements and its version
+# has not changed. A further backward, which adds to the gradient, makes it invalid.
 
 # NOTE(plain grads): an optimizer that needs more than single elements may take norms, which
 # gradient shards refuse, and may divide by a size, which is zero for an empty shard. So while it
@@ -403,7 +403,7 @@ class BufferGradients:
 
     @ranged("reduce wait", "unit.name")
     def finish(self) -> None:
-        """Wait for what is left of the reduction, and add it to what the optimizer has."""
+        """Wait for the reduction, and add its result to the gradient that the optimizer has."""
         assert self.reduction is not None, "the reducer lists what is in flight"
         self._advances = True
         reduced = self._named(self.reduction.wait)
@@ -741,7 +741,7 @@ class BufferGradients:
                     getattr(grad, operation)(*(o for o in operands if o is not None))
 
     def leave_memory(self) -> None:
-        """Free memory without a gradient that somebody waits for, but not memory of the host."""
+        """Free memory without a gradient that is still needed, except for memory of the host."""
         holds = self.has_gradients
         if not self.has_local and (self.shards_state or not holds):
             self.leave_accumulator()
@@ -749,7 +749,7 @@ class BufferGradients:
             self.shard, self.parts = None, ()
 
     def release(self) -> None:
-        """Free memory as `leave_memory` does, that of the host too, and views of slots."""
+        """Free memory as `leave_memory` does, also on the host, and drop views of slots."""
         self.leave_memory()
         if self.accumulator is None:
             self._forget_views()
@@ -945,7 +945,7 @@ class GradientReducer:
             g.end_backward()
 
     def end_backward(self) -> None:
-        """Reduce what is left, and put every gradient where the optimizer reads it."""
+        """Reduce gradients that are not reduced yet; put all where the optimizer reads them."""
         if self.sync:
             for g in self._order:
                 if not g.has_launched or (g.reduction is None and g.has_local):
@@ -1018,7 +1018,7 @@ class GradientReducer:
                 g.drop()
                 g.leave_accumulator()
             if torn and not self._in_flight:
-                # What a failed launch was given may still be written to, and nobody waits for it.
+                # A failed launch may still write to its tensors, and no code waits for it.
                 for g in self.gradients:
                     if g.slot is not None:
                         g.leave_accumulator()
@@ -1104,10 +1104,10 @@ class GradientReducer:
         )
 
     def _agree_on_arrivals(self) -> None:
-        """A gradient that another rank had and we had not is there all the same, from zeros.
+        """Set the reduced gradient of parameters that got one on other ranks only. Collective.
 
-        Every rank says which parameters got one; only a rank that misses some needs the answer,
-        so that in the usual case nobody waits.
+        This rank has added zeros to such a gradient. Every rank sends which parameters got one, and
+        only a rank that lacks some needs the answer. So usually no rank waits.
         """
         group = self.routes.whole
         if group.world_size == 1:
@@ -1145,7 +1145,7 @@ class GradientReducer:
     def abandon(self, *, is_asked_for: bool) -> None:
         """Drop all gradients: an exception ended a backward, and some lack its part.
 
-        Stage 0 leaves it to the user, whose `param.grad` they are, as plain torch does.
+        At stage 0 reduced gradients are the user's `param.grad` and stay, as in plain torch.
 
         Args:
             is_asked_for: The user drops them anyway; else earlier ones go with a warning.
@@ -1179,14 +1179,14 @@ class GradientReducer:
         self._release_free()
 
     def release(self) -> None:
-        """Give reduction buffers back; gradients that somebody waits for stay."""
+        """Free reduction buffers; gradients that are still needed stay."""
         for g in self.gradients:
             g.release()
         if not any(g.slot for g in self.gradients):
             self.pool.release()
 
     def _release_free(self) -> None:
-        """Give back on a device what is free until the next backward; see NOTE(free memory)."""
+        """On a device, free memory that is unused until backward; see NOTE(free memory)."""
         if not keeps_free_memory(self.pool.device):
             for g in self.gradients:
                 g.leave_memory()
@@ -1209,12 +1209,12 @@ class GradientReducer:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of gradients, or room for them, that are on the host."""
+        """Bytes of memory on the host that has gradients or is kept for them."""
         shards = [g.shard for g in self.gradients if self.grad_offload is not None]
         return sum(shard.nbytes for shard in shards if shard is not None)
 
     @property
     def flags_bytes(self) -> int:
-        """Bytes of the flags of the last exchange, which nobody may have needed to read."""
+        """Bytes of the flags of the last exchange, as long as it was not waited for."""
         num_flags = sum(len(g.stepped_params) for g in self.gradients)
         return 0 if self._flags is None else self.routes.whole.world_size * num_flags

@@ -152,7 +152,7 @@ class ModuleCallWrapper(Bound):
 
     @untraced
     def _watch(self, output: Any, call: ForwardCall | None, first_node: int) -> None:
-        """Ask the outputs to say when backward comes back."""
+        """Hook the outputs, to notice when backward reaches the call."""
         if is_in_functional_transform():
             return
         tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
@@ -173,7 +173,7 @@ class ModuleCallWrapper(Bound):
             name = self.unit.name if self.unit is not None else "(model)"
             raise StateError(
                 f"unit {name!r} was called inside a transform of torch.func, whose backward fires "
-                "no hook, so it would read parameters at rest. Take vmap, jvp and jacfwd under "
+                "no hook, so it would read sharded parameters. Take vmap, jvp and jacfwd under "
                 "torch.no_grad(), and transforms that run backward at stage 2 or lower"
             )
 
@@ -242,16 +242,16 @@ class _InBackward:
 
 @define(eq=False)
 class WrapperGuard(Bound):
-    """A forward pre-hook: the call came through `ModuleCallWrapper`.
+    """Forward pre-hook that checks that a call came through `ModuleCallWrapper`.
 
-    Being there it also keeps torch.compile of something larger from taking a short cut from the
-    call to `forward`.
+    Its presence also keeps torch.compile of an outer function from replacing the call by a call of
+    `forward`.
     """
 
     wrapper: ModuleCallWrapper
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Raise StateError where it did not, and parameters may be at rest."""
+        """Raise StateError if the call did not, as parameters may be sharded."""
         if torch.compiler.is_compiling():
             # Nothing to trace: this is inside the wrapper's call, which has checked.
             return
@@ -611,9 +611,9 @@ def _to_format(memory_format: torch.memory_format, conv: nn.Module, args: Any, k
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
-    """Hook the optimizer's step, and let its zero_grad reach the gradients we hold.
+    """Hook the optimizer's step, and let its zero_grad drop the gradients that we keep.
 
-    Of several that are stepped by themselves, each one's.
+    Optimizers that are stepped separately are hooked one by one.
     """
     is_several = isinstance(optimizer, SeparateOptimizers)
     for member in members_of(optimizer) if is_several else [optimizer]:

@@ -22,14 +22,15 @@ from zero_partition.plan.wire import Routes
 class OffloadPolicy:
     """Choice of the states that are offloaded, and whether the host is the device itself."""
 
-    # Whether these are offloaded: shards of parameters that are sharded at rest, optimizer state
+    # Whether these are offloaded: shards of parameters that are not replicated, optimizer state
     # with its masters, and reduced gradients.
     params: bool = False
     state: bool = False
     grads: bool = False
     # Whether new values reach the shards at the next step only, or at `finish_update()`.
     is_delayed: bool = False
-    host_is_device: bool = False  # the device is the CPU
+    # Whether the device is the CPU.
+    host_is_device: bool = False
 
     def master_of(
         self, precision: Precision, plan: BufferPlan, placement: Placement
@@ -61,45 +62,45 @@ class OffloadPolicy:
         placements: Placements,
         precision: Precision,
     ) -> None:
-        """Raise PartitionError for what cannot rest elsewhere."""
+        """Raise PartitionError for states that cannot be offloaded."""
         if self.params and placements.params is Placement.REPLICATED:
             raise PartitionError(
-                "parameters were to rest outside the device, and rest whole on it at stages 0 to "
+                "parameters were to be offloaded, and are replicated on the device at stages 0 to "
                 "2; use stage 3"
             )
         if self.state and placements.optim is Placement.REPLICATED:
             raise PartitionError(
-                "optimizer state was to rest outside the device, and at stage 0 it is the "
-                "optimizer's own on every rank; use stage 1, which gives the same numbers"
+                "optimizer state was to be offloaded, and at stage 0 it is the optimizer's own on "
+                "every rank; use stage 1, which gives the same numbers"
             )
         if self.grads and not self.state:
             raise PartitionError(
-                "gradients were to wait outside the device for an optimizer that steps on it; let "
-                "all of the optimizer's state rest outside the device too"
+                "gradients were to be offloaded, and the optimizer steps on the device; offload "
+                "all of the optimizer's state, too"
             )
         if not self.state:
             return
         if optimizer is None:
             raise PartitionError(
-                "optimizer state was to rest outside the device, but there is no optimizer; pass "
-                "one, or leave that out"
+                "optimizer state was to be offloaded, but there is no optimizer; pass one, or "
+                "leave that out"
             )
         if isinstance(optimizer, SeparateOptimizers):
             raise PartitionError(
-                "optimizer state of several optimizers that are stepped by themselves cannot rest "
-                "outside the device; chain them, ChainedOptimizer(first, second), or leave their "
-                "state on the device"
+                "optimizer state of several optimizers that are stepped separately cannot be "
+                "offloaded; chain them, ChainedOptimizer(first, second), or leave their state on "
+                "the device"
             )
         for member in members_of(optimizer):
             if inner_of(member) is not member:
                 raise PartitionError(
-                    f"optimizer state of a {type(member).__name__} cannot rest outside the device, "
-                    "as it wraps another optimizer, whose step is a part of its own; leave its "
-                    "state on the device"
+                    f"optimizer state of a {type(member).__name__} cannot be offloaded, as it "
+                    "wraps another optimizer, whose step is a part of its own; leave its state on "
+                    "the device"
                 )
         if precision.masters not in (torch.float32, None):
             raise PartitionError(
-                f"masters that rest with the optimizer's state outside the device are float32, got "
+                f"expected float32 for masters that are offloaded with the optimizer's state, got "
                 f"Precision(masters={precision.masters})"
             )
 
@@ -129,16 +130,16 @@ def plan_allocation(
     group_of: Mapping[str, int],
     first_index: int = 0,
 ) -> OffloadAllocation:
-    """Say what rests elsewhere of these units on this rank.
+    """Plan what this rank offloads of these units.
 
     Args:
-        plans: Of the units.
-        placements: Of the parameters of each.
-        policy: What rests elsewhere.
-        precision: Says which have masters.
+        plans: The units' plans.
+        placements: Placement of each unit's parameters.
+        policy: States that are offloaded.
+        precision: Dtypes, among them those of masters.
         rank_of: Position of this rank among the shards of a buffer.
-        device: Of what rests on the device; meta for one that is not here.
-        group_of: Param group by name of the parameter.
+        device: Device of parameters that are not offloaded; meta if this machine has no such one.
+        group_of: Name of a parameter -> index of its param group.
         first_index: Number of the first buffer.
     """
     allocation = OffloadAllocation()
@@ -176,7 +177,7 @@ def _nothing() -> None:
 class OffloadBackends:
     """Backends that store states of one model outside the device; None: not offloaded."""
 
-    # Shards of parameters that are sharded at rest.
+    # Shards of parameters that are not replicated.
     params: ParamOffload | None = None
     # Opens optimizer state and masters; gives a `DelayedOffload` if `is_delayed`.
     open_state: OpenState | None = None
@@ -232,11 +233,11 @@ class ModelOffload:
         group_of: Mapping[str, int],
         timeout_s: float,
     ) -> None:
-        """Take the room for all of it. Collective: where one rank fails, all raise.
+        """Allocate memory for everything that is offloaded. Collective: if a rank fails, all raise.
 
         Raises:
             PartitionError: Another rank could not.
-            Exception: This one could not; what a `ParamOffload` raises.
+            Exception: This rank could not; raised by a backend.
         """
         if self.param_offload is None and self.backends.open_state is None:
             return

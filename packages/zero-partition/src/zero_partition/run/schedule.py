@@ -51,7 +51,7 @@ _INDEX: Final = attrgetter("index")
 
 @define(eq=False)
 class ForwardCall:
-    """One forward of a unit whose graph may come back in backward."""
+    """One forward of a unit, whose graph may be run in backward."""
 
     unit: Unit
     # Begin and end on the schedule's clock, which counts both.
@@ -112,7 +112,7 @@ class Schedule:
     # Indices of units with a forward since the last backward; of units that ever had two.
     _called: set[int] = field(factory=set, init=False)
     _called_again: set[int] = field(factory=set, init=False)
-    # Indices of units with a call that returned nothing that backward could come back through.
+    # Indices of units with a call that returned no tensor through which backward reaches it.
     _unreachable: set[int] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Schedule:
         if call.unit.index in self._unreachable:
             raise StateError(
                 f"unit {call.unit.name!r} was called twice before this backward, and one of the "
-                f"calls returned nothing that backward could come back through. {RETURN_OUTPUTS}"
+                f"calls returned no tensor through which backward reaches it. {RETURN_OUTPUTS}"
             )
         call.backward = self._reached[call.unit.index] = self._backward
         call.task = current_backward()
@@ -230,7 +230,7 @@ class Schedule:
             self._active = [call for call in self._active if call.unit is not unit]
 
     def note_unreachable(self, unit: Unit) -> None:
-        """Note a call that returned nothing that backward could come back through."""
+        """Note a call that returned no tensor through which backward reaches it."""
         self._unreachable.add(unit.index)
 
     def was_reached(self, unit: Unit) -> bool:
@@ -290,7 +290,7 @@ class Schedule:
         is_filling, self._is_filling = self._is_filling, False
         self.end_backward()
         if is_filling:
-            # A gather that was launched, and that nobody waits for, may yet write to the slots.
+            # A gather that was launched, and that no code waits for, may still write to the slots.
             self.release()
 
     def leave_memory(self) -> None:
@@ -310,9 +310,9 @@ class Schedule:
                 unit.forget_memory()
 
     def _leave_slots(self) -> None:
-        """Let what is in slots be gathered again, on a device, and memory go that nobody views.
+        """On a device, forget the values in slots, and free slots that no other tensor views.
 
-        The former on every rank alike; which memory goes depends on who has views of it here.
+        Every rank forgets the same values. Which slots it frees depends on views on this rank.
         """
         if keeps_free_memory(self.device):
             return
@@ -498,5 +498,5 @@ class Schedule:
         if unit.placement is Placement.SHARDED and self._generation != call.generation:
             raise StateError(
                 f"unit {unit.name!r}: release_buffers() was called between this graph's forward "
-                "and its backward, or a step was begun; run the forward again"
+                "and its backward, or a step began; run the forward again"
             )

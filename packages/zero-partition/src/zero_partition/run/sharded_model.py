@@ -183,7 +183,7 @@ def part_of(param_ref: ParamRef, shard: Tensor | None = None) -> Tensor:
 
     Args:
         param_ref: The parameter.
-        shard: Any flat shard of the buffer's layout; the resting values when None.
+        shard: Any flat shard of the buffer's layout; the buffer's own shard when None.
     """
     source = param_ref.buffer.shard if shard is None else shard
     piece = param_ref.piece
@@ -198,12 +198,13 @@ def part_of(param_ref: ParamRef, shard: Tensor | None = None) -> Tensor:
 def launch_whole(param_ref: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
-    Collective, but for resting values that are exposed, or copied whole: those are there at once.
+    Collective, unless `part` is None and the shards are exposed or the unit has a whole copy: then
+    the values are read at once.
 
     Args:
         param_ref: The parameter.
-        part: What this rank contributes, 1-D, as long as its part of the parameter; the resting
-            values when None.
+        part: This rank's values, 1-D, as many as its part of the parameter has; those of the
+            buffer's own shard when None.
 
     Returns:
         Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
@@ -250,8 +251,8 @@ def launch_buffer(
     """Launch the gather of all parameters of a flat buffer as one. Collective.
 
     Args:
-        buffer: Which parameters.
-        shard: Any flat shard of its layout; the resting values when None.
+        buffer: Flat buffer of the parameters.
+        shard: Any flat shard of its layout; its own shard when None.
 
     Returns:
         Call it once to wait; gives each parameter's value, views of one new tensor.
@@ -284,14 +285,14 @@ def write_whole(param_ref: ParamRef, value: Tensor) -> None:
 # NOTE(outside): a parameter that is used outside its unit is not gathered into the unit's slot,
 # since the unit's forward and backward take and leave that by their own rules. It gets memory of
 # its own, which autograd keeps for as long as a graph needs it. It enters the graph through a node
-# of ours, so that operations save that memory and never the Parameter, whose values are elsewhere
-# in backward.
+# of ours, so that operations save that memory and never the Parameter, which is sharded again when
+# backward runs.
 
 # NOTE(parts): `generate()` of an encoder-decoder model calls the encoder alone, `peft` calls the
-# model inside, CLIP's `get_image_features` one tower. Such a call is a forward as much as the
-# model's: all ranks make it, or units inside would have nobody to gather with. Hooks on every
-# module that is no unit would cost each of their calls; here the stack is asked instead, and only
-# when the answer would be an error. Nothing is kept: no hook of ours says when such a call ends.
+# model inside, CLIP's `get_image_features` one tower. Such a call is a forward like the model's:
+# all ranks make it, since gathers of the units inside need all ranks. Hooks on every module that is
+# no unit would cost time in each of their calls. Instead we look at the stack, and only before we
+# would raise an error. The result is not kept, since no hook of ours sees the end of such a call.
 
 # Seconds to wait for a gather outside forward and backward, which some ranks may not make.
 _PATIENCE_S: Final = 60.0
@@ -334,7 +335,7 @@ class OutsideUses:
         return _Enter.apply(tensor, whole, param_ref, param_ref.unit.version)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
-        """Drop the values; graphs keep what they need. Waits for gathers nobody needed."""
+        """Drop the values; graphs keep those that they need. Waits for gathers in flight."""
         while self._in_flight:
             # One at a time, so that a gather that fails is not waited for again.
             self._in_flight.popitem()[1]()
@@ -344,7 +345,7 @@ class OutsideUses:
         """Raise ShardedParamError for a write to a parameter that is sharded."""
         rank = self.sharded.whole.rank
         raise ShardedParamError(
-            f"{what}() would write to parameter {param_ref.name!r} while it rests sharded, and the "
+            f"{what}() would write to parameter {param_ref.name!r} while it is sharded, and the "
             f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). If an "
             "optimizer's step wrote to it, that optimizer was built after shard(): build it "
@@ -389,7 +390,7 @@ class OutsideUses:
     def _refuse_read(self, param_ref: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
         raise ShardedParamError(
-            f"{what}() would read parameter {param_ref.name!r} while it rests sharded over "
+            f"{what}() would read parameter {param_ref.name!r} while it is sharded over "
             f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
             "a module in it, and what autograd records, gathers it by itself, because every rank "
             "has to take part. On every rank: full_param(param), or `with "
@@ -489,14 +490,14 @@ class ShardedModel:
     # Averages of the parameters, in the order in which they were made, the same on each rank.
     averages: WeakKeyDictionary[Any, None] = field(factory=WeakKeyDictionary, init=False)
     gathered: set[ParamRef] = field(factory=set, init=False)
-    # Reports launched as an exception left a context, which nobody has read.
+    # Reports of contexts that this rank has not read; see `GatheredContext.unread`.
     unread: list[Handle[Tensor]] = field(factory=list, init=False)
     # Every module's dictionaries of parameters and children, and the objects that were in them.
     _contents: list[dict] = field(init=False)
     _seen: list[Any] = field(init=False)
     # Functions that remove our hooks.
     removers: list[Callable[[], None]] = field(factory=list, init=False)
-    # Functions to call once before the next write, whoever writes.
+    # Functions to call once before the next write by any code.
     before_write: list[Callable[[], None]] = field(factory=list, init=False)
     # States that `offload_states` has moved away between phases.
     parked: Parked | None = field(default=None, init=False)
@@ -514,7 +515,7 @@ class ShardedModel:
     _is_stepping: bool = field(default=False, init=False)
     _published: list[int] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    # Open while the optimizer steps, if somebody records ranges.
+    # Open while the optimizer steps, if ranges are recorded.
     _step_range: contextlib.ExitStack | None = field(default=None, init=False)
     # IDLE, BACKWARD, or FAILED: an exception ended the last one. Changed by `_move` only.
     backward: ModelPhase = field(default=ModelPhase.IDLE, init=False)
@@ -795,12 +796,12 @@ class ShardedModel:
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
-        """Step what is kept elsewhere; the optimizer's own step then finds no gradient."""
+        """Step shards whose state is offloaded; the optimizer's own step then finds no gradient."""
         if self.residence.offload is not None and self.optimizer is not None:
             self._hidden = step_offloaded(self.residence, self.reducer.gradients, self.optimizer)
 
     def after_step(self) -> None:
-        """Parameters have changed: publish them where they rest replicated."""
+        """End the optimizer's step: publish replicated parameters, which it has changed."""
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
@@ -859,10 +860,10 @@ class ShardedModel:
             self.residence.param_offload.flush()
 
     def begin_shard_write(self) -> None:
-        """Somebody is about to write to the optimizer's shards outside of its step.
+        """Prepare for a write to the optimizer's shards outside of its step.
 
-        Such as a clamp, weight decay by hand, a hook that runs after the step, or an optimizer that
-        swaps weights for evaluation. All ranks write to the same parameters, in one order.
+        Examples are a clamp, weight decay by hand, a hook that runs after the step, or an optimizer
+        that swaps weights for evaluation. All ranks write to the same parameters, in one order.
         Collective where shards are exposed.
         """
         no = (ModelPhase.BACKWARD, ModelPhase.FORWARD, ModelPhase.GATHERED)
@@ -885,7 +886,7 @@ class ShardedModel:
     def exporting(self, values: Mapping[int, Tensor]) -> Iterator[None]:
         """Let `state_dict()` give these values, by the parameter's id, and other names. Local.
 
-        Where parameters rest whole and exact, it gives them as always.
+        Parameters that are replicated and exact are given as they are.
         """
         self.exported = values
         try:
@@ -969,7 +970,7 @@ class ShardedModel:
         return found_inf
 
     def park(self, parked: Parked | None) -> None:
-        """Note which states are elsewhere, by `offload_states`; None: none any more. Local."""
+        """Note the states that `offload_states` has parked; None: none any more. Local."""
         self.parked = parked
 
     def require(self, what: str, *kinds: StateKind, no: Collection[ModelPhase] = ()) -> None:
@@ -1107,7 +1108,7 @@ class ShardedModel:
         self.refuse_split_backward()
         if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
             raise StateError(
-                "torch.jit.trace() of a model whose parameters rest sharded would record how they "
+                "torch.jit.trace() of a model whose parameters are sharded would record how they "
                 "are gathered; trace a plain model with the weights of full_state_dict(), or "
                 "zero_engine.unshard() this one first"
             )
@@ -1149,7 +1150,7 @@ class ShardedModel:
             for param in param_group["params"]:
                 if id(param) not in known:
                     raise StateError(
-                        f"param group {index} of the optimizer holds a parameter of shape "
+                        f"param group {index} of the optimizer has a parameter of shape "
                         f"{tuple(param.shape)} that is no shard of the model: call the model "
                         "before this step, which lays it out, or shard() it again"
                     )

@@ -53,8 +53,8 @@ class CodecErrors:
 class UnitSource(Protocol):
     """Source of a unit's whole flat buffers while its values have one version."""
 
-    # Whether `start` launches collectives. If not, prefetching hides nothing, as nobody is waited
-    # for.
+    # Whether `start` launches collectives. If not, no other rank is waited for, and prefetching
+    # hides nothing.
     is_collective: ClassVar[bool]
 
     @property

@@ -1,4 +1,4 @@
-"""An optimizer whose state is kept elsewhere: its steps, and what it shows of the state."""
+"""Optimizers whose state is offloaded: their steps, and the `optimizer.state` that users see."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def step_offloaded(
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Step every shard that has a gradient, where its state is. Local.
 
-    What a delayed step has held back comes in first. `grad_scale` and `found_inf` of the optimizer
-    mean what they do to torch's fused ones.
+    The update of a delayed step is applied first. `grad_scale` and `found_inf` of the optimizer
+    mean the same as for torch's fused optimizers.
 
     Returns:
         Shards and the gradients taken from them, which the optimizer's own step must not find.
@@ -69,7 +69,7 @@ def step_offloaded(
 
 
 def apply_delayed_update(residence: ModelOffload, gradients: Sequence[BufferGradients]) -> None:
-    """Let shards have the values that a delayed step has held back. Local, blocking."""
+    """Write the values that a delayed step has computed to the shards. Local, blocking."""
     if not residence.backends.is_delayed:
         return
     offload = cast(DelayedOffload, residence.offload)
@@ -84,7 +84,7 @@ def apply_delayed_update(residence: ModelOffload, gradients: Sequence[BufferGrad
 def move_state_to_offload(
     optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
-    """Move what `optimizer.state` has there, and leave a view of that in its place."""
+    """Move the values of `optimizer.state` to the offload, and replace it by a view of them."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     target_of = {
         shard: target
@@ -95,9 +95,8 @@ def move_state_to_offload(
         strange = [key for key in member.state if not isinstance(key, Tensor)]
         if strange:
             raise PartitionError(
-                f"optimizer state of a {type(member).__name__} cannot rest outside the device: it "
-                f"has entries of no parameter, {', '.join(map(repr, strange))}; leave it on the "
-                "device"
+                f"optimizer state of a {type(member).__name__} cannot be offloaded: it has entries "
+                f"of no parameter, {', '.join(map(repr, strange))}; leave it on the device"
             )
         own = chain.from_iterable(group["params"] for group in member.param_groups)
         view = UpdatedState(offload, {p: target_of[p] for p in own if p in target_of})
@@ -110,7 +109,7 @@ def move_state_to_offload(
 def restore_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `move_state_to_offload`: put the state, on the host, into `optimizer.state`."""
     for member in members_of(optimizer):
-        # Where somebody has replaced the state since, theirs stays.
+        # State that other code has set since then stays.
         if isinstance(member.state, UpdatedState):
             member.state = defaultdict(dict, dict(member.state.items()))
 
@@ -140,7 +139,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         return self._visible(target, self.offload.read([target])[target])
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
-        """Put these entries in the place of those that there are."""
+        """Replace these entries; other entries of the shard stay."""
         if shard in self._others:
             self._others[shard].update(state)
         else:
@@ -148,7 +147,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def __delitem__(self, shard: Any) -> None:
         """Forget a shard's state; its master stays."""
-        raise TypeError("state that rests outside the device is not deleted by shard")
+        raise TypeError("offloaded optimizer state cannot be deleted for one shard")
 
     def __contains__(self, shard: object) -> bool:
         """Return whether a shard has state."""
@@ -209,8 +208,8 @@ def refuse_parameter(key: object) -> None:
     owner = find_owner(key) if isinstance(key, Tensor) else None
     if owner is not None and owner.is_trainable:
         raise StateError(
-            f"optimizer.state was asked for parameter {owner.name!r}: since shard() it holds this "
-            "rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
+            f"optimizer.state was asked for parameter {owner.name!r}: since shard() its keys are "
+            "this rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
             "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
             "rank's part: local_optimizer_state(param, 'exp_avg')"
         )

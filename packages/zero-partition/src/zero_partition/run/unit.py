@@ -27,17 +27,17 @@ from zero_partition.torch_private import own_parameters, plain_access, version_o
 from .source import CachedBuffers, CodecErrors, NodeGather, PeerShards, ShardGather, UnitSource
 
 RETURN_OUTPUTS: Final = (
-    "Backward comes back to a unit through the tensors that its module returns: return the loss, "
-    "where the module keeps it in an attribute. Making the modules involved one unit "
-    "(ZeroConfig.units), or stage 2, avoids it too."
+    "Backward reaches a unit through the tensors that its module returns: return the loss, "
+    "if the module keeps it in an attribute. Making the modules involved one unit "
+    "(ZeroConfig.units), or stage 2, avoids it, too."
 )
 
 
 class ShardState(Enum):
-    """A unit whose parameters are replicated is always UNSHARDED.
+    """State of a unit's parameters; if they are replicated, always UNSHARDED.
 
-    From SHARDED straight to UNSHARDED where its slot still holds its current values, or they are
-    read; back from GATHERING when a gather that was launched ahead turns out not to be needed.
+    A unit skips GATHERING if its slot still has its current values, or if they are read without a
+    gather. It goes from GATHERING back to SHARDED if a gather launched ahead is not needed.
     """
 
     # This rank has its shard only; parameters read as NaN.
@@ -76,7 +76,7 @@ class Unit:
     is_watched: bool = False
     # Assigned at first use or by `Schedule`, until `release_slot`; see NOTE(slots) in slots.py.
     slot: Slot[Unit] | None = None
-    # Records what codecs lose of its values; None: nobody asks.
+    # Records what codecs lose of its values; None: not recorded.
     errors: CodecErrors | None = None
     # Whether a context has every parameter whole in other memory, so that no slot is needed.
     has_gathered_values: bool = False
@@ -86,7 +86,7 @@ class Unit:
     _slot_version: int = field(default=-1, init=False)
     # Number of further forwards after which values are compared; see `find_written`.
     _looks_left: int = field(default=NUM_LOOKS, init=False)
-    # Transfers into the slot that nobody has waited for yet.
+    # Transfers into the slot that were not waited for yet.
     _filling: Sequence[Pending] = field(default=(), init=False)
     # Whole flat buffers in the slot, 1-D, one per buffer; empty while the slot has no memory.
     _full: list[Tensor] = field(factory=list, init=False)
@@ -181,7 +181,7 @@ class Unit:
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
 
-        Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
+        Nothing is launched if no other rank takes part: peers' shards, or copies, are read later.
         """
         is_sharded = self.state is ShardState.SHARDED
         if is_sharded and self.source.is_collective and not self.is_resident:
@@ -239,9 +239,9 @@ class Unit:
         self._slot_version = -1
 
     def leave_slot(self) -> None:
-        """Reshard, and give the slot's memory back if nobody else has a view of it. Local.
+        """Reshard, and free the slot's memory if no tensor besides ours views it. Local.
 
-        Not where a node has copies, which are made when another unit takes the slot.
+        With secondary shards it is not freed: these are filled when another unit takes the slot.
         """
         self.reshard()
         slot = self.slot
@@ -250,12 +250,12 @@ class Unit:
         slot.vacate()
 
     def forget_memory(self) -> None:
-        """The memory of its slot is given back; the slot stays assigned."""
+        """Forget the memory of its slot, which is freed; the slot stays assigned."""
         self.reshard()
         self._full, self._views, self._slot_version = [], [], -1
 
     def release_slot(self) -> None:
-        """Forget the slot, whose memory is given back."""
+        """Forget the slot, whose memory is freed."""
         if self.placement is Placement.SHARDED:
             self.forget_memory()
             self.slot = None
@@ -266,8 +266,8 @@ class Unit:
     def keep_views(self, outputs: Iterable[Tensor]) -> None:
         """Give views of its parameters among its forward's outputs memory of their own.
 
-        Whoever reads them may do so when the slot holds other values. The objects, and their place
-        in the graph, stay.
+        They may be read when the slot has other values. The objects, and their place in the graph,
+        stay.
         """
         if self.slot is None or self.slot.memory is None:
             return
@@ -299,9 +299,9 @@ class Unit:
                     raise StateError(self._describe_change(param, buffer, touched))
 
     def find_written(self) -> str:
-        """Say to which parameter, resting sharded, a forward has written; empty if to none. Local.
+        """Return an error about a sharded parameter that a forward has written; else "". Local.
 
-        A version tells of most writes. Those through `data`, which have none, are looked for in the
+        Most writes change the version. Writes through `data` do not, and are looked for in the
         first forwards. Each rank compares its own part.
         """
         is_sharded = self.placement is Placement.SHARDED and self.state is ShardState.UNSHARDED
@@ -319,8 +319,8 @@ class Unit:
             return (
                 f"unit {self.name!r}, parameter {buffer.plan.params[position].name!r}: "
                 f"{type(module).__name__}.forward ({code.co_filename}:{code.co_firstlineno}), or "
-                "what it calls, wrote to it, and at stage 3 the change would be lost, since values "
-                f"rest in shards (rank {self.group.rank}). Use stage 2, or write between steps: "
+                "what it calls, wrote to it, and at stage 3 the change would be lost, since only "
+                f"shards are kept (rank {self.group.rank}). Use stage 2, or write between steps: "
                 "zero_engine.set_full_param(param, value), or `with GatheredParameters(param, "
                 "modifier_rank=0): ...`"
             )
@@ -349,7 +349,7 @@ class Unit:
             got = "it now requires a gradient"
         elif self.placement is Placement.SHARDED and version_of(param) != buffer.versions[position]:
             expected = (
-                "expected nobody to write to a sharded parameter, whose values rest elsewhere"
+                "expected no write to a sharded parameter, whose values are in the ranks' shards"
             )
             got = (
                 "it was changed in place, and the change is lost (a module that writes to its own "
