@@ -220,7 +220,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: Wire(gradients="int4", loco=True), PartitionError, "expected a zero_comm.Loco"),
     (lambda: ZeroConfig(0, wire=Wire(params="int8")), ConfigError, "use stage 1, 2 or 3"),
-    (lambda: ZeroConfig(2, wire=Wire(frozen="int8")), ConfigError, "these rest whole"),
+    (lambda: ZeroConfig(2, wire=Wire(frozen="int8")), ConfigError, "these are replicated"),
     (lambda: ZeroConfig(0, wire=Wire(gradients="int8")), ConfigError, "use stage 1"),
 ]
 

@@ -114,7 +114,7 @@ class FlatLayout:
                 from its first. It may also be cut before and after.
             world_size: As for `plan`.
             align: In elements; each tensor starts on a multiple of it. Shards need not.
-            loads: Elements each rank keeps elsewhere, which the cuts even out.
+            loads: Elements that each rank keeps in other layouts; the cuts make the sums even.
 
         Raises:
             LayoutError: As for `plan`, or a grain below one.

@@ -114,8 +114,8 @@ class Limits:
 
     Args:
         window: Units that may be whole at a time, the one in use included; those that enclose
-            others do not count. None: three on the CPU, and two elsewhere, where a gather needs
-            nothing of the device that computes meanwhile.
+            others do not count. None: three on the CPU, and two on other devices, where a gather
+            does not need the processor that computes meanwhile.
         max_live_numel: Elements that may be whole at a time, those of units that enclose others
             included. Takes the place of `window` where it is given.
         prefetch_numel: Elements of units whose gather was launched before their use and is not yet
@@ -371,9 +371,9 @@ def _fits(numel: int, limit: int | None) -> bool:
 # back and faulting its pages in again cost 5% of a step. On a device it goes back to the allocator,
 # which keeps it for other uses: slots of parameters when the gradients of their unit have arrived,
 # or else when the optimizer steps; reduction slots when they have no owner; shards of gradients
-# when these are dropped. Our views stay, and their storage has no memory meanwhile. Somebody else
-# may have views of a slot of parameters, such as a graph that will run again, or that is out of
-# date and not told so yet. Such memory stays as long as there are any.
+# when these are dropped. Our views stay, and their storage has no memory meanwhile. Other tensors
+# may view a slot of parameters: those of a graph that will run again, or that is out of date and
+# was not refused yet. Such memory stays as long as they exist.
 
 Owner = TypeVar("Owner")
 
@@ -398,8 +398,8 @@ class Slot(Generic[Owner]):
     def allocate(self, device: torch.device, num_bytes: int | None = None) -> Tensor:
         """Return memory for another owner. It is allocated at first use, and anew after `vacate`.
 
-        On a device it has `num_bytes`, if given, or stays larger where somebody else views it. On
-        the CPU it has the slot's size.
+        On a device it has `num_bytes`, if given, or stays larger if other tensors view it. On the
+        CPU it has the slot's size.
         """
         if self.memory is None:
             self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
@@ -419,7 +419,7 @@ class Slot(Generic[Owner]):
 
     @property
     def is_viewed(self) -> bool:
-        """Return whether somebody beside its owners has a view of the memory."""
+        """Return whether tensors besides its owners' view the memory."""
         return self.memory is not None and num_viewers(self.memory) > self.num_views + 1
 
     def occupy(self, owner: Owner) -> None:
@@ -438,7 +438,7 @@ class Slot(Generic[Owner]):
             self.memory.untyped_storage().resize_(0)
 
     def release(self) -> None:
-        """Give the memory back. Views that somebody kept keep it alive, but are stale."""
+        """Forget the memory. It stays alive as long as it is viewed, but such views are stale."""
         self.memory, self.owner, self.num_views = None, None, 0
 
 

@@ -95,22 +95,22 @@ class Wire:
             is stepped, saved and given by request (`full_param`, `GatheredParameters`). A node's
             copy (`secondary`) is of decoded values. Single parameters that are used outside their
             unit travel as they are, after they are rounded alike. (ZeRO++ calls it qwZ.)
-            At stages 1 and 2 what is gathered is what a step has updated, so frozen parameters stay
-            exact. Shards then rest beside the whole parameters, if there are no masters on the
-            device: that costs the bytes of a shard. As at stage 3, `model.state_dict()` gathers or
-            raises. What is written to whole parameters in place stays until the next step; what is
-            loaded is rounded alike when the model's forward next runs. Of small parameters that
-            rest whole at stage 3 nothing is encoded.
+            At stages 1 and 2 the parameters that a step has updated are gathered, so frozen ones
+            stay exact. Exact shards are then kept beside the replicated parameters, unless there
+            are masters on the device: that costs the bytes of a shard. As at stage 3,
+            `model.state_dict()` gathers or raises. Values written to replicated parameters in place
+            stay until the next step; loaded values are rounded alike when the model's forward next
+            runs. Small parameters that are replicated at stage 3 are not encoded.
         gradients: Stages 1 to 3: how gradients are written while they are reduced, in two hops:
             each rank's inside its node, then the node's sums, encoded anew, across nodes. One hop
             where there is one node, or one rank to a node. Sums are taken in float32. With
             `replicas`, the mean over nodes is encoded once more, as a result. (qgZ)
-        frozen: Stage 3: how shards of parameters that do not train rest, and travel as they rest.
-            They are rounded once, when they are sharded or loaded, and are what is given by request
-            and saved. For what adapters are trained on. Not for shards outside the device.
+        frozen: Stage 3: how shards of parameters that do not train are stored, and sent as they are
+            stored. Values are rounded once, when they are sharded or loaded; the rounded values are
+            given by request and saved. For the model under adapters. Not for offloaded shards.
         loco: What encoding gradients loses is fed back in the next reduction; costs memory, see
             `Loco`. Saved with the optimizer's state, and restored on as many ranks, with the same
-            levels, units and codec; elsewhere, training that goes on from a file begins without.
+            levels, units and codec; otherwise training that continues from a file starts without.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.
@@ -175,13 +175,13 @@ class Wire:
         """
         if self.frozen is not None and offloads_params:
             raise PartitionError(
-                f"Wire(frozen='{self.frozen}') is for shards that rest on the device, and these "
-                "rest outside it, as they are; keep parameters on the device, or leave out frozen"
+                f"Wire(frozen='{self.frozen}') is for shards on the device, and these are "
+                "offloaded, unencoded; keep parameters on the device, or leave out frozen"
             )
         if self.secondary and placements.params is Placement.REPLICATED:
             raise PartitionError(
-                "Wire(secondary=True) is for parameters that are gathered, and these rest whole at "
-                "stages 0 to 2; use stage 3, or leave it out"
+                "Wire(secondary=True) is for parameters that are gathered, and these are "
+                "replicated at stages 0 to 2; use stage 3, or leave it out"
             )
         if self.replicas and placements.optim is Placement.REPLICATED:
             raise PartitionError(
@@ -196,7 +196,7 @@ class Wire:
         if self.frozen is not None and placements.params is Placement.REPLICATED:
             raise PartitionError(
                 f"Wire(frozen='{self.frozen}') is for shards of parameters, and at stages 0 to 2 "
-                "these rest whole; use stage 3, or leave it out"
+                "these are replicated; use stage 3, or leave it out"
             )
         if self.gradients is not None and placements.optim is Placement.REPLICATED:
             raise PartitionError(
@@ -471,8 +471,8 @@ def plan_routes(
         reads_peers: Whether ranks of one node read each other's shards.
 
     Raises:
-        PartitionError: The wire needs nodes and nobody says how large they are, or two different
-            sizes are said, or one that does not divide the ranks or is too small.
+        PartitionError: The wire needs nodes and their size is not given, or two different sizes are
+            given, or one that does not divide the ranks or is too small.
     """
     per_node = wire.levels.inside.world_size if isinstance(wire.levels, Levels) else wire.levels
     if per_node is not None and ranks_per_node not in (None, per_node):

@@ -48,8 +48,8 @@ _TIMEOUT_S = 60.0
 def unpartition(model: nn.Module) -> None:
     """Make the model and its optimizer plain again, with whole parameters and state. Collective.
 
-    Afterwards every rank holds all of it, in memory of its own, and no hook is left: the model can
-    be copied, pickled, compiled, handed on, or sharded again. The objects stay the same. Gradients
+    Afterwards every rank has all values, in memory of its own, and no hook is left: the model can
+    be copied, pickled, compiled, passed on, or sharded again. The objects stay the same. Gradients
     that are there are whole in `param.grad`; those of a backward that an exception ended are
     dropped.
 
@@ -69,9 +69,8 @@ def _end(sharded: ShardedModel, what: str, *, keeps_shards: bool) -> None:
     Args:
         sharded: The model.
         what: The call, for errors.
-        keeps_shards: Leave parameters that rest sharded as `Init` leaves them, and split their
-            state evenly, for a partition that follows: no more than a flat buffer is whole at a
-            time.
+        keeps_shards: Leave sharded parameters as `Init` leaves them, and split their state evenly,
+            for a partition that follows: no more than a flat buffer is whole at a time.
     """
     _check_idle(sharded, what)
     grads = _gather_grads(sharded)
@@ -140,10 +139,10 @@ def retire_partition(
 ) -> tuple[torch.optim.Optimizer | None, dict[ShardedAverage, dict[str, SplitEntry]]]:
     """End a model's partition, if it has one, so that another can follow. Collective then.
 
-    No rank ever has more than a unit whole of what rests sharded: parameters are as `Init` leaves
-    them. With the optimizer that it has, state goes on, and gradients that are there are whole in
-    `param.grad`. With another one, gradients are dropped, and the state of the optimizer before is
-    gone, which raises if it is stepped again.
+    Sharded parameters are left as `Init` leaves them, so that no rank has more than one unit of
+    them whole. With the same optimizer, state is kept, and gradients that exist are whole in
+    `param.grad`. With another one, gradients are dropped, and so is the state of the optimizer
+    before, which raises if it is stepped again.
 
     Args:
         model: The very module that was partitioned, or a plain one.

@@ -107,7 +107,7 @@ def plan_model(
         optimizer: Built from its parameters.
         config: As for `partition`.
         world_size: Number of ranks.
-        policy: What rests outside the device.
+        policy: States that are offloaded.
         ranks_per_node: Neighbours in rank order that share a node, where `config.wire` does not
             say; all do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
@@ -233,10 +233,10 @@ def effective_config(
     world_size: int,
     offloads_params: bool,
 ) -> PartitionConfig:
-    """A configuration where some of it makes no difference.
+    """Return the configuration without settings that have no effect.
 
-    One rank's shard is the whole, so there is nothing to make whole; and nobody updates masters
-    without an optimizer.
+    On one rank a shard is the whole parameter, so parameters are replicated unless they are
+    offloaded. Without an optimizer there are no masters.
     """
     if world_size == 1 and not offloads_params:
         placements = evolve(config.placements, params=Placement.REPLICATED)
@@ -260,11 +260,12 @@ def plan_model_units(
     """The units of a model, if it and its optimizer can be partitioned so. Local.
 
     Args:
-        model: Of which only shapes, dtypes and names matter.
-        optimizer: Whose param groups lie side by side, and whose needs say where to cut.
-        config: As it holds; see `effective_config`.
+        model: Only its shapes, dtypes and names matter.
+        optimizer: Parameters of one of its param groups lie side by side; its needs say where to
+            cut.
+        config: As `effective_config` returns it.
         world_size: Number of shards.
-        policy: What rests outside the device.
+        policy: States that are offloaded.
         may_be_meta: See `plan_units`.
         ranks_of: See `plan_units`.
         num_shards: The number of shards by pattern in these.
@@ -311,7 +312,7 @@ def plan_model_units(
 
 
 def _check_masters(model: nn.Module, precision: Precision) -> None:
-    """Raise PartitionError where there would be masters that nobody updates."""
+    """Raise PartitionError if there would be masters, which no optimizer updates at stage 0."""
     dtypes = precision.dtypes_of(model)
     for name, param in model.named_parameters():
         if param.requires_grad and precision.master_of(dtypes[id(param)]) is not None:

@@ -157,10 +157,11 @@ def distribute(
 
 
 def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
-    """Let peers read this rank's shards of what is gathered, where they can.
+    """Let peers read this rank's shards from its memory; return None if they cannot. Collective.
 
-    Not where they travel encoded: then all ranks compute with other values than rest there. Nor
-    where some have ranks of their own: an exposure is of one group.
+    Shards that are sent encoded are not exposed, since all ranks compute with rounded values, and
+    shards are exact. Nor are any if some parameters have ranks of their own: an exposure is of one
+    group.
     """
     sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
     if routes.of_groups or any(unit.codec is not None for unit in sharded):
@@ -265,11 +266,11 @@ def _flatten(
     placement: Placement,
     replaced: list[str],
 ) -> tuple[Tensor, Tensor | None]:
-    """This rank's shard, and the whole buffer where parameters rest replicated. Collective.
+    """This rank's shard, and the whole buffer if parameters are replicated. Collective.
 
-    Where some are early shards, one parameter is whole at a time, or 1 MiB of small ones, and early
-    shards are given up as their values arrive, so that the peak is what rests, one unit's shard and
-    its largest parameter. Names of parameters that had other values here are added to `replaced`.
+    If some are early shards, one parameter is whole at a time, or 1 MiB of small ones. Early shards
+    are freed as their values arrive. So at its peak memory has the result, one unit's shard and its
+    largest parameter. Names of parameters that had other values here are added to `replaced`.
     """
     layout, is_sharded = plan.layout, placement is Placement.SHARDED
     own, kept = layout.shard(routes.shards.rank), Span(0, layout.numel)
@@ -399,7 +400,7 @@ def partition(
             are then stepped there, and gradients outside the device. They are the model's from now
             on; where this raises, the caller closes them. A function that makes them is called
             again when the model is laid out anew, as parameters are unfrozen or added to the
-            optimizer, which is refused otherwise. At stage 0 no state can rest elsewhere.
+            optimizer, which is refused otherwise. At stage 0 no state can be offloaded.
         **options: Fields of the configuration, in place of those in `config`: `placements`, say.
 
     Returns:
@@ -407,7 +408,7 @@ def partition(
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned as it is.
-        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.AgreementError: Ranks have different models, optimizers or settings.
         zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and the configured
             wire needs them.
         zero_comm.CommError: A rank did not take part in time.
@@ -541,14 +542,14 @@ def _partition(
         if sharded.shards_state or routes.parts is not None:
             install_state_dict_hooks_of(optimizer, sharded)
     if config.sanitize:
-        from zero_partition.sanitize import sanitize  # noqa: PLC0415 (nobody else needs it)
+        from zero_partition.sanitize import sanitize  # noqa: PLC0415 (only this needs it)
 
         sanitize(sharded, given)
     for plan in plans if _LOG.isEnabledFor(logging.DEBUG) else ():
         params = [param for buffer in plan.buffers for param in buffer.params]
         cuts = ", ".join(sorted({str(param.cut) for param in params}))
         how = plan.param_placement(placements.params).value
-        message = "unit %r: %d parameters, %d elements, %s at rest, cut %s"
+        message = "unit %r: %d parameters, %d elements, %s, cut %s"
         _LOG.debug(message, plan.name or "(model)", len(params), plan.extent.numel, how, cuts)
     return sharded
 
@@ -613,7 +614,7 @@ def _describe(
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
         "shards of parameters are kept": backends.place,
-        "the optimizer's steps taken elsewhere": "no" if backends.open_state is None else when,
+        "steps of offloaded optimizer state": "no" if backends.open_state is None else when,
         "parameters sharded by Init": f"{len(early)} from {early[0]!r} on ({found:08x})"
         if early
         else "none",
