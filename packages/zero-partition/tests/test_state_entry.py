@@ -97,7 +97,7 @@ UNEXPLAINED: list[tuple[Cut, list[Span | None], list[EntryInfo | None], str]] = 
     (Cut.block(16), [Span(0, 16), Span(16, 24)], _infos((1,), (2,)), "neither one value"),
     (Cut.FLAT, HALVES, _infos((12,), None), "rank 1 should have"),
     (Cut.TENSOR, [None, Span(0, 24)], [None, EntryInfo("list")], "a list cannot be sent"),
-    (Cut.FLAT, HALVES, [LIST, LIST], "nobody knows how tensors in a list are cut"),
+    (Cut.FLAT, HALVES, [LIST, LIST], "the cut of tensors in a list is unknown"),
     (
         Cut.ROW,
         HALVES,

@@ -172,7 +172,7 @@ def _bytes_of(param: nn.Parameter) -> int:
 
 @define(eq=False)
 class Init:
-    """Shard parameters while a model is built, so that no rank ever holds the whole. Collective.
+    """Shard parameters while a model is built, so that no rank has all of them. Collective.
 
         with Init(group=group):
             model = Model()
@@ -180,9 +180,9 @@ class Init:
 
     Inside, what is created without a device is on the group's device; if another default device
     than the CPU is set, as by `with torch.device("meta")`, it is there. A module's own parameters
-    are sharded soon after its constructor has ended. Whoever touches one later (a parent's
-    constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward) finds it whole, and what is
-    written stays. Values are those of plain construction on rank 0, bit for bit, whatever the other
+    are sharded soon after its constructor has ended. Code that uses one later (a parent's
+    constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward) gets it whole, and what it
+    writes stays. Values are those of plain construction on rank 0, bit for bit, whatever the other
     ranks' seeds. Buffers stay whole; partition() gives all ranks those of rank 0. Parameters on the
     meta device stay there.
 
@@ -313,7 +313,7 @@ class Init:
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
-            # The child may be a copy, or was built elsewhere.
+            # The child may be a copy, or was built outside of this context.
             for found in child.modules():
                 if id(found) not in self._modules and (whole := _whole_of(found)):
                     self._expect(found, whole.values())

@@ -21,7 +21,7 @@ from zero_partition.torch_private import plainly, version_of
 
 # NOTE(blank): all bits set is NaN in every float dtype, eight bits wide or more, so that arithmetic
 # on unwritten memory stays unwritten. Dtypes without NaN get a pattern that no table of positions,
-# mask or count holds by accident.
+# mask or count has by accident.
 _NAN_BYTE = 0xFF
 _ODD_BYTE = 0xA5
 
@@ -51,19 +51,20 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-# NOTE(early): a unit's flat buffers are planned from the whole model, and while it is built nobody
-# knows the whole. So each parameter gets a layout of its own first, and partition() lays the shards
-# out anew, unit by unit. The shard hangs on the Parameter as its `__deepcopy__`: one attribute that
-# `copy` looks for on the object itself, so that a copy of a sharded parameter is a sharded
-# parameter, with no table beside the model that could outlive it.
+# NOTE(early): a unit's flat buffers are planned from the whole model, which is not known while it
+# is built. So each parameter gets a layout of its own first, and partition() lays the shards out
+# anew, unit by unit. The shard is the Parameter's attribute `__deepcopy__`, which `copy` looks for
+# on the object itself. So a copy of a sharded parameter is a sharded parameter, and no table beside
+# the model could outlive it.
 
 # NOTE(aliases): `nn.Parameter(other)` is no torch function, and gives another Parameter over the
-# same memory: a stand-in's, if the other is sharded. Its address tells whose it is.
+# same memory: a stand-in's, if the other is sharded. Its address identifies the sharded one.
 
-# NOTE(files): what was read by a mapping of a file, as transformers reads safetensors, is pages of
-# that file until somebody writes there: then each page is copied, and stays until the file is
-# closed. So where rank 0's values arrive, they do not arrive in the parameter's memory, which is
-# given up before: else every rank but 0 would have held the whole model.
+# NOTE(files): memory of a mapped file, as transformers reads safetensors, is pages of that file
+# until it is written: then each page is copied, and stays until the file is closed. So rank 0's
+# values are not received in the parameter's memory, which is freed first. Otherwise every rank but
+# 0 would have the whole model in memory.
+
 # Up to so many bytes, a copy is cheaper than a message of its own.
 _SMALL_BYTES: Final = 2**16
 _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
@@ -71,7 +72,7 @@ _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 
 @define(eq=False)
 class EarlyShard:
-    """A parameter's layout, and the part of it that rests on this rank."""
+    """A parameter's layout, and the part of it that this rank keeps."""
 
     # For messages and agreement: the class of its module, and its name there.
     label: str
@@ -168,8 +169,9 @@ class EarlyShard:
             return
         raise PartitionError(
             f"parameter {name!r} was changed after Init sharded it (it is now {param.dtype} on "
-            f"{param.device}), and its values rest elsewhere (rank {self.group.rank}): write, "
-            "convert and move parameters inside `with Init(...):`, which may be entered again"
+            f"{param.device}), and the ranks have its values in shards (rank {self.group.rank}): "
+            "write, convert and move parameters inside `with Init(...):`, which may be entered "
+            "again"
         )
 
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:

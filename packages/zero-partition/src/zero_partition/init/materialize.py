@@ -24,7 +24,7 @@ def materialise(
     group: AnyRanks,
     timeout_s: float = 60.0,
 ) -> None:
-    """Give a model on the meta device memory and values; each rank holds its part. Collective.
+    """Give a model on the meta device memory and values; each rank keeps its part. Collective.
 
     Values are those of `model.to_empty(device=...)` followed by `model.apply(init)` on rank 0, bit
     for bit. Each parameter is whole only while `init` touches it, in whatever order it does. Tied
@@ -44,7 +44,7 @@ def materialise(
         PartitionError: Names every parameter and buffer that `init` left unwritten, even in part,
             or that has no `reset_parameters()`, and every attribute that is a tensor on the meta
             device but no parameter or buffer and was not replaced.
-        zero_comm.AgreementError: Ranks hold different models.
+        zero_comm.AgreementError: Ranks have different models.
         zero_comm.CommError: A rank did not take part in time.
     """
     group, empty = whole_of(group), _on_meta(model)
@@ -77,9 +77,9 @@ def materialise(
 
 
 def allocate_blank(tensor: Tensor, name: str, *, group: Group) -> None:
-    """Give what is on the meta device memory that is marked as unwritten. Local.
+    """Give a tensor on the meta device memory that is marked as unwritten. Local.
 
-    All of a buffer; of a parameter the part that rests on this rank.
+    A buffer gets memory for all elements, a parameter for this rank's part.
     """
     if not isinstance(tensor, nn.Parameter):
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)

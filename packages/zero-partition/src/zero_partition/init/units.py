@@ -167,7 +167,7 @@ def _leaf_units_in(module: nn.Module, name: str) -> Iterator[str]:
 def choose_small(
     model: nn.Module, *, small_param_numel: int, max_small_numel: int | None
 ) -> frozenset[int]:
-    """Ids of the parameters that may rest whole: small ones, the first that fit together."""
+    """Ids of the parameters that may be replicated: small ones, the first that fit together."""
     chosen, numel = set(), 0
     for param in model.parameters():
         is_small = 0 < param.numel() <= small_param_numel
@@ -200,10 +200,10 @@ def plan_units(
         model: Its parameters must be dense, of any strides.
         unit_names: Names of modules, "" excluded; what belongs to none of them is the model's own.
         world_size: Number of shards.
-        cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
+        cuts: Parameter id to where it may be cut; parameters without one may be cut anywhere.
         group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
             side by side.
-        small: Ids of parameters that rest whole on each rank, in a unit of their own.
+        small: Ids of parameters that are replicated, in a unit of their own.
         precision: Parameters lie in buffers of the dtype that it gives them.
         may_be_meta: Whether parameters on the meta device, which have no memory, are planned too.
         ranks_of: Parameter id to the pattern that has its ranks, of those with ranks of their own.

@@ -98,7 +98,7 @@ class FlatBuffer:
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.main_shard.memory, torch.Size([self.shard_numel])
         if stepped is None:
-            # Optimizer offload keeps masters elsewhere.
+            # The optimizer offload has the masters.
             stepped = placeholder(size, self.main_shard.dtype, self.stepped_device)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)
@@ -242,7 +242,7 @@ class FlatBuffer:
             self.model_shard.write(memory)
         if self.codec is not None:
             exact = self.model_shard.memory if memory is None else memory
-            assert self.own is not None and exact is not None, "it rests whole, and beside that"
+            assert self.own is not None and exact is not None, "replicated, with an exact shard"
             self.own.copy_(exact)
 
     @torch.no_grad()
@@ -475,8 +475,8 @@ class FlatBuffer:
 
 
 # NOTE(secondary): a node's copy of a unit is made when another unit takes the slot, and not before:
-# until then the slot has the unit's values, and nobody gathers them. So units that share no slot
-# have no copies, and what evaluation or a further micro-batch gathers again is local, too.
+# until then the slot has the unit's values, and they are not gathered. So units that share no slot
+# have no copies. Gathers in evaluation or a further micro-batch stay inside the node, too.
 
 
 @define(eq=False, repr=False)

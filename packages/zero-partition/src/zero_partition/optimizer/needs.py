@@ -422,7 +422,7 @@ def _watch_later(
 
 
 def _counters(twin: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
-    """Numbers in state, param groups and attributes, with what holds them."""
+    """Numbers in state, param groups and attributes, with their containers."""
     inside = [*twin.state.values(), *vars(twin).values()]
     holders = [twin.state, *twin.param_groups, vars(twin)]
     holders += [each for each in inside if type(each) in {dict, defaultdict, list}]
@@ -597,8 +597,8 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         kind = type(optimizer).__name__
         raise PartitionError(
             f"a {kind} was tried, to see whether it can work on shards, and its copy wrote to "
-            "parameters of the model, which it must hold elsewhere than in param_groups; say what "
-            f"it needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
+            "parameters of the model, which it must keep outside of param_groups; say what it "
+            f"needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
         )
 
 
@@ -614,7 +614,8 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def _calls_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether its step needs a closure, by its signature or by its code.
 
-    Nothing is run: who says what it needs may hold the user's model, and write to it.
+    Nothing is run: an optimizer that says what it needs may have the user's model as an attribute,
+    and write to it.
     """
     if _needs_closure(optimizer) or not _takes_closure(optimizer):
         return _needs_closure(optimizer)
@@ -639,7 +640,7 @@ def _calls_unasked(node: ast.AST) -> bool:
 
 # NOTE(needs): the cut that an optimizer needs is known from, in this order, its attribute
 # `needs_cut` (a cut, or a method from a param group to a cut), this table for torch's own classes,
-# and a trial of a copy of it. Subclasses of torch's are tried: nobody knows what they override.
+# and a trial of a copy of it. Subclasses of torch's are tried, since they may override anything.
 
 _NEEDS_OF_TORCH: Final = {
     Cut.FLAT: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
@@ -671,7 +672,7 @@ def _choose_for(
 ) -> None:
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
-    # Parameter id and sample, of those whose cut nobody says.
+    # Id and sample of parameters for which neither the user nor the optimizer says a cut.
     samples: list[tuple[int, Sample]] = []
     # A cut in pieces that the optimizer's own word allows.
     trusted: Cut | None = None

@@ -165,7 +165,7 @@ def plan_entry(
         if len(parts) < len(infos) and first.nest is None:
             raise _refusal(param, key, infos, f"a {first.kind} cannot be sent to those without it")
         if num_kept != numel or len(owners) > 1:
-            raise _refusal(param, key, infos, f"nobody knows how tensors in a {first.kind} are cut")
+            raise _refusal(param, key, infos, f"the cut of tensors in a {first.kind} is unknown")
         return PerRankEntry(tuple(infos), owners[0])
     shard_shape = param.cut.shard_shape(param.shape, num_kept)
     is_as_kept = param.cut != Cut.FLAT and num_kept == numel and first.shape != shard_shape
@@ -226,8 +226,8 @@ def part_of_entry(
     if param.cut != Cut.TENSOR and _holds_tensors(value):
         raise PartitionError(
             f"parameter {param.name!r}: optimizer state {key!r} is a {type(value).__name__} that "
-            "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
-            "their own, call shard() before the first step, or use cut='tensor'"
+            "contains tensors, and it is not known how to take a shard of them; keep them as "
+            "entries of their own, call shard() before the first step, or use cut='tensor'"
         )
     if not isinstance(value, Tensor) or is_wrapper(value):
         return value
@@ -406,8 +406,8 @@ def check_optimizer(
         if callable(getattr(member, "fused_backward", None)):
             raise PartitionError(
                 f"a {type(member).__name__} updates parameters within backward, by each rank's own "
-                "gradients; to train with little memory use stage 3, or let state and parameters "
-                "rest on the host: ZeroConfig(stage=3, offload=Offload(optimizer='host', "
+                "gradients; to train with little memory use stage 3, or offload state and "
+                "parameters to the host: ZeroConfig(stage=3, offload=Offload(optimizer='host', "
                 "params='host'))"
             )
     for member in members_of(optimizer) if shards_state else ():
@@ -445,7 +445,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
 def describe_states(
     optimizer: torch.optim.Optimizer | None, *, among: Callable[[int], bool]
 ) -> dict[str, str]:
-    """Say what ranks must agree on of state, of the parameters whose ids are asked for. Local."""
+    """Return facts about the state of some parameters that ranks must agree on. Local.
+
+    `among` returns whether the parameter with an id is one of them.
+    """
     facts, states = dict[str, str](), {} if optimizer is None else optimizer.state
     chosen = (item for item in states.items() if among(id(item[0])))
     for index, (param, state) in enumerate(chosen):
@@ -474,7 +477,7 @@ class SplitEntry:
 
         Args:
             value: The whole entry.
-            group: Whose ranks keep the parts.
+            group: Ranks that keep the parts.
             device: Where `whole` puts it; None: where it is.
         """
         flat, length = value.reshape(-1), -(-value.numel() // group.world_size)
@@ -498,9 +501,9 @@ def split_state(
     """Return a parameter's whole state with this rank's part of each of its tensors. Local.
 
     Args:
-        state: By entry.
-        group: Whose ranks keep the parts.
-        devices: Where entries belong that are elsewhere now, as offloaded ones are.
+        state: Entry -> value.
+        group: Ranks that keep the parts.
+        devices: Entry -> device that it belongs on, if it is on another now, as offloaded ones are.
     """
     split = dict(state)
     for key, value in state.items():
