@@ -20,7 +20,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     """Steps several optimizers one after the other, as one optimizer.
 
     Before each step gradients are reduced, and after it parameters are published: once for all of
-    them. `param_groups` holds the very dicts of the optimizers, in their order, so that schedulers
+    them. `param_groups` has the very dicts of the optimizers, in their order, so that schedulers
     of one or of all work; each optimizer keeps its own cuts. Step, drop gradients, save and load
     through this one.
 

@@ -185,7 +185,7 @@ def part_index(param: Any) -> int:
 
 
 def has_parts(model: nn.Module) -> bool:
-    """Return whether a model holds parts of DTensors, as inside `localized`. Local."""
+    """Return whether a model has parts of DTensors, as inside `localized`. Local."""
     return any(isinstance(param, LocalPart) for param in model.parameters())
 
 

@@ -263,14 +263,14 @@ def _member_of(module: str, name: str, member: str) -> Enum:
     kind = getattr(sys.modules.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__):
         raise StateError(
-            f"state holds {module}.{name}.{member}, which is in no enumeration here; import the "
+            f"state has {module}.{name}.{member}, which is in no enumeration here; import the "
             "optimizer's package first"
         )
     return kind[member]
 
 
 def is_plain(description: Any) -> bool:
-    """Return whether a described value holds no tensors, objects or members of enumerations."""
+    """Return whether a described value has no tensors, objects or members of enumerations."""
     kind, what, *_ = description
     if kind == "dict":
         return all(is_plain(key) and is_plain(item) for key, item in what)

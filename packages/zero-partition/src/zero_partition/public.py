@@ -19,7 +19,7 @@ from .torch_private import plain_access
 
 @collective
 def finish_update(model: nn.Module) -> None:
-    """Apply every update that was begun to the model. Collective, blocking; between steps.
+    """Apply delayed updates to the model. Collective, blocking; between steps.
 
     After an optimizer's step that is delayed, the model lacks the update of that step until the
     next one. Call this after the last step, before the model is evaluated or exported. Training may
@@ -36,9 +36,9 @@ def finish_update(model: nn.Module) -> None:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients without reducing them. Local; all ranks must do the same.
 
-    Inside, each rank keeps whole gradients of what it ran backward on, as DistributedDataParallel
-    does. The first backward after it, or the optimizer's step, reduces the sum once. Without it,
-    each backward reduces and adds to the gradient shard, which needs less memory.
+    Inside, each rank keeps its own whole gradients, as with DistributedDataParallel's `no_sync`.
+    The first backward after it, or the optimizer's step, reduces the sum once. Without it, each
+    backward reduces and adds to the gradient shard, which needs less memory.
 
     Raises:
         StateError: Not sharded.

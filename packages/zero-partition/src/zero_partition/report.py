@@ -50,7 +50,7 @@ class MemoryReport:
     gathered_bytes: int
     # Placeholders of sharded parameters, step counters, and flags between ranks.
     scalars_bytes: int
-    # Bytes of these kinds that are elsewhere until reload_states(); not in `total_bytes`.
+    # Bytes of these kinds that are parked until reload_states(); not in `total_bytes`.
     parked_bytes: int
     # Slots beyond the window, for units that must be whole besides.
     num_slot_conflicts: int

@@ -44,14 +44,15 @@ _Call: TypeAlias = Callable[..., None]  # the method that is wrapped
 def sanitize(sharded: ShardedModel, group: Group) -> None:
     """Check what this model does from now on, and what is launched on this group. Collective.
 
-    - A unit's slot is poison between its uses, until another unit has it. Writes in that time, and
-      writes past a span in the unit's turn, are found and named by what they hit. Reads give NaN;
-      where arithmetic keeps its bits, in float32 on the CPU, outputs of units and gradients are
-      searched for it, and it says whose poison it was. Slots of gradients are poisoned alike.
-    - What is gathered has the checksums that its owners had after the last step; after writes by
-      other means, and inside `unsharded()` where parameters are offloaded, it is not compared.
-    - Before each step: shards and masters in memory have changed through our functions only, and
-      parameters that rest whole alike on all ranks. An optimizer's state is not looked at.
+    - A unit's slot is filled with NaN of a chosen bit pattern, the poison, between the unit's uses,
+      until another unit takes it. Writes to poison, and writes to a gathered unit, also between its
+      parameters, are found; errors name the parameter there or before. Reads give NaN. In float32
+      on the CPU, where arithmetic keeps the bits of NaN, outputs of units and gradients are
+      searched for poison, whose bits name the parameter. Slots of gradients are poisoned, too.
+    - Gathered values are compared with checksums of the shards after the last step. After writes by
+      other means, and inside `unsharded()` where parameters are offloaded, they are not compared.
+    - Before each step: shards and masters in memory were changed through our functions only, and
+      replicated parameters are equal on all ranks. An optimizer's state is not checked.
     - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
     - What ranks launch is compared before they do: see `zero_comm.sanitize.CompareLaunches`.
 

@@ -104,7 +104,7 @@ def _reads_no_values(func: Callable) -> bool:
 
 
 class StandIn:
-    """Mixin of the class of a tensor whose values are elsewhere: intercepts every use of them."""
+    """Mixin of the class of a tensor without its values in memory: intercepts every use of them."""
 
     __slots__ = ()
     _answers = staticmethod(_looks_at_no_element)
@@ -296,7 +296,7 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             return args[0]
         raise StateError(
             f"{name} was called on the gradient of a parameter whose gradient is sharded: at "
-            "stages 1 to 3 backward reduces it, and when that has ended it rests in "
+            "stages 1 to 3 backward reduces it, and after backward it is in "
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
             "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
             "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
@@ -500,12 +500,13 @@ def _divided_over(args: tuple) -> tuple[Group, ...]:
     return next((getattr(shard, "_groups", ()) for shard in _shards_in(args)), ())
 
 
-# NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
-# own class, which it leaves when it is unsharded. So `module.weight is param`, isinstance() and
-# memory stay as they are, a whole parameter is exactly what the user made, and while it rests torch
-# hands every function that is called on it to `__torch_function__`. There the values are gathered
-# and put in its place, or the use is refused by name. Two class assignments per use of a unit cost
-# 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
+# NOTE(class): a sharded parameter keeps its identity and becomes an instance of a subclass of its
+# own class. When it is unsharded it gets its own class again. So `module.weight is param`,
+# isinstance() and memory stay as they are, and a whole parameter is exactly what the user made.
+# While it is sharded, torch passes every function that is called on it to `__torch_function__`.
+# There the values are gathered and passed instead, or the use is refused by name. Two class
+# assignments per use of a unit cost 0.2 µs per parameter; nothing of torch is patched
+# (docs/decisions/0010-use-outside-the-unit.md).
 
 
 # The one table of the package, since any code may ask about a parameter by itself. Nothing is set
@@ -664,7 +665,7 @@ def _describe(param: Tensor) -> str:
 
 def _owner_of(tensor: Tensor) -> Any:
     owner = find_owner(tensor)
-    assert owner is not None, "only a unit's parameters, and their data, are ever at rest"
+    assert owner is not None, "only a unit's parameters, and their data, are ever sharded"
     return owner
 
 
@@ -680,8 +681,8 @@ def _guard_data(param: Tensor, data: Any) -> Tensor:
 def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a function that treats parameters as nodes of a graph, in their own classes.
 
-    Such a function also runs the user's code. Disabling `__torch_function__` for the call, as
-    elsewhere, would disable it for that code too.
+    Such a function also runs the user's code. `__torch_function__` is not disabled for the call, as
+    it is for other functions, since it would be disabled for that code, too.
     """
     found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, ShardedParam)]
     types = [type(tensor) for tensor in found]
@@ -737,12 +738,11 @@ class Bound:
         refuse_pickle()
 
 
-# NOTE(stand-ins): a storage of no bytes under tensors with elements would do as well, and every
-# view would be right again by itself. But few of torch's functions check it: the others read
-# address 0, which ends the process, and a graph or a `param.data` that somebody kept is enough for
-# that. So the tensors that we know are made to view one NaN each, and get a class that raises; and
-# a storage that somebody else still views is not given back
-# (docs/decisions/0030-parked-tensors-keep-their-identity.md).
+# NOTE(stand-ins): a storage could be resized to no bytes under its tensors, and all views would be
+# valid again when it is resized back. But few of torch's functions check for it. The others read
+# address 0, which ends the process, and a graph or a kept `param.data` may do so. So the tensors
+# that we know are made to view one NaN each, and get a class that raises. A storage that any other
+# tensor views is not freed (docs/decisions/0030-parked-tensors-keep-their-identity.md).
 
 
 class ParkedTensor(StandIn):
@@ -789,7 +789,7 @@ class View:
 class StateKind(Enum):
     """Kinds of training state."""
 
-    # Stored parameters: shards at stage 3, whole buffers elsewhere.
+    # Stored parameters: shards at stage 3, whole buffers at other stages.
     PARAMS = "params"
     # What the optimizer updates, where that is not the parameters.
     MASTERS = "masters"
@@ -835,11 +835,12 @@ class ParkedStorage:
     num_bytes: int
     device: torch.device
     views: list[View]
-    storage: torch.UntypedStorage | None  # None: its memory was given back
+    # None: its memory was freed.
+    storage: torch.UntypedStorage | None
 
     @property
     def is_free(self) -> bool:
-        """Return whether nobody views the memory, now that our tensors do not."""
+        """Return whether no tensor views the memory, after `replace_by_placeholders`."""
         return self.storage is not None and not has_views(self.storage)
 
     def replace_by_placeholders(self) -> None:
