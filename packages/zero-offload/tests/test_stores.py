@@ -165,7 +165,7 @@ def test_what_would_be_half_a_value_or_none_is_refused_by_name(store: AbstractSt
         (lambda: store.allocate({"other": 1, "reserved": 64}), "'reserved' is allocated already"),
         (
             lambda: store.read("x", torch.empty(4)).result(),
-            r"'x' holds 8 elements of torch.float32.*read into 4",
+            r"'x': expected .* 8 elements of torch.float32.*got 4",
         ),
         (
             lambda: store.read("x", torch.empty(8, dtype=torch.int32)).result(),

@@ -30,7 +30,7 @@ __all__ = [
     "main",
 ]
 
-# In an installed package the sources lie beside the library, in a checkout beside src/.
+# In an installed package the sources are beside the library, in a checkout beside src/.
 SOURCES: Final = (HERE / "csrc", CHECKOUT_SOURCES)
 
 

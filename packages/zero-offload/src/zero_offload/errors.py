@@ -60,7 +60,7 @@ class UnsupportedOptimizerError(OffloadError, TypeError):
 
 
 class DepartedGradientError(OffloadError):
-    """Something read a gradient that has left its device for the host."""
+    """A gradient was read on its device after it was moved to the host."""
 
 
 class TornStepError(OffloadError):

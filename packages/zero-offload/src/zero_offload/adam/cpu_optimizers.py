@@ -1,4 +1,4 @@
-"""CPUAdam, CPUAdagrad and CPULion: optimizers over CPU tensors, stepped where they lie."""
+"""CPUAdam, CPUAdagrad and CPULion: optimizers whose parameters and state are CPU tensors."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class SwapFile:
                 except OSError as error:
                     if error.errno not in _NO_FALLOCATE:
                         raise
-                    # Without fallocate, a lack of room only shows when the file is written.
+                    # Without fallocate, a full disk is only noticed when the file is written.
                     self.system.truncate(fd, capacity)
                 self.stamp(fd)
             except BaseException:
@@ -158,11 +158,11 @@ class SwapFile:
             self.system.unlink(self.path)
 
     def changed(self, how: str) -> StoreError:
-        """Return the error to raise where somebody else has changed the file."""
+        """Return the error to raise if another program has changed the file."""
         return StoreError(
-            f"{self.path}, which holds {self.key!r} ({self.nbytes} bytes), was changed behind our "
-            f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
-            "that folder",
+            f"{self.path}, which contains {self.key!r} ({self.nbytes} bytes), was changed by "
+            f"another program: {how}. Its value is lost; resume from a checkpoint, and keep other "
+            "programs out of that folder",
             key=self.key,
             path=self.path,
             nbytes=self.nbytes,

@@ -40,10 +40,10 @@ SYSTEM: Final = System()
 _PREFIX: Final = "zero-offload-"
 _NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
-# NOTE(locks): beside each folder lies `<folder>.lock`, and its job holds a flock on it, which the
-# kernel drops however the job ends. Whoever gets that lock may delete the folder: its job is dead,
-# or has not made the folder yet. A job therefore takes the lock first, and makes the folder only
-# once it sees that the file it locked is still the one at that path.
+# NOTE(locks): beside each folder is a file `<folder>.lock`. The folder's job holds a flock on it,
+# which the kernel releases however the job ends. A process that gets this lock may delete the
+# folder: its job is dead, or has not made the folder yet. A job therefore takes the lock first, and
+# makes the folder only once it sees that the file it locked is still the one at that path.
 
 
 @final

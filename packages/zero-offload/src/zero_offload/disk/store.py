@@ -23,13 +23,13 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Allocate values of these sizes in bytes, so that a lack of room shows at the start.
+        """Allocate values of these sizes in bytes, so that a lack of space shows at the start.
 
         Optional: `write` allocates a value that is not. All values are allocated, or none.
 
         Raises:
-            StoreError: A key is there already, or the disk has not enough room.
-            BudgetError: The memory is not there.
+            StoreError: A key exists already, or the disk does not have enough space.
+            BudgetError: The host does not have enough memory.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete a key and release its room, after earlier operations on it are done."""
+        """Delete a key and free its space, after earlier operations on it are done."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -96,8 +96,8 @@ def check_form(key: str, wanted: str, into: Tensor, path: str = "") -> None:
     """Raise StoreError unless `into` has the numel and dtype that were written."""
     if form_of(into) != wanted:
         raise StoreError(
-            f"{key!r} holds {wanted}, and is to be read into {form_of(into)}; pass a tensor of "
-            "what was written",
+            f"{key!r}: expected a tensor of {wanted} to read into, as was written, got "
+            f"{form_of(into)}; pass a tensor of this numel and dtype",
             key=key,
             path=path,
         )

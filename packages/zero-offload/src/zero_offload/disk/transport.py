@@ -48,8 +48,9 @@ class AbstractTransport(ABC):
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """Move all of `memory`, flat bytes, from or to the beginning of an open file.
 
-        Blocks, without the GIL where it matters; nobody may use the memory until it returns. An
-        end that is no multiple of O_DIRECT's unit is padded to one: with zeros when it is written.
+        Blocks; the GIL is released during transfers. Other threads must not use the memory until
+        it returns. An end that is no multiple of O_DIRECT's unit is padded to one: with zeros when
+        it is written.
 
         Returns:
             The bytes moved: fewer where the file ends early.

@@ -51,7 +51,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
         seconds: How long to measure, about.
 
     Raises:
-        StoreError: The folder is missing or cannot be written to, or has not enough room.
+        StoreError: The folder is missing or cannot be written to, or its disk is full.
     """
     folder = JobFolder(Path(path))
     candidates: list[_Candidate] = []
@@ -61,7 +61,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
         free = os.statvfs(folder.path)
         nbytes = min(_MOST_BYTES, free.f_bavail * free.f_frsize // 4) // max(_BLOCKS) * max(_BLOCKS)
         if not nbytes:
-            raise StoreError(f"{path} has no room to measure in; free some", path=str(path))
+            raise StoreError(f"{path}: the disk is too full to be measured", path=str(path))
         memory = HostArena("tune", is_pinned=False).allocate(nbytes)
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct.flag, 0o600)
         try:

@@ -50,7 +50,7 @@ class HostArena:
     grants that. With more than one memory node under this process its pages alternate between them.
 
     Args:
-        name: Who holds the memory, in the breakdown of a refusal.
+        name: Name under which the bytes are counted, and listed in a BudgetError.
         is_pinned: Page-lock where torch sees an accelerator; plain memory where not. Pages are
             registered with CUDA; for other kinds they are of torch's `pin_memory`: a page more,
             and its allocator may round sizes up and keep what is freed for later.
@@ -161,7 +161,8 @@ def _map(nbytes: int, holder: str) -> tuple[int, str]:
             _libc.munmap(address, nbytes)
             raise BudgetError(
                 f"{holder!r} asks for {nbytes} bytes of host memory, and the system ran out while "
-                f"providing them: {why}. Other processes hold the rest.",
+                f"providing them: {why}. Other processes use the other memory; end some, or "
+                "allocate less.",
                 nbytes=nbytes,
             )
         ctypes.memset(address, 0, nbytes)

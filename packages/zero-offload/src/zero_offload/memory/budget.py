@@ -1,4 +1,4 @@
-"""One budget for the host memory of a process: who holds what, and no more than there is."""
+"""Budget for the host memory of a process: bytes by name, within a limit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _UNLIMITED: Final = 1 << 60
 
 @frozen
 class AvailableMemory:
-    """Bytes that may be taken, and who sets that limit."""
+    """Bytes that may be allocated, and the source of that limit."""
 
     nbytes: int
     source: str
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
-    """The least that the machine and any control group above this process leave.
+    """Return the least memory that the machine and the control groups of this process have left.
 
     Memory that the kernel can drop at once (the page cache) counts as available. Linux; where
     nothing can be read, everything is taken to be available.
@@ -59,7 +59,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
 def _upwards(
     mount: Path, group: str, limit: str, usage: str, droppable: str
 ) -> Iterator[AvailableMemory]:
-    """Yield what a group and those around it leave; in a container the mount is the group."""
+    """Yield the memory left in a group and its parents; in a container the mount is the group."""
     folder = mount / group.strip("/")
     for each in (folder, *folder.parents):
         most, taken = _number(each / limit), _number(each / usage)
@@ -89,8 +89,8 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# Memory left to the rest of the process and to the machine, so that their next allocation does not
-# wake the kernel's out-of-memory killer.
+# Memory that is left free for other allocations of this process and for the machine, so that these
+# do not start the kernel's out-of-memory killer.
 _MARGIN_BYTES: Final = 128 * 2**20
 
 
@@ -100,8 +100,8 @@ class HostBudget:
     """Counts the bytes of host memory by name. Safe to use from several threads.
 
     Args:
-        limit_bytes: What all names may hold together; None: what the machine has.
-        available: Measures what the machine and the control groups leave.
+        limit_bytes: Most bytes of all names together; None: the memory of the machine.
+        available: Measures the memory that the machine and the control groups have left.
     """
 
     limit_bytes: int | None = None
@@ -115,10 +115,12 @@ class HostBudget:
 
     @contextmanager
     def taking(self, name: str, nbytes: int) -> Iterator[None]:
-        """Count `nbytes` more for `name`; the block makes them resident, or raises and holds none.
+        """Count `nbytes` more for `name`, while the block makes them resident.
+
+        If the block raises, they are not counted.
 
         Raises:
-            BudgetError: They are not there; the block is not entered.
+            BudgetError: There is not so much memory; the block is not entered.
         """
         self._take(name, nbytes)
         try:
@@ -160,8 +162,9 @@ class HostBudget:
         lines = "".join(f"\n  {_bytes(each)}  {holder}" for holder, each in held.items())
         return BudgetError(
             f"{name!r} asks for {_bytes(nbytes)} of host memory, and {who} has {_bytes(rest)} "
-            f"left. Held by this process: {_bytes(sum(held.values()))}{lines}\nRest more on disk "
-            "(DiskStore), hold fewer or smaller buffers, or raise it with set_host_budget().",
+            f"left. Allocated by this process: {_bytes(sum(held.values()))}{lines}\nOffload more "
+            "to disk (DiskStore), use fewer or smaller buffers, or raise it with "
+            "set_host_budget().",
             nbytes=nbytes,
             held=held,
         )
@@ -171,7 +174,7 @@ PROCESS_BUDGET: Final = HostBudget()
 
 
 def set_host_budget(limit_bytes: int | None) -> None:
-    """Limit what all arenas of this process may hold together, in bytes; None: what there is.
+    """Limit the bytes that all arenas of this process allocate together; None: no limit.
 
     Memory that is allocated already stays so, even if it is more.
     """
@@ -183,7 +186,7 @@ def set_host_budget(limit_bytes: int | None) -> None:
 
 
 def host_memory() -> dict[str, int]:
-    """Bytes of host memory that each name holds in this process, the largest first."""
+    """Return the bytes of host memory that are allocated under each name, the largest first."""
     return PROCESS_BUDGET.held()
 
 

@@ -13,7 +13,7 @@ def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) 
 
     Args:
         source: Tensor that the current stream has written.
-        into: Tensor that the current stream may have used before; nobody may until the event.
+        into: Tensor that the current stream may have used before; unused until the event.
         streams: Streams for such copies, by device; made at first use.
     """
     device = source.device if into.is_cpu else into.device
@@ -24,6 +24,6 @@ def copy_beside(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) 
         into.copy_(source, non_blocking=True)
         event = torch.Event(device)
         event.record(streams[device])
-    # After an exception nobody waits for the event, and the memory may be freed too early.
+    # After an exception no code waits for the event, and the memory could be freed too early.
     (source if into.is_cpu else into).record_stream(streams[device])
     return event

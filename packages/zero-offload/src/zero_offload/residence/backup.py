@@ -30,7 +30,7 @@ class HostBackup:
     _last_copy: Any = field(default=None, init=False)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take room for values of so many bytes, by key, or raise BudgetError. Called once."""
+        """Allocate memory for values by key -> bytes, or raise BudgetError. Called once."""
         aligned = [align_up(size) for size in sizes.values()]
         parts = self.arena.allocate(sum(aligned)).split(aligned)
         self._values = {
@@ -71,7 +71,7 @@ class DiskBackup:
     store: AbstractStore
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take room for values of so many bytes, by key, or raise StoreError."""
+        """Allocate space on disk for values by key -> bytes, or raise StoreError."""
         self.store.allocate(sizes)
 
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:

@@ -20,13 +20,14 @@ from zero_offload.state.footprint import Footprint
 from zero_offload.state.offloaded_state import OffloadedState
 from zero_offload.state.template import Attributes
 
-# NOTE(one at a time): two threads must not use `inner` at once. Whoever uses it waits first for the
-# update in progress, so that at any time either the thread or the caller has it. `read_ahead`,
-# which is called in backward, does nothing: the update has already begun to read.
+# NOTE(one at a time): two threads must not use `inner` at once. Each method that uses it waits
+# first for the update in progress, so that at any time only the update's thread or only the caller
+# uses it. `read_ahead`, which is called in backward, does nothing: the update has already begun to
+# read.
 
 # NOTE(threads): how many threads torch computes with is set for each thread. The update's thread
-# takes the number that holds when it first asks. Setting it there would also set it for threads
-# that are made later, and empty caches of other threads. A step gives the same results regardless.
+# takes the number that is set when it first asks. Setting it there would also set it for threads
+# that are made later, and empty caches of other threads. A step's results do not depend on it.
 
 Param = nn.Parameter
 Groups = Sequence[dict[str, Any]]

@@ -45,8 +45,8 @@ class OffloadedShards:
 
     Args:
         arena: Allocates shards on the host, and the buffers for shards in files.
-        open_store: Returns the store of shards in files; called by `allocate`. Whoever made the
-            store closes it. None: all shards are on the host.
+        open_store: Returns the store of shards in files; called by `allocate`. The caller closes
+            the store. None: all shards are on the host.
         max_host_numel: Most elements of shards that stay on the host although there is a store;
             see `first_that_fit`.
         budget_bytes: Most host memory for these; None: no limit but the process's.
@@ -83,14 +83,14 @@ class OffloadedShards:
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
     def allocate(self, shards: Mapping[int, Tensor]) -> None:
-        """Allocate memory and files for shards, so that a lack of room shows before training.
+        """Allocate memory and files for shards, so that a lack of space shows before training.
 
         Args:
             shards: 1-D tensors of the shards' sizes and dtypes, by number; they need no memory.
 
         Raises:
             BudgetError: The host does not have the memory.
-            StoreError: The disk does not have the room, or there is no such folder.
+            StoreError: The disk does not have the space, or there is no such folder.
         """
         on_host = dict(shards)
         if self.open_store is not None:
@@ -98,7 +98,7 @@ class OffloadedShards:
             needed = sum(shard.nbytes for shard in on_host.values())
             if self.budget_bytes is not None and needed > self.budget_bytes:
                 raise BudgetError(
-                    f"parameters of {needed:,} bytes were to rest on the host by max_host_numel="
+                    f"parameters of {needed:,} bytes would be kept on the host by max_host_numel="
                     f"{self.max_host_numel}, and budget_bytes is {self.budget_bytes:,}; lower the "
                     "first, or raise the second",
                     nbytes=needed,
@@ -117,7 +117,7 @@ class OffloadedShards:
 
     @ranged("swap_in", "arena.name")
     def read(self, index: int, into: Tensor) -> ShardRead:
-        """Begin to copy a shard into `into`, which nobody may use until the read is done."""
+        """Begin to copy a shard into `into`, which must not be used until the read is done."""
         if index in self._host and not into.is_cpu:
             _let_wait(self._copies.get(index), into.device)
             event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
@@ -248,7 +248,7 @@ class OffloadedShards:
     def _forget(self, index: int) -> None:
         if index in self._ahead:
             memory, future = self._ahead.pop(index)
-            # Wait for the end of the read. Nobody needs the values, so an error does not matter.
+            # Wait for the end of the read. The values are not needed, so an error does not matter.
             future.exception()
             self._give_back(memory)
 

@@ -63,15 +63,15 @@ class Footprint:
         if budget_bytes is None or self.host_bytes <= budget_bytes:
             return
         held = {
-            "state that rests on the host": self.resident_bytes,
+            "state on the host": self.resident_bytes,
             "slots for state on its way from and to the disk": self.slot_bytes,
             "gradients": self.gradient_bytes,
             "parameters being staged": self.staging_bytes,
         }
         lines = "".join(f"\n  {nbytes:>15,}  {name}" for name, nbytes in held.items() if nbytes)
         raise BudgetError(
-            f"OffloadedOptimizer may hold budget_bytes={budget_bytes:,} of host memory and needs "
-            f"{self.host_bytes:,}:{lines}\nRest more on disk (state='disk', a smaller "
+            f"OffloadedOptimizer may allocate budget_bytes={budget_bytes:,} of host memory and "
+            f"needs {self.host_bytes:,}:{lines}\nOffload more to disk (state='disk', a smaller "
             f"fraction['host']), pass smaller subgroup_bytes, or grads='device'.",
             nbytes=self.host_bytes,
             held=held,

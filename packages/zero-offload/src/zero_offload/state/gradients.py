@@ -1,4 +1,4 @@
-"""Gradients that leave the device while backward goes on."""
+"""Gradients that are moved from the device to the host during backward."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _STAGED: Final = 2
 class OffloadedGradient(Tensor):
     """A guard: it has the gradient's shape, dtype and device, and no values.
 
-    So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
-    find no gradients and do nothing; and whoever sets `param.grad = None` drops the gradient.
+    With it, torch's `clip_grad_norm_(model.parameters())` raises an error; without it, the call
+    would find no gradients and do nothing. Setting `param.grad = None` drops the gradient on the
+    host.
     """
 
     @classmethod

@@ -177,9 +177,10 @@ class OffloadedState:
     def _plan(
         self, positions: Mapping[Param, int], groups: Sequence[Mapping[str, Any]]
     ) -> tuple[tuple[SubGroup, ...], list[Param], Footprint]:
-        """Return sub-groups of further parameters, those whose gradients leave, and the footprint.
+        """Return sub-groups, parameters whose gradients are offloaded, and the footprint.
 
-        The footprint is that of all parameters, earlier ones included.
+        Sub-groups are those of the new parameters. The footprint is that of all parameters, earlier
+        ones included.
         """
         params, kinds, items = list(positions), {}, []
         for param, at in positions.items():
@@ -259,7 +260,7 @@ class OffloadedState:
     def written_only(self) -> list[Param]:
         """Return parameters that a step writes and does not read: their own masters are stepped.
 
-        Those whose master is not made yet are read.
+        Parameters whose master is not made yet are read.
         """
         read = {param for state in self._states for param in state.read_by_step()}
         return [param for param in self._where if param not in read]
@@ -389,8 +390,8 @@ class OffloadedState:
         for at in self._plain:
             if groups[at].get("amsgrad"):
                 raise UnsupportedOptimizerError(
-                    f"param_groups[{at}]['amsgrad'] was turned on after room was taken for state "
-                    "without 'max_exp_avg_sq'; turn it off, or make the optimizer with "
+                    f"param_groups[{at}]['amsgrad'] was turned on after memory was allocated for "
+                    "state without 'max_exp_avg_sq'; turn it off, or make the optimizer with "
                     "amsgrad=True and load the state dict of this one"
                 )
         return [options_of(group) for group in groups]

@@ -90,8 +90,9 @@ class OffloadedOptimizer(Optimizer):
         optimizer: A class of torch.optim, or like one, that steps each parameter by itself.
         state: Where state is kept: "host" or "disk".
         grads: Where gradients of parameters on a device wait for the step: "host" or "device".
-        fraction: Shares of the state's bytes that are kept elsewhere: {"device": 0.2, "host": 0.3}
-            leaves half for `state`. Parameters are assigned in their order.
+        fraction: Shares of the state's bytes that are kept on the device and on the host instead:
+            {"device": 0.2, "host": 0.3} leaves half for `state`. Parameters are assigned in their
+            order.
         path: With state="disk", a folder on the disk to use.
         store: In place of `path`: any store, which stays the caller's to close.
         subgroup_bytes: Most state that is read, stepped and written together. With the disk, three
@@ -103,7 +104,7 @@ class OffloadedOptimizer(Optimizer):
     Raises:
         UnsupportedOptimizerError: The class needs all parameters at once.
         BudgetError: The host or the budget does not have the memory; with its users' bytes.
-        StoreError: The disk has no room, or there is no such folder.
+        StoreError: The disk has too little space, or there is no such folder.
         ValueError: An argument makes no sense.
     """
 

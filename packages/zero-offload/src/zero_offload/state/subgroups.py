@@ -110,10 +110,10 @@ class ResidenceOptions(TypedDict, total=False):
 
 @frozen
 class Shares:
-    """Fractions of the state on the device and on the host; what remains goes to `rest`.
+    """Fractions of the state on the device and on the host; the remaining state is on `rest`.
 
     Attributes:
-        rest: The host, or the disk.
+        rest: Residence of the remaining state: the host, or the disk.
         device: Fraction of the bytes of state; exact to `CUT_NUMEL` elements where parameters are
             divisible, and to a parameter where not.
         host: The same for the host.
@@ -149,7 +149,7 @@ class Shares:
         if unknown:
             raise ValueError(
                 f"fraction names {', '.join(map(repr, sorted(unknown)))}: expected 'device' or "
-                f"'host'; what remains of 1 rests on state={state!r}"
+                f"'host'; the remaining state is kept at state={state!r}"
             )
         numbers = [float(number) for number in fraction.values()]
         if any(not 0 <= number <= 1 for number in numbers) or sum(numbers) > 1 + 1e-9:
@@ -164,7 +164,7 @@ class Shares:
 
 
 def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...]:
-    """Assign parameters in their order: to the device, then to the host, what remains to `rest`.
+    """Assign parameters in their order: first to the device, then to the host, then to `rest`.
 
     Args:
         items: One for each parameter.

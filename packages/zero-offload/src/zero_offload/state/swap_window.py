@@ -61,8 +61,8 @@ class SwapWindow:
         No read or write may be in progress.
 
         Raises:
-            StoreError: The store has no room for the values.
-            BudgetError: The host has no memory for the slots.
+            StoreError: The store has too little space for the values.
+            BudgetError: The host has too little memory for the slots.
         """
         if not sizes:
             return

@@ -29,7 +29,7 @@ NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.Adagrad: CPUAdagrad,
 }
 _REFUSED: Final = {
-    ("capturable", True): "a graph of the device cannot hold a step on the host",
+    ("capturable", True): "a graph of the device cannot contain a step on the host",
     ("differentiable", True): "autograd does not see a step on the host",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }

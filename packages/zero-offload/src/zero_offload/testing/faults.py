@@ -89,7 +89,7 @@ def refusing(call: str, number: int, *, after: int = 0) -> System:
 
 
 def free_bytes(nbytes: int) -> System:
-    """Return a system whose disk says that it has `nbytes` left."""
+    """Return a system whose disk reports `nbytes` of free space."""
     left = os.statvfs_result((1, 1, nbytes, nbytes, nbytes, 0, 0, 0, 0, 255))
     return evolve(SYSTEM, statvfs=lambda path: left)
 

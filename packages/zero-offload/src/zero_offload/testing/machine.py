@@ -27,7 +27,7 @@ def budget(
 
 
 def budget_of(root: Path) -> HostBudget:
-    """Return the budget of a machine whose /proc and /sys lie under `root`."""
+    """Return the budget of a machine whose /proc and /sys are under `root`."""
     return HostBudget(available=lambda: available_memory(root))
 
 

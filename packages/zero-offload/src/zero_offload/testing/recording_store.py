@@ -1,4 +1,4 @@
-"""Stores for tests: one that says what happens when, and fails when told to."""
+"""A store for tests that records the order of operations, and fails on request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from zero_offload.errors import StoreError
 class RecordingStore(AbstractStore):
     """Forwards to a store in memory. Notes each operation when it begins and when it is made.
 
-    With `is_lazy`, a transfer is made only when its result is asked for: whoever reads a slot
-    before that, or writes it too early, finds wrong bytes.
+    With `is_lazy`, a transfer is made only when its result is asked for: code that reads a slot
+    before that, or writes it too early, gets wrong bytes.
     """
 
     inner: AbstractStore = field(factory=HostStore)
@@ -44,7 +44,7 @@ class RecordingStore(AbstractStore):
         return future
 
     def catch_up(self, *, but: int = 0) -> None:
-        """Make the writes that nobody has waited for, but the last so many. Local."""
+        """Make the writes that were not waited for yet, except the last `but`. Local."""
         for future in self.writes[: len(self.writes) - but]:
             with contextlib.suppress(StoreError):
                 future.result()
