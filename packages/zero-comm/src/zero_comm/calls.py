@@ -91,7 +91,7 @@ def _torch_call(frame: FrameType) -> TorchCall | None:
     group = given.get("group") or dist.group.WORLD
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     # A rank that only sends may be done before the others. So a receiver needs the source only, and
-    # a sender needs nobody.
+    # a sender needs no other rank.
     if "group_src" in given:
         ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
     elif "group_dst" in given and given["group_dst"] != own:

@@ -21,11 +21,11 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(proof): a rank that has waited long writes to the store which launch of which peer it lacks,
 # and how often it has launched what; then it follows what others wrote, from the peer it waits for
-# to the peer that this peer waits for. If the chain comes back to it, no rank on it can go on:
-# the last one waits for a launch that this rank, which waits, has not made, so what it wrote still
-# holds, and so on along the chain. A rank that only computes has written nothing, or lacks a launch
-# that has been made since: it is waited for. Each rank writes before it reads, so the last rank to
-# write sees the whole chain.
+# to the peer that this peer waits for. If the chain returns to this rank, no rank on it can go on:
+# the last one waits for a launch that this rank, which waits, has not made, so what the last one
+# wrote is still true, and so on along the chain. A rank that only computes has written nothing, or
+# lacks a launch that has been made since: it is waited for. Each rank writes before it reads, so
+# the last rank to write sees the whole chain.
 
 # NOTE(torch): a rank whose main thread is in a blocking collective of torch's own writes that too,
 # at every look while any rank waits for long; frames are not read before. The collective ends only
@@ -34,7 +34,7 @@ from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(interrupt): gloo cannot cancel a receive, and torch's `abort` does not end one. But a receive
 # that times out closes every connection of its group, which ends all waits in this process and in
-# its peers. So a receive that nobody answers is started, and times out after a millisecond.
+# its peers. So we start a receive that no peer answers; it times out after a millisecond.
 
 
 def break_connections(of: ReferenceType[Any]) -> None:

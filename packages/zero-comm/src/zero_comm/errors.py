@@ -18,7 +18,7 @@ class CodecError(ValueError):
 
 
 class AgreementError(RuntimeError):
-    """Ranks that must hold the same value hold different ones."""
+    """Ranks that must have equal values have different ones."""
 
 
 class RankFailedError(RuntimeError):

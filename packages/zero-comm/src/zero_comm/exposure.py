@@ -54,7 +54,7 @@ class Exposure(SharedShards):
             splits: Elements per rank, in rank order.
             starts: Where they start in each rank's shard, in elements; at its first when None.
             payload: Elements per rank that carry data, for the traffic count; `splits` when None.
-            tag: Whose `Purpose` has the subject that it is counted under; none when None.
+            tag: Tag of the `Purpose` whose subject the traffic is counted under; none when None.
             timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
 
         Raises:
@@ -76,9 +76,10 @@ class Exposure(SharedShards):
                 self.read(rank, index, offset, out[begin:end], timeout_s=timeout_s)
 
     def move(self, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Tell the peers where the shards lie now, and learn where theirs do. Collective.
+        """Exchange the shards' new addresses with the peers. Collective.
 
-        Between `begin_write` and `end_write`: nobody reads them meanwhile. Numels and dtypes stay.
+        Call it between `begin_write` and `end_write`, when no peer reads them. Numels and dtypes
+        must not change.
 
         Args:
             tag: As for `all_gather_flat`.
@@ -89,7 +90,7 @@ class Exposure(SharedShards):
         """
         if not self._is_writing:
             raise CommError(
-                f"shards may lie elsewhere only between begin_write() and end_write() (rank "
+                f"shards may move to other memory only between begin_write() and end_write() (rank "
                 f"{self.group.rank}): peers would read their old memory; call begin_write() first"
             )
         rows = _tell_all(self.shards, self._words, self.group, tag, timeout_s)
@@ -137,7 +138,7 @@ def expose(
         shards: 1-D, contiguous, on the CPU, in the same order and dtypes on every rank. They must
             stay where they are while the exposure lives, unless `move` says so, and may be written
             between `begin_write` and `end_write`.
-        group: The ranks whose shards belong together.
+        group: The ranks that read each other's shards.
         tag: As for `all_gather_flat`.
         timeout_s: Longest wait for the other ranks, in seconds; the group's own when None.
 

@@ -1,4 +1,4 @@
-"""When each rank writes a report: an error of ours that nobody catches, and SIGUSR1."""
+"""Reports that each rank writes at an uncaught error of these packages, and at SIGUSR1."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ _process = 0
 
 
 def install(model: Any, group: Group, write: Write) -> None:
-    """Let reports be about this model too, which is not kept alive. Local.
+    """Include this model in reports, by a weak reference. Local.
 
-    Not where ZERO_REPORT=off; nor at SIGUSR1 where somebody else handles it, or has a wakeup fd.
+    With ZERO_REPORT=off there are no reports. SIGUSR1 writes none if the program handles or ignores
+    this signal, or has a wakeup fd.
 
     Args:
-        model: What is sharded.
+        model: The sharded model.
         group: The ranks that train it.
         write: Called with the file to write, why (in words, then a traceback), and all models.
     """

@@ -371,11 +371,11 @@ def gather_flat(
         to: Who receives, a position in the group.
         group: The ranks that take part.
         out: On rank `to`, what to fill: 1-D, contiguous, `sum(splits)` elements; allocated when
-            None. Not looked at elsewhere.
+            None. Ignored on other ranks.
         tag: As for `all_gather_flat`.
 
     Returns:
-        Handle of `out` on rank `to`, and of None elsewhere.
+        Handle of `out` on rank `to`, and of None on other ranks.
 
     Raises:
         GroupMismatchError: `to` is no rank of the group, or a tensor does not fit.

@@ -298,9 +298,10 @@ class Group:
     ) -> None:
         """Raise unless all ranks have launched the same on this group. Collective.
 
-        For backends whose collectives meet in the order of their launches, and whose host does not
-        wait for them, as NCCL's: what ranks launched may have met something else. Does nothing on
-        others, such as gloo, whose messages meet by what they mean. The host waits for no device.
+        Backends such as NCCL match collectives by the order of their launches, and the host does
+        not wait for them: a collective may have been matched with a different one. On other
+        backends, such as gloo, messages are matched by their keys, and this does nothing. The host
+        waits for no device.
 
         Args:
             what: The call that is about to rely on it: "optimizer.step()".
@@ -323,9 +324,10 @@ class Group:
         calls: int = 1,
         tag: int | None = None,
     ) -> None:
-        """Tell whoever records traffic about one call, which sends `sent(*args)`. Local.
+        """Count one call in the active traffic records. Local.
 
-        That is asked, inside the node and across nodes, when somebody reads what was counted.
+        `sent(*args)` returns the traffic inside the node and across nodes. It is called when the
+        record is read, not here.
         """
         purpose = None if tag is None else self.purposes.get(tag)
         call = (name, "" if purpose is None else purpose.subject, calls, sent, args)
@@ -373,8 +375,8 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets; without
     WORLD_SIZE this process is alone and nothing is started. Where there is an accelerator for each
     local rank, picks what torch takes by default for its kind (nccl for CUDA, xccl for XPU), else
-    gloo. If torch.distributed is already initialised, wraps its default group instead, whose
-    backend and timeout are what they are.
+    gloo. If torch.distributed is already initialised, wraps its default group instead, and keeps
+    that group's backend and timeout.
 
     Args:
         backend: "gloo", or that of the accelerator, to overrule the choice.

@@ -16,8 +16,8 @@ from .errors import CommError
 from .watch import Launch, Wait
 
 # NOTE(dropped): when a message arrives for a receive whose Work is gone, gloo stops reading from
-# that peer for good, and every later collective of the group hangs. A handle that nobody waits on,
-# because its model was deleted, say, is therefore waited on by a thread of its own.
+# that peer for good, and every later collective of the group hangs. So if a handle is dropped
+# before `wait()`, as when its model is deleted, a thread waits for it.
 
 # NOTE(interrupted): an exception that comes from outside, such as Ctrl-C, may end a wait anywhere.
 # Values that have not arrived by then arrive later, and may be written to memory that is used for
@@ -136,7 +136,7 @@ class Handle(Generic[T]):
 
         Raises:
             CommError: Called twice, or a peer did not take part in time.
-            DivergenceError: A peer cannot take part, because it waits for this rank elsewhere.
+            DivergenceError: A peer cannot take part: it waits for this rank in another collective.
         """
         if self._spent:
             raise CommError("Handle.wait() was already called; keep its result instead")

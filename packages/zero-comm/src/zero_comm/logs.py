@@ -20,7 +20,7 @@ PACKAGES: Final = (
 def follow_environment() -> None:
     """Let loggers write as ZERO_LOG says: debug, info, warning or error. Local, once.
 
-    Without it they are loggers like any other: the program's own handlers and levels hold.
+    Without it, the program's own handlers and levels apply, as to any logger.
 
     Raises:
         CommError: It says something else.

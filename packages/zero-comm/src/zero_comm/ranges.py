@@ -17,10 +17,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # Returns the context of a range, from its kind and subject.
 Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]
 
-# NOTE(ranges): a method that `ranged` decorates stays what it is, and a call of it costs nothing.
-# While somebody records, its class has a wrapper in its place; a wrapper that is running when that
-# ends goes on to its own end. Methods are found by their mark in all packages that are loaded;
-# those that do not import this one set it themselves.
+# NOTE(ranges): `ranged` only marks a method, so without a recorder a call costs nothing. While
+# there is a recorder, the method's class has a wrapper in its place; a wrapper that is running when
+# the last recorder is removed finishes its call. Methods are found by their mark in all loaded
+# packages; packages that do not import this one set the mark themselves.
 
 MARK: Final = "zero_range"
 recorders: Final[list[Recorder]] = []
@@ -29,12 +29,12 @@ follows_profiler = False
 
 
 def ranged(kind: str, subject: str = "") -> Callable[[Method], Method]:
-    """Decorator of a method: each call is a range while somebody records.
+    """Decorate a method: each call is a range while there is a recorder.
 
     Args:
-        kind: What it does: "gather".
-        subject: Dotted attribute of its object that says to what: "unit.name"; to none in
-            particular when empty.
+        kind: Name of the operation, such as "gather".
+        subject: Dotted attribute of the method's object that names what it operates on, such as
+            "unit.name"; empty if it has no name.
     """
 
     def mark(method: Method) -> Method:

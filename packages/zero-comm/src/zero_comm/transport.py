@@ -111,9 +111,9 @@ def count_traffic(
     calls: int = 1,
     codec: AbstractCodec | None = None,
 ) -> None:
-    """Tell whoever records traffic what an operation on this buffer asks this rank to send.
+    """Record the traffic that an operation on this buffer asks this rank to send.
 
-    To each peer, that is its own chunk, or the peer's.
+    It sends each peer this rank's chunk if `sends_own`, else the peer's chunk.
     """
     splits = tuple(splits)
     payload = splits if payload is None else tuple(payload)

@@ -356,8 +356,8 @@ class Watch(ABC):
         """Describe the last launches on groups of this scope, by number, and the wait. Local.
 
         Args:
-            in_flight: Finds all of this rank's launches that were not waited for yet; called when
-                the rest has been read, as another thread goes on meanwhile.
+            in_flight: Finds all of this rank's launches that were not waited for yet. Called after
+                the recent launches were read, since another thread may launch more meanwhile.
         """
         recent, waiting = self.recent(), self._waiting
         found = {"collectives": str(recent[-1].at if recent else 0), "waits for": "nobody"}

@@ -23,8 +23,8 @@ class Blockwise(AbstractCodec):
 
     The scale is float32: the largest size in the block divided by 127 (8 bits) or 7 (4 bits), so
     zero is exact and signs are symmetric; never less than 2**-126, so that it is never zero. A
-    value comes back within half a scale. A block in which a value is inf or nan comes back as nan,
-    all of it. Two integers of 4 bits share a byte, the first one in its low half.
+    decoded value differs by half a scale at most. If a value of a block is inf or nan, all values
+    of the block are decoded as nan. Two integers of 4 bits share a byte, the first in its low half.
 
     Args:
         bits: 8 or 4.

@@ -21,7 +21,7 @@ _HALF_OF_LEAST: Final = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, tor
 class Cast(AbstractCodec):
     """Values travel as `dtype`: bfloat16, float16 or float32, rounded to the nearest.
 
-    What float16 has no room for (beyond 65504) becomes inf, as by any conversion. float32 loses
+    Values beyond the range of float16 (65504) become inf, as by any conversion. float32 loses
     nothing; it is for 16-bit gradients that are to be reduced in more bits than they have.
     """
 
@@ -49,7 +49,7 @@ class Cast(AbstractCodec):
         return 1
 
     def error_bound(self, values: Tensor) -> Tensor:
-        """Half the distance of the two nearest numbers of the dtype; inf where it has no room."""
+        """Return half the distance of the dtype's two nearest numbers; inf beyond its range."""
         size = values.float().abs()
         bound = size * _HALF_STEP[self.dtype] + _HALF_OF_LEAST[self.dtype]
         return bound.masked_fill_(~values.to(self.dtype).isfinite(), torch.inf)

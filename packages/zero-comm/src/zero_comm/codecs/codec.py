@@ -208,8 +208,9 @@ LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)
 # NOTE(again): encoding what was decoded gives the same bytes. With c = 127 or 7, s = fl(a / c) for
 # the largest size a of a block, and its decoded value p = fl(c s): where a is not just above a
 # power of two, c s is less than half a step from a, so p = a; where it is, p / c is less than half
-# a step from s. Either way fl(p / c) = s. Integers come back since they are off by far less than
-# half. It takes a correctly rounded division; a product with fl(1 / c) would not do.
+# a step from s. Either way fl(p / c) = s. Integers are equal too, since before they are rounded
+# they are off by far less than half. The division must be correctly rounded; a product with
+# fl(1 / c) would not do.
 
 
 def encode_blocks(

@@ -76,7 +76,7 @@ class Journal:
         self.publish(read_by_all)
 
     def publish(self, read_by_all: Callable[[int], int]) -> None:
-        """Copy entries from the outbox to the ring, as many as there is room for.
+        """Copy entries from the outbox to the ring, as many as fit.
 
         After an exception, the next call continues: no entry is lost or appears twice.
 

@@ -164,7 +164,7 @@ class PeerMemory:
 
         Raises:
             CommError: A peer ended, or did not take part in time.
-            DivergenceError: A peer cannot take part: it waits for this rank elsewhere.
+            DivergenceError: A peer cannot take part: it waits for this rank in another collective.
         """
         missing: list[int] = []
 
@@ -204,7 +204,7 @@ class PeerMemory:
             timeout_s: The longest wait, in seconds; the group's own when None.
 
         Raises:
-            DivergenceError: That peer waits for this rank elsewhere.
+            DivergenceError: That peer waits for this rank in another collective.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
@@ -424,8 +424,9 @@ _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
 
 
 def any_peers() -> PeerMemory | None:
-    """Return those of some group that is not broken: `progress_until` of one advances all.
+    """Return the PeerMemory of any group that is not broken, or None.
 
-    Nor one whose ranks have diverged, which would end the waits of others.
+    `progress_until` of one instance advances all. A group whose ranks have diverged is not
+    returned, since its error would end waits of other groups.
     """
     return next((peers for peers in tuple(_ALL) if not peers.is_over), None)

@@ -63,8 +63,9 @@ class Reads(Messages):
         launch: Launch,
     ) -> Handle[Tensor]:
         """See `Messages`."""
-        # `carry_out` must not hold `self`, which holds the process group. The group keeps its
-        # PeerMemory, which keeps `carry_out` if ranks have diverged: nothing would free them.
+        # `carry_out` must not refer to `self`, which refers to the process group. The group refers
+        # to its PeerMemory, which refers to `carry_out` if ranks have diverged: the cycle would
+        # never be freed.
         rank, world_size, own = self.rank, self.world_size, chunks[self.rank]
         item_bytes, offset = buffer.element_size(), offset_of(own, buffer)
         size = min(own.numel(), _READ_BYTES // item_bytes)

@@ -141,10 +141,10 @@ def new_words() -> Words:
 class SharedShards:
     """This rank's shards and the addresses of its peers' shards, read without their owners.
 
-    All ranks read the same version of all shards until every rank has begun to write; nobody reads
-    a rank's next version before that rank has ended its write. A rank that drops this object leaves
-    its shards readable until all peers have dropped theirs; a process that ends without an error
-    waits for that, a minute at most.
+    All ranks read the same version of all shards until every rank has begun to write. Peers read a
+    rank's next version only after that rank has ended its write. After a rank has deleted this
+    object, its shards stay readable until all peers have deleted theirs; a process that ends
+    without an error waits for that, a minute at most.
     """
 
     shards: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""Kernels that encode blocks: chosen, loaded from elsewhere, or left out."""
+"""Kernels that encode blocks, for tests: a given set, those that can be loaded, or none."""
 
 from __future__ import annotations
 
