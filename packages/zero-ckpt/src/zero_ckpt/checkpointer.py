@@ -55,7 +55,7 @@ class Checkpointer:
         profiles: Whether to measure calls, for `timings` and `profile_table`.
         keeps: Decides, for each call of an operator in a function's first run, whether its output
             is kept, so that the operator need not run again: `MATMULS`, or any function of an
-            `OperatorCall`. Only new tensors in memory of their own that nobody writes to before
+            `OperatorCall`. Only new tensors in memory of their own that are not written before
             backward are kept; other calls run again whatever it returns. None keeps nothing.
 
     Raises:
@@ -165,8 +165,8 @@ class Checkpointer:
     ) -> Any:
         """Call `checkpoint` with Megatron's argument that decides whether to split inputs.
 
-        The rest of the configuration applies. Collective over the model-parallel group if inputs
-        are split over it.
+        Otherwise the configuration applies. Collective over the model-parallel group if inputs are
+        split over it.
 
         Raises:
             CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.

@@ -14,4 +14,4 @@ class SeedInUseError(CheckpointError):
 
 
 class UnknownRngError(CheckpointError):
-    """A tracker was asked for an rng that nobody added."""
+    """A tracker was asked for an rng that was not added."""

@@ -37,7 +37,7 @@ from .verify import Witness
 # NOTE(stop): the second run may end as soon as the last tensor is saved. But a node saves inputs
 # before its kernel runs, and some kernels fill one of them without a new version (RReLU fills its
 # noise). So the second run does not end early where the last node saves a tensor that a kernel may
-# fill: floating-point memory that needs no gradient and that nobody has written to.
+# fill: floating-point memory that needs no gradient and was not written yet.
 
 
 class AbstractCompanion(ABC):

@@ -1,6 +1,7 @@
 """The functions that Megatron-style and DeepSpeed-style code calls, over one default Checkpointer.
 
-They are functions, not its bound methods: a model that holds one can be copied and pickled.
+They are functions, not its bound methods: a model with a reference to one can be copied and
+pickled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function as `checkpoint` does, whose one mechanism is not reentrant."""
+    """Call a function as `checkpoint` does; its only mechanism is not reentrant."""
     return _DEFAULT.checkpoint(function, *args, **kwargs)
 
 

@@ -63,8 +63,8 @@ class ForkedRng(NamedTuple):
 class RngTracker:
     """Named rngs of one device, from which a block of code can draw instead of the default one.
 
-    Ranks of a model-parallel group need equal random numbers where they hold the same activation
-    and different ones where each holds a part: so there is a second rng, seeded apart.
+    Ranks of a model-parallel group need equal random numbers where they have the same activation,
+    and different ones where each has a part of it. So there is a second rng with another seed.
 
     Args:
         device: Device whose default generator `fork` uses; the current accelerator, or else the
@@ -115,7 +115,7 @@ class RngTracker:
         """Seed an rng anew. Local.
 
         Raises:
-            UnknownRngError: Nobody added it.
+            UnknownRngError: It was not added.
             SeedInUseError: Another rng has the seed.
             CheckpointError: The seed is no int of 64 bits, or this is inside a `fork`.
         """
@@ -130,7 +130,7 @@ class RngTracker:
         Forks nest: an rng continues from its last state, whichever fork drew from it last.
 
         Raises:
-            UnknownRngError: Nobody added it.
+            UnknownRngError: It was not added.
             CheckpointError: This is inside a checkpoint that restores another tracker.
         """
         self._known("fork", name)

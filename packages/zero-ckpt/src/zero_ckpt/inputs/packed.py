@@ -121,8 +121,8 @@ class PackedSaver(AbstractSaver):
     does.
 
     An enclosing checkpoint drops the tensors that are saved inside it, as its own activations;
-    other saved-tensor hooks may move them elsewhere. So inside of any such hooks inputs are split
-    and nothing more: neither slots nor the host are used, and nothing is counted.
+    other saved-tensor hooks may move them to the host or to disk. So inside of any such hooks
+    inputs are split and nothing more: neither slots nor the host are used, and nothing is counted.
 
     Args:
         group: Ranks that are called with the same inputs, as those of a model-parallel group are.
@@ -272,8 +272,8 @@ class PackedSaver(AbstractSaver):
             raise CheckpointError(
                 f"{layer}: expected {self._num_slots} layers at most, as was announced, and the "
                 "inputs of so many are kept now. Announce more (num_slots, num_checkpoints, "
-                "set_num_layers()), run what has no backward under no_grad(), or let go of outputs "
-                "whose backward will not come, and reset()"
+                "set_num_layers()), run forwards without a backward under no_grad(), or delete "
+                "outputs that no backward will use, and call reset()"
             )
         slot = slab.free.pop()
         finalize(user, slab.free.append, slot)
@@ -333,7 +333,7 @@ class _PackedInput:
         if self.leaving is not None:
             self.prefetch()
             arriving, self.arriving = self.arriving, None
-            assert arriving is not None, "just begun"
+            assert arriving is not None, "prefetch() has started it"
             return arriving.wait()
         return value.clone() if self.is_slot and self.splits is None else value
 

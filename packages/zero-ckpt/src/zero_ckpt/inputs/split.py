@@ -82,7 +82,7 @@ class EvenSplit:
     ) -> list[Tensor]:
         """Gather the flat tensors whose shards these are. Collective: one all-gather per dtype.
 
-        `number` is that of the call whose inputs they are, the same on every rank.
+        `number` is the number of the call that had these inputs; it is the same on every rank.
 
         Raises:
             CommError: A rank does not take part, or gathers for another call.
