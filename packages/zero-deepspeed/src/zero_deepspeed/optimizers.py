@@ -181,8 +181,9 @@ class _SteppedOnHost(torch.optim.Optimizer):
 class DeepSpeedCPUAdam(_SteppedOnHost, CPUAdam):
     """`zero_offload.CPUAdam`, with the arguments in DeepSpeed's order.
 
-    Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
-    to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
+    Parameters may be on a GPU until `initialize`, whose `offload_optimizer` moves the values that
+    are stepped to the host. 16-bit parameters have no masters in this optimizer: `initialize` keeps
+    them. amsgrad works.
     With `adamw_mode` decay shrinks parameters (AdamW); else it is added to gradients. Without
     `fp32_optimizer_states` moments are kept in the parameter's dtype.
     """

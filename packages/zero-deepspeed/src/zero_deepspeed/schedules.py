@@ -27,9 +27,10 @@ PerGroup = float | Sequence[float]
 class LearningRateSchedule(LRScheduler):
     """A learning rate that is a function of the number of steps alone.
 
-    All five take `optimizer`, whose learning rates are set, and `last_batch_iteration`, to resume
-    after that step, -1 at the start; and raise ConfigError, which names the option, what was
-    expected and what came. A learning rate or momentum may be a list of one for each param group.
+    All five schedules take `optimizer`, whose learning rates they set, and `last_batch_iteration`,
+    the step to resume after, -1 at the start. They raise ConfigError, which names the option, what
+    was expected and what came. A learning rate or momentum may be a list with one value for each
+    param group.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:

@@ -231,7 +231,7 @@ def ignored(paths: str, **more: Any) -> tuple[FileKey, ...]:
 
 
 def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
-    """A key that is refused unless its value asks for nothing."""
+    """Return a key that is refused unless its value is the default or turns the feature off."""
     return FileKey(path, kind, default, remedy=remedy, **more)
 
 
@@ -251,9 +251,9 @@ def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
 def section(
     name: str, *keys: FileKey, alias: str | None = None, **gate: Any
 ) -> tuple[FileKey, ...]:
-    """Keys whose paths are written relative to a section, with their whole paths.
+    """Return keys with their whole paths; the arguments have paths relative to the section.
 
-    `alias` is another name of it; `gate` is `gates` and `opened_by` of keys that have none.
+    `alias` is another name of the section; `gate` is `gates` and `opened_by` of keys without them.
     """
     return tuple(
         attrs.evolve(

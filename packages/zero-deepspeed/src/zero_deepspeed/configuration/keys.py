@@ -320,7 +320,7 @@ _OFFLOAD: Final = (
     not_built(
         "save_muon_momentum_buffer_in_memory",
         False,
-        "Muon's momentum rests where the other state does",
+        "Muon's momentum is on disk with the other state",
         **_STATE_ON_DISK,
     ),
     not_built("zenflow", None, "ZenFlow", OBJECT),
