@@ -19,7 +19,7 @@ and how systems take turns so that a ratio compares figures of the same minutes,
 the benchmarks](../benchmarks/README.md). Times of two tables do not compare; ratios do.
 
 A system has the name that `--systems` takes: `zero3` is our stage 3 (`_host` and `_disk` say where
-state rests, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
+state is kept, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
 `hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
 ZeroRedundancyOptimizer under DDP, `torch_zro` torch's.
 
