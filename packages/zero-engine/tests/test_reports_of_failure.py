@@ -170,7 +170,8 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     assert (int(second["collectives"]), second["waits for"]) == (last - 1, "nobody")
     assert zero("report", tmp_path / "reports") == 0
     said = capsys.readouterr().out
-    assert f"launched: collectives = {last} on rank 0; {last - 1} on rank 1" in said
+    counts = f"{last} on rank 0, {last - 1} on rank 1"
+    assert f"number of collectives launched so far: {counts}" in said
     assert "look at rank 1 first: rank 0 waits for it" in said
 
 

@@ -6,7 +6,8 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -66,6 +67,26 @@ def collective_call(thread: int | None = None) -> str:
         return _outermost(sys._getframe())
     with _frame_of(thread) as frame:
         return _outermost(frame)
+
+
+def call_in(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int]:
+    """Return the outermost call of such a function, and its position; ("", -1) if there is none.
+
+    Args:
+        frames: File, line and function of each frame, outermost first.
+    """
+    names = {(code.co_filename, code.co_name): name for code, name in _COLLECTIVE.items()}
+    for position, (file, _, function) in enumerate(frames):
+        if name := names.get((file, function)):
+            return name, position
+    return "", -1
+
+
+def main_stack() -> list[tuple[str, int, str]]:
+    """Return file, line and function of each frame of the main thread, outermost first."""
+    with _frame_of(threading.main_thread().ident or 0) as frame:
+        found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return [(each.filename, each.lineno or 0, each.name) for each in reversed(found)]
 
 
 def causes() -> str:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import Error
 from configparser import RawConfigParser as Report
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from typing import Any, Final
 import attrs
 from torch import nn
 from zero_comm import Group
+from zero_comm.calls import call_in, main_stack
 from zero_comm.failure import ASKED, describe_launches
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
@@ -28,13 +29,23 @@ from zero_engine.errors import FileError
 
 _WAITS: Final = "waits for"
 _OWN: Final = ("versions", "launched", "schedule")  # what should be equal on all ranks
-_NOT_COMPARED: Final = (_WAITS, "state", "whole", "on their way")
+_NOT_COMPARED: Final = ("state", "whole", "on their way")
 _PHASES: Final = {
     ModelPhase.IDLE: "outside forward and backward",
     ModelPhase.FORWARD: "in forward",
     ModelPhase.BACKWARD: "in backward",
     ModelPhase.FAILED: "after a backward that failed",
 }
+# A frame as Python prints it: in a traceback with the name of its function, by faulthandler too.
+_FRAME: Final = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
+# Files of the packages, of torch, and of Python itself such as contextlib.py: not the user's code.
+_NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
+# Collectives without a purpose of their own: operation -> words for it.
+_NAMED: Final = {"agree": "comparing values of the ranks"}
+# Calls of each step.
+_OF_STEP: Final = ("step()", "clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_()")
+# Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
+_OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")  # another rank is the cause
 
 
@@ -51,6 +62,7 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         "ranks": os.environ.get("WORLD_SIZE") or str(max(sizes, default=1)),
         "process": f"{os.getpid()} on {socket.gethostname()}",
         "main thread": f"0x{threading.main_thread().ident:016x}",
+        "call": _call(why),
     }
     packages = [name for name in sys.modules if re.fullmatch(r"torch|zero_[a-z]+", name)]
     versions = {name: str(sys.modules[name].__version__) for name in sorted(packages)}
@@ -59,7 +71,11 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         of = f" of model {number}" if number else ""
         sharded = find_sharded(model)
         whole = group if sharded is None else sharded.whole
-        report[f"launched{of}"] = _known(describe_launches, whole)
+        launched = _known(describe_launches, whole)
+        if why != ASKED and launched.get(_WAITS) == "nobody":
+            # The error has ended the wait: it says itself what was waited for.
+            del launched[_WAITS]
+        report[f"launched{of}"] = launched
         if sharded is not None:
             report[f"schedule{of}"] = _known(_schedule_of, sharded)
             report[f"memory{of}"] = _known(lambda of: attrs.asdict(memory_report(of)), model)
@@ -72,6 +88,22 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     partial.replace(path)
+
+
+def _call(why: str) -> str:
+    """Return the call of ours that all ranks must make, with its line in the user's code, or ""."""
+    last = why.rpartition("Traceback (most recent call last)")[2]
+    frames = [(file, int(line), name) for file, line, name in _FRAME.findall(last)]
+    frames = main_stack() if why == ASKED else frames
+    call, position = call_in(frames)
+    return f"{call} at {_users(frames[:position][::-1])}" if call else ""
+
+
+def _users(frames: Sequence[tuple[str, int | str, str]]) -> str:
+    """Return file:line of the first of these frames that is the user's; innermost first."""
+    own = [each for each in frames if not _NOT_OF_USER.search(each[0])]
+    places = [f"{file}:{line}" for file, line, _ in (*own, *frames)]
+    return (*places, "no Python code")[0]
 
 
 def _known(ask: Callable[[Any], Mapping[str, Any]], of: Any) -> dict[str, str]:
@@ -120,32 +152,103 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
             continue
         report = reports[rank]
         state = report.get("schedule", "state", fallback="before or in shard()")
-        waits = report.get("launched", _WAITS, fallback="not known")
         why, when = report["report"]["why"].splitlines()[0], report["report"]["time"]
-        yield f"rank {rank}: {why}\n  {when}, {state}, at {_place(report)}; waits for {waits}"
+        call = report.get("report", "call", fallback="")
+        waits = report.get("launched", _WAITS, fallback="not known" if why == ASKED else "")
+        where = f"in {call}" if call else f"at {_place(report)}"
+        yield f"rank {rank}: {why}\n  {when}, {state}, {where}" + f"; waits for {waits}" * bool(
+            waits
+        )
 
 
 def _place(report: Report) -> str:
     """Return the innermost file:line of the error, or of the main thread, in the user's code."""
     main, why = report["report"]["main thread"], report["report"]["why"]
     stack = "".join(text for name, text in report["stacks"].items() if main in name)
-    frame = re.compile(r'File "(.+)", line (\d+)')
-    frames = frame.findall(why)[::-1] or frame.findall(stack) or [("no Python code", "")]
-    own = [found for found in frames if not re.search(r"/(torch|zero_\w+)/", found[0])]
-    return ":".join([*own, *frames][0])
+    return _users(_FRAME.findall(why)[::-1] or _FRAME.findall(stack))
 
 
 def _differences(reports: Mapping[int, Report]) -> Iterator[str]:
     for section in _OWN:
+        if section == "launched":
+            yield from _launched_differently(reports)
+            continue
         found = defaultdict[str, dict[str, list[int]]](dict)
         for rank, report in sorted(reports.items()):
             for name, value in report[section].items() if section in report else ():
-                what = value.removesuffix(", in flight").removesuffix(", finished")
-                found[name].setdefault(what, []).append(rank)
+                found[name].setdefault(value, []).append(rank)
         differ = [name for name in found if len(found[name]) > 1 and name not in _NOT_COMPARED]
         for name in differ[:4]:
             values = (f"{what} on rank {', '.join(map(str, r))}" for what, r in found[name].items())
             yield f"{section}: {name} = {'; '.join(values)}"
+
+
+def _launched_differently(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Return how many collectives ranks have launched, and the first that they do not share."""
+    launched = {rank: _launches(report) for rank, report in sorted(reports.items())}
+    counts = {rank: max(found, default=0) for rank, found in launched.items()}
+    if len({*counts.values()}) > 1:
+        said = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+        yield f"number of collectives launched so far: {said}"
+    for number in sorted({each for found in launched.values() for each in found}):
+        ranks = defaultdict[str, list[str]](list)
+        for rank, found in launched.items():
+            if number in found:
+                ranks[found[number]].append(str(rank))
+        if len(ranks) > 1:
+            said = "; ".join(f"on rank {', '.join(on)} {what}" for what, on in ranks.items())
+            yield f"the first collective that differs between ranks is number {number}: {said}"
+            return
+
+
+def _launches(report: Report) -> dict[int, str]:
+    """Return the last launches of a rank, by number."""
+    launched = report.items("launched") if report.has_section("launched") else ()
+    found = {n: text.rpartition(", ")[0] for n, text in launched if n.isdecimal()}
+    return {int(number): _NAMED.get(what, what) for number, what in found.items()}
+
+
+def _lone_call(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about a call that all ranks must make, and that a few are in; "" if none."""
+    inside = defaultdict[str, list[int]](list)
+    for rank, report in sorted(reports.items()):
+        if call := report.get("report", "call", fallback=""):
+            inside[call.partition(" at ")[0]].append(rank)
+    for call, ranks in sorted(inside.items(), key=lambda found: len(found[1])):
+        others = [rank for rank in range(size) if rank not in ranks]
+        if not others or len(ranks) > len(others):
+            continue
+        counts = [max(_launches(reports[r]), default=0) for r in others if r in reports]
+        more = [
+            what
+            for rank in ranks
+            for number, what in _launches(reports[rank]).items()
+            if counts and number > min(counts)
+        ]
+        if any(what.startswith(_OF_BACKWARD) for what in more):
+            continue
+        return _describe_lone(call, ranks, others, reports)
+    return ""
+
+
+def _describe_lone(
+    call: str, ranks: Sequence[int], others: Sequence[int], reports: Mapping[int, Report]
+) -> str:
+    alone, rest = (f"rank {', '.join(map(str, those))}" for those in (ranks, others))
+    place = reports[ranks[0]]["report"]["call"].partition(" at ")[2]
+    cause = "`if rank == 0:` around it"
+    if call in _OF_STEP:
+        cause += ", or another number of batches or steps on each rank"
+    line = (
+        f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
+        f"must make this call, after as many backwards and steps; the usual cause is {cause}"
+    )
+    first = others[0]
+    if first not in reports:
+        return f"{line}. If {rest} was killed before it made the call, look there"
+    if reports[first]["report"]["why"] == ASKED:
+        return f"{line}. If {rest} has yet to make it, see what it does at {_place(reports[first])}"
+    return line
 
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
@@ -157,6 +260,8 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
     )
     if first:
         return f"look at rank {first[0][1]} first: its error is no consequence of another rank's"
+    if lone := _lone_call(reports, size):
+        return lone
     if missing := [str(rank) for rank in range(size) if rank not in reports]:
         return f"look at rank {', '.join(missing)} first, of which there is no report"
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
