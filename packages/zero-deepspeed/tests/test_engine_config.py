@@ -339,6 +339,7 @@ def test_the_table_says_where_every_value_came_from() -> None:
     table = config.table()
 
     assert max(map(len, table.splitlines())) <= 100
+    assert "3 names" in table and "Moe" not in table  # classes of leaf modules
     assert caught[0].filename == __file__
     assert rows["train_batch_size"] == (16, "file", "train_batch_size")
     assert rows["gradient_accumulation_steps"] == (2, "inferred", "accumulation_steps")

@@ -173,6 +173,16 @@ def test_what_is_there_is_not_touched(saved: Path, tmp_path: Path) -> None:
     assert (out / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("max_shard_bytes", [1, 10**9])
+def test_a_folder_that_was_exported_is_no_checkpoint(
+    saved: Path, tmp_path: Path, max_shard_bytes: int
+) -> None:
+    """It has weights, so that "no checkpoint" alone leaves the reader to guess."""
+    zero_engine.export(saved, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    with pytest.raises(FileError, match=r"exported already: from_pretrained\(\).*load_pretrained"):
+        zero_engine.export(tmp_path / "out", tmp_path / "again")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_export_that_ends_early_leaves_nothing(saved: Path, tmp_path: Path, error) -> None:
     """A folder that is there is taken for complete: until the last byte there is none."""

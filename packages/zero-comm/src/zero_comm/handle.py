@@ -85,11 +85,15 @@ class Message:
 
 def failure(what: str, error: Exception, launch: Launch | None, peer: int) -> CommError:
     """Return the error to raise where torch raised `error` in an exchange with rank `peer`."""
+    # The backend's text is last: it is long, and names neither ranks of ours nor a remedy.
+    backend = f"The backend's own error: {error}"
     if launch is None:
-        return CommError(f"{what}: {error}. {causes()}")
+        return CommError(f"{what}: {causes()} {backend}")
     told = launch.watch.error()
     blame = "" if told or peer < 0 else launch.watch.blame(peer)
-    return told or CommError(f"{launch.operation}: {what}: {error}. {blame}{causes()}")
+    return told or CommError(
+        f"{launch.operation}: {what} (rank {launch.watch.scope.rank}): {blame}{causes()} {backend}"
+    )
 
 
 def _is_last(_: float | None) -> bool:

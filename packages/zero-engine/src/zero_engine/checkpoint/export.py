@@ -87,7 +87,18 @@ def export(
     _check_choices(dtype, max_shard_bytes)
     out = Path(out)
     _check_absent(out)
-    readers = open_weights_of(Path(checkpoint), tag)[1]
+    try:
+        readers = open_weights_of(Path(checkpoint), tag)[1]
+    except FileError as error:
+        exported = [name for name in (SINGLE, INDEX) if (Path(checkpoint) / name).is_file()]
+        if not exported:
+            raise
+        raise FileError(
+            f"{checkpoint}: expected a checkpoint, got a folder that has {exported[0]}, as one "
+            "that was exported already: from_pretrained() of transformers and "
+            "zero_engine.load_pretrained() read it as it is; for another dtype or size of files, "
+            "export the checkpoint that it came from"
+        ) from error
     tensors = [_chosen(name, reader, dtype) for name, reader in readers.items()]
     parts = list(in_files(tensors, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]

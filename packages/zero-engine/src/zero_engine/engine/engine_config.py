@@ -186,7 +186,8 @@ class EngineConfig:
     def table(self) -> str:
         """Return a table of all keys, given or not, at most 100 columns wide."""
         rows = [
-            (_in_lines(each.key), each.value, each.origin, each.meaning) for each in self.sources
+            (_in_lines(each.key), _shortened(each), each.origin, each.meaning)
+            for each in self.sources
         ]
         return as_table(
             rows,
@@ -198,6 +199,14 @@ class EngineConfig:
 
 
 _KEY_WIDTH: Final = 41
+_MOST_NAMES: Final = 2  # of a default list that is printed
+
+
+def _shortened(row: SourceRow) -> Any:
+    """Return the value of a row; of a longer list that nobody gave, only its length."""
+    is_long = isinstance(row.value, list | tuple) and len(row.value) > _MOST_NAMES
+    is_cut = is_long and row.origin == "default"
+    return f"{len(row.value)} names" if is_cut else row.value
 
 
 def _in_lines(key: str) -> str:
