@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
+from types import FrameType
 from typing import Final
 
 import torch.distributed as dist
@@ -15,6 +18,9 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 PACKAGES: Final = (
     *("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine", "zero_deepspeed"),
 )
+
+
+_PASSED_OVER: Final = {*PACKAGES, "torch", "contextlib", "functools", "attr", "threading"}
 
 
 def follow_environment() -> None:
@@ -38,6 +44,24 @@ def follow_environment() -> None:
         logger.setLevel(level.upper())
         logger.addHandler(handler)
         logger.propagate = False
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning whose place is the user's line that led here. Local.
+
+    Frames of these packages, of torch (a hook, say), of Python's own modules such as contextlib,
+    and of what attrs has generated are passed over. If there is no other, the outermost counts.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_back is not None and _is_of_library(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return root in _PASSED_OVER or frame.f_code.co_filename.startswith("<attrs generated")
 
 
 def rank_of_job() -> int | str:

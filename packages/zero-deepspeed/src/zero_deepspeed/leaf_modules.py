@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 from weakref import WeakSet
@@ -10,6 +9,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from attrs import field, frozen
 from torch import nn
+from zero_comm.logs import warn_user
 from zero_partition import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 
 # Leaves by default, as in DeepSpeed: classes of transformers.
@@ -72,10 +72,9 @@ class LeafModules:
                 if not found and one not in LEAF_CLASSES:
                     unknown.append(f"{how}: {one!r}")
         if unknown and not (dist.is_initialized() and dist.get_rank() > 0):
-            warnings.warn(
+            warn_user(
                 f"zero_optimization.leaf_module fits no module of this {type(model).__name__}: "
                 f"{', '.join(unknown)}; nothing becomes a leaf by it. See model.named_modules()",
-                stacklevel=3,
             )
 
 

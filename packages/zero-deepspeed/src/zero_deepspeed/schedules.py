@@ -6,7 +6,6 @@ In their formulas k counts the scheduler's steps, from 0. Options are checked as
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from zero_comm.logs import warn_user
 from zero_engine import ConfigError
 from zero_engine.checks import check_names
 from zero_partition.plan import nearest
@@ -126,10 +126,9 @@ class OneCycle(LearningRateSchedule):
         # Computed once, since a momentum of 0 that the cycle sets must not end it.
         self.momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
         if self.cycle_momentum and not any(self.momentum_keys):
-            warnings.warn(
+            warn_user(
                 f"OneCycle.cycle_momentum: no param group of {type(optimizer).__name__} has "
                 "betas or a momentum above 0, so there is none to cycle; set it to false",
-                stacklevel=2,
             )
         super().__init__(optimizer, last_batch_iteration)
 
@@ -228,10 +227,9 @@ class _Warmup(LearningRateSchedule):
         self.warmup_num_steps = max(2, self.option("warmup_num_steps", num_steps))
         self.warmup_type = self.option("warmup_type", kind)
         if self.total_num_steps < self.warmup_num_steps:
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__}.total_num_steps: {self.total_num_steps} steps in total are "
                 f"fewer than the {self.warmup_num_steps} of the warmup (warmup_num_steps)",
-                stacklevel=3,
             )
 
     @property

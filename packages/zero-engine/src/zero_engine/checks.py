@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from attrs import Attribute
 from torch import nn
 from zero_comm import Group
+from zero_comm.logs import warn_user
 from zero_partition import plan
 
 from .errors import ConfigError
@@ -121,9 +121,8 @@ def say_alone(device: torch.device) -> None:
         return
     num_devices = torch.accelerator.device_count()
     if num_devices > 1:
-        warnings.warn(
+        warn_user(
             f"this process trains alone on {device}, and the machine has {num_devices} devices: "
             f"to use all, start it by `torchrun --nproc-per-node {num_devices}` and call "
             "zero_comm.init(); pass group=Group.solo() if it is meant to be alone",
-            stacklevel=4,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from attrs import evolve
 from torch import nn
 from torch.nn.parameter import is_lazy
 from zero_comm import AnyRanks, collective, failure
+from zero_comm.logs import warn_user
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
 from zero_partition.plan import Placement, ranks_of
@@ -142,13 +142,12 @@ def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
         dtype, most = max(numel.items(), key=itemgetter(1), default=(None, 0))
         is_narrow = dtype in _NARROW and 2 * most > numel.total()
         if is_narrow and own_masters(each) is None:
-            warnings.warn(
+            warn_user(
                 f"shard(): {type(each).__name__} updates parameters of {dtype} without fp32 "
                 "masters, so that an update below half of a parameter's last bit is lost: with a "
                 "learning rate of 1e-5, most are. Pass ZeroConfig(precision=Precision()), at "
                 "stage 1, 2 or 3, which keeps masters with the optimizer's state; "
                 "Precision(masters=None) says that none are wanted, without this warning",
-                stacklevel=3,
             )
             return
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import Loco
+from zero_comm.logs import warn_user
 from zero_engine import ConfigError, FileError, Offload
 from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, ModulePrecision, Precision, Wire
@@ -390,20 +389,9 @@ def _warn_of_what_changes_nothing(settings: Settings) -> None:
             elif key.idle is not None or not key.is_off(item.value):
                 names.append(item.written)
     if names:
-        warnings.warn(
+        warn_user(
             f"keys of the configuration that change nothing here: {', '.join(names)}",
-            stacklevel=_level_of_caller(),
         )
-
-
-def _level_of_caller() -> int:
-    """Return how many frames above `warn` the first frame outside of these packages is."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_globals.get("__name__", "").startswith(("zero_deepspeed", "zero_engine")):
-        if frame.f_back is None:
-            break
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 # ---- What they say of ZeRO ----
@@ -675,14 +663,12 @@ def read_zero_arguments(
         if not setting.key.is_off(setting.value)
     ]
     if asked := monitoring_of(settings):
-        warnings.warn(
+        warn_user(
             f"{', '.join(asked)}: a plain loop has zero_engine.metrics() and timeline() for it",
-            stacklevel=3,
         )
     if leaves:
-        warnings.warn(
+        warn_user(
             f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "
             "to zero_partition.set_leaf_modules(model, ...) before shard()",
-            stacklevel=3,
         )
     return zero_arguments(settings)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import sys
-import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ import torch
 import zero_ckpt
 from torch import Tensor, nn
 from zero_comm import AnyRanks, Group, all_gather_json, check_agreement, collective
+from zero_comm.logs import warn_user
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import STAGES
 from zero_partition.seams import (
@@ -146,7 +146,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
-        warn_of_gradients(stacklevel=4)
+        warn_of_gradients()
     ranks = CheckpointRanks.of(sharded, asked.stages)
     group = ranks.group
     _check_number("step", asked.step, 0)
@@ -332,7 +332,7 @@ def _saveable(value: Any, where: str) -> Any:
             to_json(key, f"{where}: key {key!r}")
             kept[key] = _saveable(item, f"{where}[{key!r}]")
         except ConfigError as error:
-            warnings.warn(f"save(): it goes on without {error}", stacklevel=2)
+            warn_user(f"save(): it goes on without {error}")
     return kept
 
 
@@ -429,12 +429,11 @@ def _check_tag(tag: Any) -> str:
     return tag
 
 
-def warn_of_gradients(*, stacklevel: int) -> None:
+def warn_of_gradients() -> None:
     """Warn that gradients of a step that has begun are not saved."""
-    warnings.warn(
+    warn_user(
         "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
         "begins the step anew; save after the step of a boundary",
-        stacklevel=stacklevel + 1,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from inspect import signature
@@ -15,6 +14,7 @@ import zero_partition
 import zero_partition.seams
 from torch import Tensor, nn
 from zero_comm import Group, collective
+from zero_comm.logs import warn_user
 from zero_comm.ranges import ranged
 from zero_partition import StateError
 
@@ -230,11 +230,10 @@ class Engine(nn.Module):
                 f"reduced yet (rank {self.group.rank}); leave the context first"
             )
         if self.cur_scale != 1.0 and not self._was_scaled and self.group.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"Engine.step(): gradients are divided by the loss scale {self.cur_scale:g}, but "
                 "the engine multiplied no loss by it; unless you did, use engine.backward(loss), "
                 "or engine.scale(loss).backward()",
-                stacklevel=2,
             )
         is_boundary, optimizer = self.is_gradient_accumulation_boundary(), self.optimizer
         if is_boundary and optimizer is None:
@@ -606,7 +605,7 @@ class Engine(nn.Module):
         self._check_alive("save_checkpoint()")
         self._apply_pending()
         if self._num_pending:
-            warn_of_gradients(stacklevel=2)
+            warn_of_gradients()
         scaler = self.loss_scaler
         save_as(
             SaveRequest(
@@ -704,10 +703,10 @@ class Engine(nn.Module):
             missing_ok=missing_ok,
         )
         if report is None:
-            warnings.warn(f"{load_dir}: holds no complete checkpoint", stacklevel=2)
+            warn_user(f"{load_dir}: holds no complete checkpoint")
             return None, None
         for what in report.begins_anew:
-            warnings.warn(f"{report.path}: begins anew: {what}", stacklevel=2)
+            warn_user(f"{report.path}: begins anew: {what}")
         self._begin_anew()
         if has_all:
             saved = report.engine or {"counters": {"global_steps": report.step}}
@@ -734,7 +733,7 @@ class Engine(nn.Module):
             for options, rate in zip(self._groups(), rates, strict=False):
                 options["lr"] = rate
         if anew:
-            warnings.warn(f"{found.path}: begins anew: {', '.join(anew)}", stacklevel=3)
+            warn_user(f"{found.path}: begins anew: {', '.join(anew)}")
 
     @collective
     def save_16bit_model(

@@ -7,7 +7,6 @@ Of Accelerate's own names it uses the attributes `_models` and `_optimizers`, wh
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ParallelismConfig, parse_flag_from_env
 from torch import Tensor, nn
 from zero_comm import AnyRanks, Group
+from zero_comm.logs import warn_user
 from zero_partition import set_leaf_modules
 from zero_partition.plan import Placement
 from zero_partition.seams import ShardedModel, find_sharded
@@ -95,10 +95,9 @@ class ZeroAccelerator(Accelerator):
                 f"{dtype!r} on {self.device}, where Accelerate has no loss scale; say 'bf16'"
             )
         if is_unscaled:
-            warnings.warn(
+            warn_user(
                 "ZeroAccelerator: Accelerate has no autocast to fp16 on CPUs and trains in the "
                 "dtype of the parameters there; mixed_precision='bf16' has one",
-                stacklevel=2,
             )
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,6 +15,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
+from zero_comm.logs import warn_user
 from zero_partition.seams import find_sharded, require_sharded
 
 import zero_engine
@@ -324,7 +324,7 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     )
     if settings.monitor is not None:
         said = "report_to and logging_steps say what is shown"
-        warnings.warn(f"{settings.monitor}: {said}", stacklevel=3)
+        warn_user(f"{settings.monitor}: {said}")
     return _checked(settings, args, model)
 
 

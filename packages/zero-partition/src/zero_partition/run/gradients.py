@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -27,6 +26,7 @@ from zero_comm import (
     reduce_scatter_by_levels,
     reduce_scatter_flat,
 )
+from zero_comm.logs import warn_user
 from zero_comm.ranges import ranged
 
 from zero_partition.errors import StateError
@@ -1151,10 +1151,9 @@ class GradientReducer:
             is_asked_for: The user drops them anyway; else earlier ones go with a warning.
         """
         if self._has_earlier and self.shards_state and not is_asked_for:
-            warnings.warn(
+            warn_user(
                 "a backward ended in an exception: the gradients of the backwards before it, "
                 "accumulated since zero_grad(), are dropped with its own",
-                stacklevel=2,
             )
         try:
             self._end_torn()

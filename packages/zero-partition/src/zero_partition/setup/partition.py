@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, takewhile
-from types import FrameType
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -28,6 +24,7 @@ from zero_comm import (
     collective,
     expose,
 )
+from zero_comm.logs import warn_user
 
 from zero_partition.chained import prepare_wrappers
 from zero_partition.dtensors import grid_of, localized, mesh_group_of
@@ -566,23 +563,12 @@ def _warn_of_large_unit(plans: Sequence[UnitPlan]) -> None:
     params = [param for buffer in largest.buffers for param in buffer.params]
     params.sort(key=lambda param: -param.shape.numel())
     names = ", ".join(param.name for param in params[:3])
-    warnings.warn(
+    warn_user(
         f"unit {largest.name or '(model)'!r} has {largest.num_bytes / 2**20:,.0f} MiB of the "
         f"model's {num_bytes / 2**20:,.0f} MiB, and is whole while it runs, which leaves little to "
         f"save (its largest parameters are {names}). Name modules inside it in "
         "ZeroConfig(units=[...]), as in model.named_modules(); units=[] says that it is meant so",
-        stacklevel=1 + _num_own_frames(),
     )
-
-
-def _num_own_frames() -> int:
-    """Return how many frames up the stack are of these packages, from the caller on."""
-    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return sum(1 for _ in takewhile(_is_own_frame, callers))
-
-
-def _is_own_frame(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("zero_")
 
 
 def _describe(

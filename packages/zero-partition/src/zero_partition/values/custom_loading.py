@@ -10,7 +10,6 @@ where, before anything is written, and once when all values are there.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
+from zero_comm.logs import warn_user
 
 from zero_partition.dtensors import is_dtensor
 from zero_partition.errors import StateError
@@ -111,11 +111,10 @@ def describe_state_dict(sharded: ShardedModel) -> StateDictLayout | None:
         with sharded.exporting({}):
             state = model.state_dict()
     except StateError as error:
-        warnings.warn(
+        warn_user(
             f"state_dict() of {type(model).__name__} computes with values ({error}), so save() "
             "writes parameters and buffers by their own names, and load() will not call the "
             "load_state_dict() that belongs to it",
-            stacklevel=2,
         )
         return None
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from zero_comm import collective
+from zero_comm.logs import warn_user
 
 from zero_partition.chained import members_of, with_state_dict_hooks
 from zero_partition.errors import StateError
@@ -190,12 +190,11 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
     """Warn about memory that stays. Called last, as a filter of warnings may make it an error."""
     stay = [storage for storage in storages if storage.storage is not None]
     if stay:
-        warnings.warn(
+        warn_user(
             f"offload_states(): {sum(s.num_bytes for s in stay)} bytes stay in memory, since "
             "something besides the model and its optimizer views them: a graph whose backward has "
             f"not run, or a `.data` that other code keeps ({', '.join(s.key for s in stay[:3])}, "
             "...)",
-            stacklevel=4,
         )
 
 
