@@ -10,6 +10,8 @@ second. Without the change that test must pass again, else the session begins an
 test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
 nor are messages. `equal_changes.toml` lists changes that make no difference, with reasons; they are
 not run. `--device sim`, with `simulated-device` on PYTHONPATH, runs tests on that device.
+`--script quick` asks the same of the tests of `hatch run quick`, and `--total 40` draws forty
+changes of all modules together: CONTRIBUTING.md says how many of them those tests must see.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import mmap
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,7 +63,8 @@ _ARITHMETIC: Final = {
     ast.Mod: ast.FloorDiv,
 }
 _NOT_IN_LAMBDA: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
-_ENOUGH: Final = 0.95  # of changes, seen
+_ENOUGH: Final = 0.95  # part of the changes that all tests must see
+_ENOUGH_FOR_SCRIPT: Final = 0.9  # and that the tests of a script must see
 _LOGS: Final = {"debug", "info", "warning", "warn", "exception", "error"}
 
 
@@ -364,6 +368,7 @@ class Session:
                 turns[path] += 1
             mine = [mine[at] for _, at in sorted(order)]
             by, left, tried = "", self.run["seconds"], 0
+            first = time.monotonic()
             for each in mine:
                 tried += 1
                 begun = time.monotonic()
@@ -373,13 +378,13 @@ class Session:
                     break
                 if (left := left - (time.monotonic() - begun)) < 0:
                     break
+            took = time.monotonic() - first
             # What a late test has started may run on, until the session's processes are killed.
             is_late = self.was_late
             is_sound = not by or is_late or not self._fails(items[by], 0, 600)
             if is_sound or is_fresh:
-                self._write(
-                    "results", {"number": number, "by": by, "tried": tried, "of": len(mine)}
-                )
+                result = {"number": number, "by": by, "tried": tried, "of": len(mine)}
+                self._write("results", {**result, "took": took})
             else:  # what came before may have broken this session
                 claim.unlink()
             if is_late or not is_sound:
@@ -405,8 +410,28 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for each in files for line in each.read_text().splitlines()]
 
 
-def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
-    """Run two sessions a core, as ranks wait half of the time, until each has ended of itself."""
+def script_tests(script: str, seed: int) -> list[str]:
+    """Return the tests that a script of pyproject.toml runs, with the cases of `ZERO_SEED=seed`."""
+    said = tomllib.loads(Path("pyproject.toml").read_text())
+    commands = said["tool"]["hatch"]["envs"]["default"]["scripts"][script]
+    tests = []
+    for command in [commands] if isinstance(commands, str) else commands:
+        program, *options = shlex.split(command.replace("{args}", ""))
+        if program != "pytest":
+            raise SystemExit(f"--script {script}: expected commands of pytest, got {command}")
+        found = subprocess.run(
+            [sys.executable, "-m", program, "--collect-only", "-q", "--no-header", *options],
+            env={**os.environ, "ZERO_SEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        tests += [each for each in found.stdout.splitlines() if "::" in each]
+    return tests
+
+
+def _run_sessions(folder: Path, num_changes: int, num_sessions: int, tests: list[str]) -> None:
+    """Run sessions until each has ended of itself."""
     own = Path(__file__).resolve().parent
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.append({str(own)!r})\nimport mutate\nmutate.install()\n"
@@ -433,7 +458,7 @@ def _run_sessions(folder: Path, num_changes: int, tests: list[str]) -> None:
             start_new_session=True,
         )
 
-    running = {part: begin(part) for part in range(2 * (os.cpu_count() or 1))}
+    running = {part: begin(part) for part in range(num_sessions)}
     while running:
         time.sleep(1)
         for part, process in [*running.items()]:
@@ -477,14 +502,43 @@ def _forget(folder: Path) -> None:
         file.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
 
 
+def _report(modules: list[str], lines: dict[int, tuple[str, str]], folder: Path) -> float:
+    """Print what became of each change, the unseen ones last; return the part that was seen."""
+    results = {each["number"]: each for each in read(folder, "results")}
+    # One without a result ended its session, which a test run would see.
+    unseen = [each for each in lines if each in results and not results[each]["by"]]
+    for number in sorted(lines, key=unseen.__contains__):
+        module, line = lines[number]
+        result = results.get(number, {"by": "it ended the session", "took": 0})
+        how = f"{result['took']:.1f} s, {result['by']}"
+        if number in unseen:
+            how = f"{result['tried']} of {result['of']} tests"
+        print(f"{'unseen' if number in unseen else 'seen'}: {module}: {line} ({how})")
+    said = []
+    for module in modules:
+        mine = [each for each in lines if lines[each][0] == module]
+        said.append(f"{module} {len([each for each in mine if each not in unseen])} of {len(mine)}")
+    num_seen = len(lines) - len(unseen)
+    print(f"seen {num_seen} of {len(lines)}: {', '.join(said)}")
+    return num_seen / max(1, len(lines))
+
+
 def main() -> None:
     """Draw changes, learn which tests reach them, see which fail."""
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     asked.add_argument("modules", nargs="+", help="a module, or a package with all that is in it")
     asked.add_argument("--count", type=int, default=60, help="changes of each")
+    asked.add_argument("--total", type=int, help="changes of all together, in place of --count")
     asked.add_argument("--seed", type=int, default=int(time.time()))
     asked.add_argument("--seconds", type=float, default=120, help="of tests for a change at most")
     asked.add_argument("--tests", nargs="+", default=["packages", "integration-tests"])
+    asked.add_argument("--script", help="in place of --tests: a script of pyproject.toml, as quick")
+    asked.add_argument(
+        "--sessions",
+        type=int,
+        default=2 * (os.cpu_count() or 1),
+        help="at once; two a core, as ranks wait half of the time",
+    )
     asked.add_argument("--device", default="cpu", help="of the tests with ranks")
     asked.add_argument(
         "--folder", type=Path, help="for what is found; again: only unseen changes, by all tests"
@@ -493,14 +547,17 @@ def main() -> None:
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
     lines, modules, equal, reasons = {}, {}, set[int](), equal_changes()
-    for asked_for in args.modules:
-        found = [
-            (name, at, path, line)
+    groups = [[each] for each in args.modules] if args.total is None else [args.modules]
+    for group in groups:
+        found = {
+            (name, at): (asked_for, path, line)
+            for asked_for in group
             for name, path in sources(asked_for).items()
             for at, line in enumerate(changes(path.read_text(), {})[1])
             if at not in modules.get(name, {})
-        ]
-        for name, at, path, line in draw.sample(found, min(args.count, len(found))):
+        }
+        count = min(args.total or args.count, len(found))
+        for (name, at), (asked_for, path, line) in draw.sample([*found.items()], count):
             lines[len(lines) + 1] = (asked_for, f"{path.name}:{line}")
             modules.setdefault(name, {})[at] = len(lines)
             if named(path, line) in reasons:
@@ -511,27 +568,17 @@ def main() -> None:
     _forget(folder)
     run = {"modules": modules, "seconds": args.seconds, "order": []}
     (folder / "run.json").write_text(json.dumps(run))
+    if args.script:
+        (folder / "tests").write_text("\n".join(script_tests(args.script, args.seed)))
+        args.tests = [f"@{folder / 'tests'}"]
     tests = ["--device", args.device, *args.tests]
-    _run_sessions(folder, len(lines), tests)
+    _run_sessions(folder, len(lines), args.sessions, tests)
     run["order"] = draw.sample(sorted({*lines} - equal), len(lines) - len(equal))
     (folder / "run.json").write_text(json.dumps(run))
-    _run_sessions(folder, len(lines), tests)
-    results = {each["number"]: each for each in read(folder, "results")}
-    said = []
-    for module in args.modules:
-        mine = [number for number in run["order"] if lines[number][0] == module]
-        # One without a result ended its session, which a test run would see.
-        unseen = [each for each in mine if each in results and not results[each]["by"]]
-        said.append(f"{module} {len(mine) - len(unseen)} of {len(mine)}")
-        for number in unseen:
-            tried = f"{results[number]['tried']} of {results[number]['of']} tests"
-            print(f"unseen: {module}: {lines[number][1]} ({tried})")
-    num_seen = sum(1 for each in run["order"] if each not in results or results[each]["by"])
-    print(
-        f"seed {args.seed}: seen {num_seen} of {len(run['order'])}: {', '.join(said)}; "
-        f"{len(equal)} more make no difference"
-    )
-    sys.exit(num_seen < _ENOUGH * len(run["order"]))
+    _run_sessions(folder, len(lines), args.sessions, tests)
+    part = _report(args.modules, {each: lines[each] for each in run["order"]}, folder)
+    print(f"seed {args.seed}; {len(equal)} more make no difference")
+    sys.exit(part < (_ENOUGH_FOR_SCRIPT if args.script else _ENOUGH))
 
 
 if __name__ == "__main__":
