@@ -3,7 +3,8 @@
 Where all tests run, half or a third of the cases of a test with ranks run if it has many. A test
 that is marked `drawn(N)` runs one of N instead, and one with a single case in every Nth run.
 ZERO_SEED, which the header shows, draws them. All run where a file or a test is named on the
-command line, or with `-k`. ZERO_CASES decides it otherwise: "all", as before a release, or "drawn".
+command line, or with `-k`. ZERO_CASES decides it otherwise: "all", as before a release, or "drawn",
+or "one" case of each test with ranks, as in `hatch run quick`; of `drawn(1)` all run then, too.
 """
 
 import os
@@ -58,7 +59,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop the cases that are not drawn."""
     is_named = config.option.keyword or any(".py" in each for each in config.args)
-    if os.environ.get("ZERO_CASES", "all" if is_named else "drawn") == "all":
+    wanted = os.environ.get("ZERO_CASES", "all" if is_named else "drawn")
+    if wanted not in ("all", "drawn", "one"):
+        raise pytest.UsageError(f"ZERO_CASES: expected all, drawn or one, got {wanted}")
+    if wanted == "all":
         return
     by_test = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -69,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         has_ranks = {"ranks", "group"} & {*getattr(cases[0], "fixturenames", ())}
         many = sum(len(cases) >= many for many in MANY_CASES) if has_ranks else 0
         of = mark.args[0] if mark else 1 + many
+        if wanted == "one" and has_ranks and not (mark and of == 1):
+            of = len(cases)
         draw = Random(f"{os.environ['ZERO_SEED']} {name}")
         kept = int(len(cases) / of + draw.random())  # on average as many as were asked for
         dropped.update(draw.sample(cases, len(cases) - kept))

@@ -416,12 +416,14 @@ def script_tests(script: str, seed: int) -> list[str]:
     commands = said["tool"]["hatch"]["envs"]["default"]["scripts"][script]
     tests = []
     for command in [commands] if isinstance(commands, str) else commands:
-        program, *options = shlex.split(command.replace("{args}", ""))
-        if program != "pytest":
+        words = shlex.split(command.replace("{args}", ""))
+        program = next(at for at, word in enumerate(words) if "=" not in word)
+        own = dict(word.split("=", 1) for word in words[:program])
+        if words[program] != "pytest":
             raise SystemExit(f"--script {script}: expected commands of pytest, got {command}")
         found = subprocess.run(
-            [sys.executable, "-m", program, "--collect-only", "-q", "--no-header", *options],
-            env={**os.environ, "ZERO_SEED": str(seed)},
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", *words[program + 1 :]],
+            env={**os.environ, **own, "ZERO_SEED": str(seed)},
             capture_output=True,
             text=True,
             check=True,
