@@ -56,6 +56,7 @@ def test_a_mark_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     assert "take the fixture `group`, or leave out the mark" in result, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["-p", "no:xdist"], []], ids=["without xdist", "with xdist"])
 def test_tests_with_ranks_are_one_group(tmp_path: Path, options: list[str]) -> None:
     """Two of them at once would fight for the cores and run into their timeouts."""

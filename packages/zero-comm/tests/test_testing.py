@@ -110,6 +110,7 @@ def _raise_after_closing(group: Group) -> None:
     raise KeyError("the cause")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_noticed_at_once(pool: RankPool) -> None:
     """The kernel kills for memory, and then nobody answers."""
     started = time.monotonic()
@@ -345,6 +346,7 @@ def test_anywhere(group): assert group.device.type == "cpu"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
 def test_ranks_are_on_the_device_that_is_asked_for_or_say_why_not(
     tmp_path: Path, device: str
