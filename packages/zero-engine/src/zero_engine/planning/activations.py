@@ -75,7 +75,8 @@ def estimate_activations(
         try:
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 model(**given)
-        except Exception as error:  # whatever a model's own code makes of it
+        # The model's code may raise anything.
+        except Exception as error:
             text = re.sub(r"\s+", " ", str(error))
             raise ConfigError(
                 f"estimate_activations(): a {type(model).__name__} does not run without values: "

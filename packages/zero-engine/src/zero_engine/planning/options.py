@@ -1,4 +1,4 @@
-"""Choice of stage and offloading for a model: plans of all there are, from cheap to dear."""
+"""Choice of stage and offloading for a model: a plan of each option, the cheapest first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from zero_engine.offload import Offload
 from .plan import Plan, plan
 from .sources import model_of
 
-# NOTE(cheapest): each row needs less of the device than those before it and moves more: gradients
-# and parameters between ranks, then state over the bus, then state from and to a disk.
+# NOTE(cheapest): each row needs less device memory than the rows before it and moves more data:
+# gradients and parameters between ranks, then state over the bus, then state from and to a disk.
 
-_RESTS: Final = (  # stage, optimizer, params
+# Stage, device of the optimizer state, device of the parameters' shards.
+_RESTS: Final = (
     (0, "device", "device"),
     (1, "device", "device"),
     (2, "device", "device"),
@@ -33,22 +34,26 @@ _RESTS: Final = (  # stage, optimizer, params
     (3, "disk", "host"),
     (3, "disk", "disk"),
 )
-_ANYWHERE: Final = Path("/")  # a plan opens no file
+# A path for an Offload to disk that has none. A plan opens no file, so any path will do.
+_ANYWHERE: Final = Path("/")
 
 
 @final
 @names_fields
 @frozen(kw_only=True)
 class Room:
-    """Memory that there is, in bytes. None: no bound.
+    """Capacity for training, in bytes. None: no bound.
 
     Args:
-        device: Of each device.
-        host: Of each machine, for all ranks on it.
-        disk: Likewise.
-        activations: Of each device, taken by activations and what else a plan does not know.
-        activations_are_estimated: Whether `estimate_activations` says so; tables then do, too.
-        reserve: Share of each device that is left free, for what is not known even so.
+        device: Memory of each device.
+        host: Host memory of each machine, for all ranks on it.
+        disk: Disk space of each machine, for all ranks on it.
+        activations: Memory of each device that activations and other tensors take that a plan does
+            not count.
+        activations_are_estimated: Whether `activations` comes from `estimate_activations`; tables
+            then call it an estimate.
+        reserve: Share of each device that is left free, for memory that is neither planned nor in
+            `activations`.
 
     Raises:
         ConfigError: Names the bound, what was expected and what came.
@@ -74,17 +79,20 @@ class Room:
 @final
 @frozen(kw_only=True)
 class Option:
-    """One way to train, and what it needs."""
+    """One way to train, and the memory that it needs."""
 
     plan: Plan
-    device_bytes: int  # of each device, in a step, with the activations that were given
-    host_bytes: int  # of each machine
-    disk_bytes: int  # likewise
-    fits: bool  # in the room that was given, without its reserve
+    # Peak of a step on each device, the model's buffers and `Room.activations` included.
+    device_bytes: int
+    # Host memory and disk space of each machine, for all ranks on it.
+    host_bytes: int
+    disk_bytes: int
+    # Whether all three are within the given `Room`, without its reserve.
+    fits: bool
 
     @classmethod
     def of(cls, planned: Plan, room: Room, ranks_per_machine: int) -> Option:
-        """Return the option of a plan: what it needs, and whether that fits in `room`."""
+        """Return the option of a plan: the memory it needs, and whether that fits in `room`."""
         needs = {
             "device": planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations,
             "host": (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_machine,
@@ -96,12 +104,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Stage of the option, and what is offloaded, in words."""
+        """Stage of the option, and the states that are offloaded, in words."""
         return name_of(self.plan.config)
 
 
 def name_of(config: ZeroConfig) -> str:
-    """Return the stage of a configuration, and what is offloaded, in words."""
+    """Return the stage of a configuration, and the states that are offloaded, in words."""
     words, offload = [f"stage {int(config.stage)}"], config.offload
     words += ["secondary shards"] * config.wire.secondary + ["replicas"] * config.wire.replicas
     if offload is not None:
@@ -126,7 +134,7 @@ def plan_options(
         model: As for `plan`.
         config: All settings but stage and offload count.
         world_size: Number of ranks.
-        room: What there is; no bounds when None.
+        room: Memory and disk space of the machines; no bounds when None.
         ranks_per_node: Ranks that share a machine, its host memory and its disk; all when None.
         progress: Called with the name of each option before it is planned.
         arguments: Further ones of `plan`.
@@ -148,7 +156,8 @@ def plan_options(
             planned = plan(
                 model, each, world_size=world_size, ranks_per_node=ranks_per_node, **arguments
             )
-        except (ConfigError, PartitionError) as error:  # masters at stage 0, say
+        # Not possible with this configuration, such as stage 0 with masters.
+        except (ConfigError, PartitionError) as error:
             problem = error
             continue
         options.append(Option.of(planned, room, ranks_per_node or world_size))

@@ -1,4 +1,4 @@
-"""plan(): what training will take, before anything is allocated."""
+"""plan(): the memory and traffic of a training, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _plan_elsewhere(
         policy=planned.policy,
         precision=planned.precision,
         rank_of=lambda buffer: planned.routes.of(buffer).shard_rank(rank),
-        # There need be no such device here: what is on meta is not on the CPU, and that counts.
+        # This machine may lack the device. Only whether it is the CPU counts, and meta is not.
         device=device if device.type == "cpu" else torch.device("meta"),
         group_of=planned.group_of,
     )
@@ -95,9 +95,11 @@ def _plan_state(
 
 
 def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
-    """Shards that are read ahead, open for a sub-group's step, written, copied, or kept for more.
+    """Return the most host memory that shards on disk take while they are read and written.
 
-    How much of it is in use depends on the disk's speed and the device's, so this is a bound.
+    Counted are shards read ahead of their gather, those of the sub-group that is stepped, those
+    being copied or written, and free ones for the next read. How many there are at a time depends
+    on the speed of disk and device, so this is a bound.
     """
     largest = max(sizes, default=0)
     of_units = sorted(
@@ -115,34 +117,47 @@ class UnitRow:
     """Memory and traffic of one unit, on one rank."""
 
     name: str
-    numel: int  # of its whole parameters
-    whole_bytes: int  # of its slot where its parameters rest sharded, padding included
-    shard_bytes: int  # of this rank's part of its parameters, padding included
-    gathers: int  # in a step
-    sent_bytes: int  # in a step, padding included
+    # Elements of its parameters, those on all ranks together.
+    numel: int
+    # Its gathered parameters, padding included. Where they are sharded, its slot has this size.
+    whole_bytes: int
+    # This rank's part of its parameters, padding included.
+    shard_bytes: int
+    # Number of gathers in a step.
+    gathers: int
+    # Bytes sent in a step, padding included.
+    sent_bytes: int
 
 
 @final
 @frozen(kw_only=True)
 class Plan:
-    """Memory and traffic of one rank, as the same configuration then allocates and counts.
+    """Memory and traffic of one rank, as training with the same configuration has them.
 
-    Bytes are those of tensors: activations, the model's buffers and what libraries take come on
-    top. `memory.at_rest` and `memory.before_step` equal what `zero_partition.memory_report` says
-    at these moments.
+    Bytes are those of tensors. Activations, the model's buffers and memory of libraries are
+    additional. `memory.at_rest` and `memory.before_step` equal what `zero_partition.memory_report`
+    says at these moments.
     """
 
     world_size: int
-    rank: int  # whose: the one with most, if none was asked for
+    # The rank that is planned: the one with the most bytes, if none was given.
+    rank: int
     config: ZeroConfig
-    optimizer: str  # its class, or "none"
-    dtypes: str  # of parameters, and whether 16-bit ones have masters: "bf16, fp32 masters: no"
-    numel: int  # parameters of the model, each once
-    buffers_bytes: int  # of the model's buffers, which every rank keeps
+    # Class name of the optimizer, or "none".
+    optimizer: str
+    # Dtypes of parameters, and whether 16-bit ones have masters: "bf16, fp32 masters: no".
+    dtypes: str
+    # Elements of the model's parameters; a tied one counts once.
+    numel: int
+    # The model's buffers, which are replicated on every rank.
+    buffers_bytes: int
     memory: PlannedMemory
-    passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
-    save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
-    traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
+    # Upper bound of further host memory, for shards that are read from disk and written to it.
+    passing_bytes: int
+    # This rank's part of a checkpoint, without the model's buffers.
+    save: PlannedSave
+    # Operations of a step with one micro-batch.
+    traffic: tuple[PlannedOperation, ...]
     units: tuple[UnitRow, ...]
 
     @property
@@ -187,11 +202,11 @@ def plan(
     ranks_per_node: int | None = None,
     reads_peers: bool | None = None,
 ) -> Plan:
-    """Say what `shard` with this configuration would take and send, on any number of ranks. Local.
+    """Plan the memory and traffic of `shard` with this configuration, for any world size. Local.
 
-    The same layouts that are allocated then are planned here; nothing is allocated, and no other
-    rank takes part. Units are taken to be used in the order of the model's modules, each once, and
-    all trainable parameters to get a gradient.
+    The layouts are those that `shard` allocates. Nothing is allocated, and no other rank takes
+    part. The plan assumes that units are used in the order of the model's modules, each once, and
+    that all trainable parameters get a gradient.
 
     Args:
         model: A module, best on meta (`with torch.device("meta")`), a `GPTSize`, or a
@@ -203,8 +218,8 @@ def plan(
         optimizer: A name as in DeepSpeed's files, a torch optimizer of the model, what makes one of
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
-        rank: Whose bytes; those of the rank that keeps most when None, and with `config.groups`
-            this rank's, whose groups they are.
+        rank: The rank to plan. When None: with `config.groups`, which are those of this rank, this
+            rank; otherwise the rank that keeps the most bytes.
         ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
             `config.wire` needs nodes it says so itself, or this does.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
@@ -237,7 +252,8 @@ def plan(
             f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
             f"{ranks_per_node}"
         )
-    if isinstance(config.wire.levels, Levels):  # groups are nothing that a plan needs, or can print
+    # A plan needs only the number of ranks on a node, and cannot print process groups.
+    if isinstance(config.wire.levels, Levels):
         wire = attrs.evolve(config.wire, levels=config.wire.levels.inside.world_size)
         config = attrs.evolve(config, wire=wire)
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""Models to plan with, without memory, from whatever describes one; and their optimizers."""
+"""Models without memory to plan with, from a configuration or from sizes; and their optimizers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from zero_engine.checks import at_least
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.readers import find_reader
 
-LONGEST: Final = 300  # characters of an error of others: some list all there is
+# Characters of another library's error to quote: some list every known class.
+LONGEST: Final = 300
 
 _OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor")
 
-# What makes an optimizer of parameters: the class, or a function that gives it its arguments.
+# A class of optimizers, or a function that builds one from parameters.
 OptimizerMaker: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -65,7 +66,7 @@ class GPTSize:
         return 0 if self.params is None else self.params - self.blocks_numel
 
     def build(self) -> nn.Module:
-        """The model, on meta."""
+        """Build the model, on meta."""
         h, model = self.hidden, nn.Sequential()
         if self.embedding_numel:
             embedding = torch.empty(self.embedding_numel, dtype=self.dtype, device="meta")
@@ -84,7 +85,7 @@ class GPTSize:
 
 
 def model_of(source: Any) -> nn.Module:
-    """A model to plan with: the very one, or one on meta; see `plan`. Local."""
+    """Return the model to plan with: `source` itself, or a new one on meta; see `plan`. Local."""
     if isinstance(source, nn.Module):
         return source
     if isinstance(source, GPTSize):
@@ -102,7 +103,7 @@ def model_of(source: Any) -> nn.Module:
 def optimizer_of(
     choice: str | OptimizerMaker | torch.optim.Optimizer | None, model: nn.Module
 ) -> torch.optim.Optimizer | None:
-    """An optimizer of the model's trainable parameters, as it was asked for; None: without one."""
+    """Return an optimizer of the model's trainable parameters; None if `choice` is None."""
     if choice is None or isinstance(choice, torch.optim.Optimizer):
         return choice
     if isinstance(choice, str):
@@ -118,7 +119,7 @@ def optimizer_of(
 
 
 def _optimizer_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """A class of torch.optim, in any case, or what a reader of other files knows by the name."""
+    """Build an optimizer of torch.optim, in upper or lower case, or one that a reader knows."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     of_torch = {kind.lower(): getattr(torch.optim, kind) for kind in _OPTIMIZERS}
     if not params:
@@ -191,7 +192,8 @@ def hugging_face_model(config: Any, *, dtype: torch.dtype | None = None) -> nn.M
             if kind is not None:
                 return kind._from_config(config)  # type: ignore[no-any-return]
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
-    except Exception as error:  # whatever a model's own code makes of it
+    # The model's code may raise anything.
+    except Exception as error:
         text = re.sub(r"\s+", " ", str(error))
         raise ConfigError(
             f"plan(): transformers {transformers.__version__} builds no model of this "

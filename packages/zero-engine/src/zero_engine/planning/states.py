@@ -28,8 +28,8 @@ _HIDDEN: Final = 4096
 class StageStates:
     """Parameters, gradients and optimizer state of one rank at one stage.
 
-    Bytes per parameter are of the whole model's parameters. Bytes of the device include the
-    activations of the room, and fit if the room without its reserve is as large.
+    Bytes per parameter are per parameter of the whole model. Bytes of the device include
+    `Room.activations`. They fit if they are at most `Room.usable`.
     """
 
     stage: int
@@ -39,7 +39,7 @@ class StageStates:
 
     @classmethod
     def of(cls, stage: int, bytes_per_param: float, numel: int, room: Room) -> StageStates:
-        """Return the stage's states for so many parameters, and whether they fit in `room`."""
+        """Return the states of a model of `numel` parameters, and whether they fit in `room`."""
         needed = round(bytes_per_param * numel) + room.activations
         fits = room.usable is None or needed <= room.usable
         return cls(stage=stage, bytes_per_param=bytes_per_param, device_bytes=needed, fits=fits)
@@ -119,7 +119,7 @@ def plan_states(
         config: Its precision counts.
         dtype: Dtype of the parameters.
         world_size: Number of ranks.
-        room: Memory that there is.
+        room: Memory of the machines.
         stages: The stages to plan.
         arguments: `optimizer` and `device`, as for `plan`.
 

@@ -23,7 +23,8 @@ from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow, plan
 
 _UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
+# Fields of `MemoryReport` that are on the device -> their names in tables.
+KINDS: Final = {
     "params_bytes": "parameters",
     "gradients_bytes": "gradients",
     "optimizer_bytes": "optimizer state",
@@ -77,7 +78,8 @@ def line_of(
         group: The ranks that shard it.
     """
     try:
-        planned = plan(  # parameters with ranks of their own as if all ranks had them
+        # Without groups: parameters with groups of their own are planned as if all ranks had them.
+        planned = plan(
             model,
             evolve(config, groups={}),
             world_size=group.world_size,
@@ -87,10 +89,12 @@ def line_of(
             reads_peers=group.exchanges.reads_peers,
         )
         line = _line(planned)
-    except (ConfigError, PartitionError) as error:  # a log ends no training
+    # Logging must not end a training that works.
+    except (ConfigError, PartitionError) as error:
         line = f"{name_of(config)}; bytes cannot be planned ({error})"
     kernels = f"{zero_offload.native_status().isa or 'plain torch'} steps on the host"
-    if group.device.type == "cpu":  # those of CUDA are compiled when they are first asked for
+    # CUDA kernels are compiled on first use, so only the CPU's are known here.
+    if group.device.type == "cpu":
         kernels += f", {'plain torch' if zero_comm.native_status() else 'compiled code'} encodes"
     return f"{line}; {group.backend.name}: {group.transport}; {kernels}"
 
@@ -177,7 +181,8 @@ def in_units(num_bytes: int) -> str:
 
 
 _RIGHT: Final = ("left", "right", "right")
-_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 140, 192)  # of devices, in GiB
+# Memory of common devices, in GiB.
+_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 140, 192)
 
 
 def _smallest(options: Sequence[Option], room: Room) -> str:
@@ -195,7 +200,7 @@ def _smallest(options: Sequence[Option], room: Room) -> str:
 
 
 def bounds_of(room: Room) -> str:
-    """Return the memory that there is, as the end of a heading; nothing if it has no bound."""
+    """Return the bounds of memory as the end of a heading; an empty string if there are none."""
     there_is = _there_is(room)
     return f"; there is {there_is}" * bool(there_is)
 
@@ -218,7 +223,7 @@ def _needs(option: Option) -> str:
 
 
 def _unit_rows(units: Sequence[UnitRow]) -> Iterator[list[object]]:
-    """One line for units that are alike but for the numbers in their names."""
+    """Yield one row for all units that differ only in the numbers in their names."""
     alike: dict[tuple[object, ...], list[UnitRow]] = {}
     for row in units:
         pattern = re.sub(r"\d+", "*", row.name)
@@ -238,15 +243,16 @@ def _unit_rows(units: Sequence[UnitRow]) -> Iterator[list[object]]:
 
 
 _GREY: Final = "0.5"
-_SKIPPED: Final = "scalars_bytes"  # which nobody would see
+# A few bytes: too small to be visible as a bar.
+_SKIPPED: Final = "scalars_bytes"
 
 
 def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
-    """Draw what one rank holds before the step, a bar for each plan; host and disk beside it.
+    """Draw the memory of one rank before the step, a bar for each plan; host and disk below it.
 
     Args:
         plans: At least one.
-        path: Of the picture; its ending says the format, PNG for one.
+        path: File to write; its suffix sets the format, such as ".png".
 
     Raises:
         ConfigError: matplotlib is missing, or does not know the format.
