@@ -29,25 +29,27 @@ Row: TypeAlias = Mapping[str, float]
 def metrics(
     model: nn.Module, *, to: Sequence[Any] = (), mean: bool = False
 ) -> Iterator[Callable[..., dict[str, float]]]:
-    """Measure training steps: call what it yields after each, for a row of numbers. Local.
+    """Measure training steps: a call of the yielded function ends a step and returns a row. Local.
 
         with zero_engine.metrics(model, to=["run.csv", "runs/board", wandb_run.log]) as end_step:
             for x in loader:
                 loss = train_step(x)
                 row = end_step(loss=loss, samples=len(x))
 
-    A row is of this rank since the row before. In seconds: `time/step_s`, the sum of compute,
-    optimizer, swap and exposed: launching gathers, reductions and publishing, and waiting for them.
-    In bytes: sent inside its node and across nodes, resting now (as `memory_report` has them), and
-    of disk per second (of the process, where Linux tells). What it is called with is in the row, as
-    numbers (loss, grad_norm, loss_scale), `samples` and `tokens` per second. On CUDA a row waits
-    for the device.
+    A row has numbers of this rank since the row before. Times are in seconds: `time/step_s` is the
+    sum of compute, optimizer, swap and exposed, which is launching gathers, reductions and
+    publishing, and waiting for them. Bytes are those sent inside the node and across nodes, those
+    of memory at the end of the step (as in `memory_report`), and those read from and written to
+    disk per second by the process, where Linux counts them. Arguments of the call are in the row:
+    `samples` and `tokens` per second, others (loss, grad_norm, loss_scale) as they are. On CUDA a
+    row waits for the device.
 
     Args:
         model: The very module that `shard` returned.
         to: Where rank 0 writes rows: paths that end in .csv, other paths as folders of TensorBoard,
             and functions of a row and the number of its step.
-        mean: Rows have the means of all ranks, each of which must ask for them.
+        mean: Rows have the means over all ranks. Every rank must pass it, and the call that ends a
+            step is then collective.
 
     Raises:
         zero_partition.StateError: Not sharded; or a row is asked for when the context has ended.
@@ -103,7 +105,8 @@ def _times(taken: list[Event]) -> dict[str, float]:
         "time/swap_s": alone["swap_in"] + alone["swap_out"],
         "time/exposed_s": sum(exposed.values()),
         **exposed,
-        **calls,  # of an engine, with all that is inside
+        # Calls of an engine, with the gathers and reductions inside them.
+        **calls,
     }
 
 

@@ -1,4 +1,4 @@
-"""timeline(): what each rank did when, and how long it waited for the others."""
+"""timeline(): actions of each rank with their times, and how long it waited for other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from zero_partition.seams import require_sharded
 from zero_engine.errors import FileError
 from zero_engine.reports import as_table, new_figure, save_figure
 
-COLORS: Final = {  # of each kind; those that begin alike are alike
+# Class of an event, as `class_of` returns it -> color in a plot.
+COLORS: Final = {
     "compute": "#9db4c0",
     "forward": "#c3d0d6",
     "backward": "#7d96a3",
@@ -32,16 +33,20 @@ COLORS: Final = {  # of each kind; those that begin alike are alike
     "step": "#4f772d",
     "swap": "#7b2cbf",
 }
-_NUM_MEETINGS: Final = 5  # clocks of two hosts are compared so often
+# Number of comparisons of the hosts' clocks, of which the median counts.
+_NUM_MEETINGS: Final = 5
 
 
 @frozen
 class Event:
     """One action of a rank, with its start and end."""
 
-    kind: str  # "gather", "gather wait", "reduce", "reduce wait", "publish", "step", "compute", ...
-    subject: str  # the unit's name; empty where it is of no unit
-    start_s: float  # since the timeline began, on the clock of rank 0
+    # "gather", "gather wait", "reduce", "reduce wait", "publish", "step", "compute", ...
+    kind: str
+    # Name of the unit; empty if the event belongs to none.
+    subject: str
+    # Seconds since the timeline began, on the clock of rank 0.
+    start_s: float
     stop_s: float
 
     @property
@@ -55,12 +60,13 @@ class Event:
 class Timeline:
     """Events of all ranks; none until the context has ended. The same on every rank."""
 
-    ranks: tuple[tuple[Event, ...], ...] = field(default=(), init=False)  # by rank, in order
+    # Events of each rank, in the order of time.
+    ranks: tuple[tuple[Event, ...], ...] = field(default=(), init=False)
 
     def save(self, path: Path | str) -> None:
         """Write a trace that Perfetto and chrome://tracing show: a process for each rank. Local.
 
-        What is in flight, from its launch until it was waited for, is a track of its own.
+        Each rank has a second track: operations in flight, from their launch to the wait for them.
 
         Raises:
             zero_partition.StateError: The context has not ended.
@@ -111,8 +117,8 @@ class Timeline:
     def summary(self) -> str:
         """Milliseconds of a rank, the mean over all, by unit; and the rank that others wait for.
 
-        Exposed is what a rank could not do anything else in: launching, reading and waiting. Hidden
-        is what was in flight meanwhile.
+        Exposed is the time in which a rank could do nothing else: launching, reading and waiting.
+        Hidden is the time that operations were in flight while the rank did something else.
 
         Raises:
             zero_partition.StateError: The context has not ended.
@@ -174,11 +180,14 @@ def _in_flight(events: tuple[Event, ...]) -> Iterator[Event]:
 
 @define(eq=False)
 class Clock:
-    """Takes the time around ranges: of the host, or of the device where that does the work."""
+    """Takes the time of ranges: on the host's clock, or by events of a device beside the CPU."""
 
     device: torch.device
-    offset_s: float = 0.0  # of this host's clock, to that of rank 0
-    began: Any = field(init=False)  # moments: seconds, or events of the device
+    # Subtracted from each time: seconds by which this host's clock is ahead of rank 0's. On a
+    # device, whose events count from `began`, the host's time at `began` is subtracted from it.
+    offset_s: float = 0.0
+    # A moment: seconds on the CPU, an event of the device elsewhere; so are those in `_found`.
+    began: Any = field(init=False)
     _found: list[tuple[str, str, Any, Any]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -226,9 +235,11 @@ class Clock:
 
 def one_at_a_time(events: list[Event]) -> Iterator[Event]:
     """Cut events where another begins inside; they continue when that has ended."""
-    open_now: list[Event] = []  # innermost last
+    # Events that have begun and not ended; the innermost is last.
+    open_now: list[Event] = []
     now = 0.0
-    events = [event for event in events if event.seconds > 0]  # a device's clock may be coarse
+    # A coarse clock of a device may give start and stop the same time.
+    events = [event for event in events if event.seconds > 0]
     edges = [(e.start_s, 1, -e.stop_s, e) for e in events] + [(e.stop_s, 0, 0.0, e) for e in events]
     for moment, begins, _, event in sorted(edges, key=lambda edge: edge[:3]):
         if open_now and moment > now:
@@ -243,7 +254,7 @@ def one_at_a_time(events: list[Event]) -> Iterator[Event]:
 @collective
 @contextmanager
 def timeline(model: nn.Module) -> Iterator[Timeline]:
-    """Record what each rank does inside the context, a few training steps say. Collective.
+    """Record the actions of each rank inside the context, such as a few training steps. Collective.
 
         with zero_engine.timeline(model) as recorded:
             train(3)
@@ -253,7 +264,8 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
 
     Events are gathers, reductions, waits for them, and the optimizer's step, of every sharded model
     of the process. All time between is compute, except an engine's forward and backward, which are
-    events, too. On CUDA these are times of the device's stream. Each costs a few microseconds.
+    events, too. On CUDA these are times of the device's stream. Recording an event costs a few
+    microseconds.
 
     Args:
         model: The very module that `shard` returned.
@@ -282,13 +294,14 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
 
 
 def _offset_of(group: Group) -> float:
-    """Seconds by which this rank's clock is ahead of rank 0's; one host has one clock."""
+    """Return the seconds by which this rank's clock is ahead of rank 0's; 0 on one host."""
     hosts = all_gather_json(Path("/proc/sys/kernel/random/boot_id").read_text(), group=group)
     if hosts.count(hosts[0]) == len(hosts):
         return 0.0
     found = []
     for _ in range(_NUM_MEETINGS):
-        all_gather_json(None, group=group)  # all leave it at nearly the same moment
+        # Ranks leave this call at nearly the same moment, so they read their clocks together.
+        all_gather_json(None, group=group)
         moments = all_gather_json(time.monotonic(), group=group)
         found.append(moments[group.rank] - moments[0])
     return sorted(found)[_NUM_MEETINGS // 2]

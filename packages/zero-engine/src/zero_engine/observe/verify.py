@@ -25,7 +25,8 @@ from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.sharding import shard, unshard
 
-_KINDS: Final = {  # in the order of a step; what it may be where DDP does the same again
+# Kinds of differences in the order of a step -> a likely cause, if two runs of DDP are equal.
+_KINDS: Final = {
     "initial weight": "build_model() gives other values than under DistributedDataParallel",
     "random numbers": "forward draws others: it asks for a parameter's class, shape or grad",
     "loss": "forward asks for more than values: a parameter's class, shape or grad, or the wrapper",
@@ -38,18 +39,21 @@ _DDP: Final = (
     "verify in one process, beside the plain model"
 )
 _ORDER: Final = tuple(_KINDS)
-_CHOICES: Final = {  # of a configuration, and of DistributedDataParallel
+# Settings that are reset one after the other until both runs are equal -> the cause to print.
+# "sums" is none of ZeroConfig: DistributedDataParallel then adds gradients in our order.
+_CHOICES: Final = {
     "wire": "codecs, or sums by node (ZeroConfig.wire)",
     "precision": "dtypes (ZeroConfig.precision)",
     "offload": "the host's kernels, or a delay (ZeroConfig.offload)",
     "sums": "order of sums: here ranks are added in turn, then divided",
 }
-_SHARDED: Final = (  # what comes with a stage
+# Causes of a difference that begins at a stage, by stage.
+_SHARDED: Final = (
     "",
     "the optimizer steps shards, which have the gradients: its step looks beyond single elements "
     "(see ZeroConfig.cut), or p.grad is read before it",
     "gradients are shards in backward already: something keeps or changes them there",
-    "parameters are whole around their module only: something looks at one, or keeps it, elsewhere",
+    "parameters are gathered during their module's calls only: code outside reads or keeps one",
 )
 
 
@@ -58,12 +62,18 @@ class Difference:
     """A value that is not equal in every bit in two runs, and the size of its error."""
 
     step: int  # from 0
-    kind: str  # "initial weight", "random numbers", "loss", "gradient" or "weight"
-    unit: str  # of the parameter; "" is the model itself
-    name: str  # of the parameter; "" where it is of the whole model
-    rank: int  # the first that has it
-    absolute: float  # of the largest element; infinite where one run has no such value
-    relative: float  # norm of the difference, by that of DistributedDataParallel's value
+    # One of `_KINDS`.
+    kind: str
+    # Unit of the parameter; "" is the model itself.
+    unit: str
+    # Name of the parameter; "" for the loss and random numbers, which belong to none.
+    name: str
+    # All differences of a result are on one rank: the first of those where values differ earliest.
+    rank: int
+    # Largest difference of an element; infinite if one run has no such value.
+    absolute: float
+    # Norm of the difference, divided by the norm of DistributedDataParallel's value.
+    relative: float
 
     def __str__(self) -> str:
         of = f" of {self.name!r} in unit {self.unit!r}" if self.name else ""
@@ -78,9 +88,12 @@ class VerificationResult:
     """Result of `verify`, to be printed. The same on every rank."""
 
     num_steps: int
-    differences: tuple[Difference, ...]  # by step, in it as a step goes, then by unit
-    cause: str = ""  # the likely one
-    is_chosen: bool = False  # none is left without what the configuration rounds or delays
+    # By step, then in the order of `_KINDS`, then in the order of the model's parameters.
+    differences: tuple[Difference, ...]
+    # The likely cause; empty if nothing differs.
+    cause: str = ""
+    # Whether the runs are equal once settings that round, delay or reorder sums are reset.
+    is_chosen: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -104,7 +117,8 @@ class VerificationResult:
 class _Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    called: nn.Module  # the model, or what wraps it
+    # The model, or the DistributedDataParallel around it.
+    called: nn.Module
     is_sharded: bool
 
     def values(self, kind: str, names: Collection[str]) -> Iterator[Tensor | None]:
@@ -123,7 +137,8 @@ class _Trainer:
     batches: Sequence[Any]
     loss: Callable[[nn.Module, Any], Any]
     group: Group
-    rngs: Mapping[str, Tensor]  # where building and training begin
+    # States of random number generators, set before a model is built and before the first step.
+    rngs: Mapping[str, Tensor]
     progress: Callable[[str], object] | None = None
     doing: str = ""
 
@@ -214,7 +229,8 @@ class _Trainer:
             self.progress(f"verify(): {doing}")
 
     def _backward(self, run: _Run, batch: Any) -> Tensor:
-        loss = self.loss(run.called, copy.deepcopy(batch))  # which may be changed in place
+        # A copy, since the loss function may change the batch in place.
+        loss = self.loss(run.called, copy.deepcopy(batch))
         if not isinstance(loss, Tensor):
             raise ConfigError(
                 f"verify(): expected a loss, which is a tensor, got a {type(loss).__name__}; pass "
@@ -261,25 +277,27 @@ def verify(
     """Train a model under DistributedDataParallel and under `config`, and compare. Collective.
 
     In each step both have the same batch and the same random numbers. Where they differ, further
-    runs look for the cause: DistributedDataParallel again; the configuration without what rounds,
-    delays or adds in another order; lower stages. Random numbers are afterwards as they were.
+    runs look for the cause: DistributedDataParallel again; the configuration without settings that
+    round, delay or add in another order; lower stages. States of random number generators are
+    restored at the end.
 
     Args:
-        build_model: Builds it anew at each call, on the device of the group.
-        build_optimizer: From the model.
-        batches: Of this rank; the first `num_steps` of them. The model is called with what a tuple,
-            a list or (by keyword) a mapping has, or with the batch itself.
+        build_model: Builds a new model at each call, on the device of the group.
+        build_optimizer: Builds an optimizer of the model.
+        batches: Batches of this rank; the first `num_steps` are used. The elements of a tuple or a
+            list, and the items of a mapping by keyword, are the model's arguments; any other batch
+            is the only argument.
         config: `ZeroConfig()` when None. A dict, or a path, is a configuration for DeepSpeed.
-        loss: Called with model and batch. When None, the model returns its loss, by itself or as
-            `loss` of something.
-        num_steps: At most, of one batch each.
+        loss: Called with model and batch. When None, the model returns its loss, or an output with
+            it as `loss`.
+        num_steps: Most steps, of one batch each.
         group: As for `shard`; this process alone is on torch's default device when None.
         progress: Called with a description of each part of a step before it begins.
 
     Raises:
         ConfigError: There is no loss, ranks do not have as many batches, or two models share
             parameters.
-        Exception: What training raises, with a note that says in which step and run.
+        Exception: As raised by training, with a note that names the step and the run.
     """
     if not isinstance(config, ZeroConfig):
         config = ZeroConfig() if config is None else ZeroConfig.from_deepspeed(config)
@@ -296,7 +314,8 @@ def verify(
         trainer = _Trainer(
             build_model, build_optimizer, given, loss or _own_loss, group, rngs, progress
         )
-        with warnings.catch_warnings():  # DDP's, of gradients that autograd made
+        with warnings.catch_warnings():
+            # DDP warns of strides of gradients that autograd has allocated.
             warnings.filterwarnings("ignore", "Grad strides do not match")
             # DDP has no masters either, and a run is no training.
             warnings.filterwarnings("ignore", ".* without fp32 masters")
