@@ -26,7 +26,7 @@ MOST_TRAILING: Final = {
     "zero-ckpt": 6,
     "zero-comm": 8,
     "zero-deepspeed": 5,
-    "zero-engine": 10,
+    "zero-engine": 3,
     "zero-offload": 2,
     "zero-partition": 6,
 }
