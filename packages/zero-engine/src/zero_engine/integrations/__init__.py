@@ -1,7 +1,7 @@
-"""The library inside the training loops of others, each with an extra of its name.
+"""Integrations with training loops of other libraries; each has an extra with its name.
 
-A module here is written on public names of its host. What saving, resuming and loading a best model
-need beyond them is listed below, and a test looks each of them up in the version that is installed.
+A module here uses public names of its library. Saving, resuming and loading a best model also need
+the private methods below; a test looks each of them up in the version that is installed.
 """
 
 from typing import Final

@@ -36,7 +36,7 @@ _OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 class ZeroAccelerator(Accelerator):
     """An `accelerate.Accelerator` whose `prepare` shards models and optimizers in place.
 
-    What `prepare` returns for a model is the very module that was given, without a wrapper.
+    For a model, `prepare` returns the same module, without a wrapper.
     `mixed_precision` is Accelerate's autocast, over parameters as they are; where a
     `DeepSpeedPlugin` says it, parameters that have an optimizer are kept in 16 bits with sharded
     fp32 masters, as with `ZeroConfig(precision=Precision(params=...))`. On a machine without an
@@ -212,7 +212,7 @@ class ZeroAccelerator(Accelerator):
         """Accumulate without reducing. Local; `accumulate` enters it.
 
         Without effect at stages 2 and 3, as with DeepSpeed: gradients are sharded as soon as they
-        exist. `zero_engine.no_sync(model)` keeps whole ones there, too.
+        exist. `zero_engine.no_sync(model)` accumulates full gradients at these stages, too.
         """
         found = self._find(model)
         if found is None or found.placements.grads is Placement.SHARDED:

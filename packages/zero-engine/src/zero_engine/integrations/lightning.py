@@ -42,9 +42,10 @@ _BESIDE: Final = "lightning"
 
 @cache
 def _finding_own_zero_grad(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return a class whose `zero_grad` is what `shard()` has put into the optimizer itself.
+    """Return a class with a `zero_grad` that calls the one that `shard()` set on the optimizer.
 
-    Lightning's wrapper of an optimizer inherits from the optimizer's class, and would not find it.
+    Lightning's wrapper of an optimizer inherits from the optimizer's class, so that it does not
+    find a method that is set on the instance.
     """
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -55,7 +56,7 @@ def _finding_own_zero_grad(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 class _Called(nn.Module):
-    """Stands where Lightning has DistributedDataParallel, and sends every step through forward."""
+    """Wrapper used in place of DistributedDataParallel; it calls every step through forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -337,7 +338,7 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     "tensor_parallel" ranks before `fabric.setup`.
 
     `fabric.setup(model, optimizer)` shards both. `fabric.save(path, state)` writes a folder, as
-    `zero_engine.save` does, where `state` holds a model that was set up; `fabric.load` reads it.
+    `zero_engine.save` does, if `state` contains a model that was set up; `fabric.load` reads it.
     """
 
     def no_backward_sync(self, module: Any, enabled: bool) -> Any:
@@ -383,7 +384,7 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write a folder where `state` holds a model that was set up, else a file. Collective."""
+        """Write a folder if `state` contains a model that was set up, else a file. Collective."""
         model, optimizer, others = _set_up_in(state)
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)
@@ -394,7 +395,7 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder into what `state` holds; or a file. Collective."""
+        """Load a folder into the values of `state`; or a file. Collective."""
         path = self.broadcast(path)
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)

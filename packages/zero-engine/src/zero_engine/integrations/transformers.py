@@ -31,7 +31,7 @@ _REFUSED: Final = {
     "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
     "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
     "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()",
-    "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all",
+    "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, which shards it at once",
 }
 _LAUNCHED: Final = "ACCELERATE_USE_"
 
