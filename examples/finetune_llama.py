@@ -6,11 +6,11 @@
 
 It learns to write docstrings. Examples are the functions of Python's standard library: the code is
 the prompt, and the first paragraph of the docstring is the answer. Without `--base` it first makes
-a base to start from, in the place of a model that is downloaded: a tokenizer and a small Llama,
-trained on other modules for a minute and saved as a Hugging Face folder.
+a base model, so that none has to be downloaded: a tokenizer and a small Llama, trained on other
+modules for a minute and saved as a Hugging Face folder.
 
-A run folder that has checkpoints is gone on with, at any number of ranks. It needs transformers and
-peft. What ZeRO asks of a plain program is on the lines marked `# zero`.
+With a run folder that has checkpoints, training resumes, at any number of ranks. It needs
+transformers and peft. The changes to a plain program for ZeRO are on the lines marked `# zero`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from transformers.utils.logging import disable_progress_bar
 from zero_comm import Group
 
 CONTEXT = 192  # tokens of a prompt and its answer; longer ones are left out
-NUM_BASE_MODULES = 60  # the base is trained on these, and sees no function that is held out
+NUM_BASE_MODULES = 60  # the base is trained on these, and sees no held-out function
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3"}
 
 # -- The examples --------------------------------------------------------------------------------
 
 
 class Example(NamedTuple):
-    """A function without its docstring, and what that says first."""
+    """A function without its docstring, and the docstring's first paragraph."""
 
     prompt: str
     answer: str
@@ -64,7 +64,7 @@ def find_modules() -> list[Path]:
 
 
 def find_examples(modules: list[Path]) -> Iterator[Example]:
-    """Take functions with a docstring out of modules."""
+    """Yield an example for each function with a docstring in these modules."""
     for module in modules:
         for node in ast.walk(ast.parse(module.read_bytes())):
             if not isinstance(node, ast.FunctionDef) or len(node.body) < 2:
@@ -76,18 +76,19 @@ def find_examples(modules: list[Path]) -> Iterator[Example]:
 
 
 class Batches:
-    """Examples as tokens: some to train on, and some that are held out."""
+    """Examples as tokens: those to train on, and held-out ones."""
 
     def __init__(self, tokenizer: Any, examples: list[Example], args: argparse.Namespace) -> None:
         self.args, self.end = args, tokenizer.eos_token_id
         self.examples = list[Example]()
-        self._tokens = list[tuple[list[int], int]]()  # with the number of those of the prompt
+        self._tokens = list[tuple[list[int], int]]()  # tokens, and how many are the prompt's
         for example in examples:
             prompt, answer = (tokenizer(text).input_ids for text in example)
             if len(prompt) + len(answer) < CONTEXT:
                 self.examples.append(example)
                 self._tokens.append(([*prompt, *answer, self.end], len(prompt)))
-        self.num_held_out = len(self._tokens) // 20  # the first: of modules of their own
+        # The first ones, so that at most one module has both held-out and other examples.
+        self.num_held_out = len(self._tokens) // 20
         every = max(1, self.num_held_out // 3)
         self.shown = self.examples[: self.num_held_out : every][:3]
 
@@ -115,7 +116,7 @@ class Batches:
 
 def make_base(folder: Path, modules: list[Path], args: argparse.Namespace, group: Group) -> None:
     """Train a tokenizer and a small Llama, and save both as a Hugging Face folder. Collective."""
-    made = folder.with_name(f"{folder.name}.partial")  # until it is whole
+    made = folder.with_name(f"{folder.name}.partial")  # until it is complete
     text = "\n".join(module.read_text(encoding="utf-8", errors="replace") for module in modules)
     if group.rank == 0:
         byte_pairs = Tokenizer(models.BPE())
@@ -148,7 +149,7 @@ def make_base(folder: Path, modules: list[Path], args: argparse.Namespace, group
         pad_token_id=tokenizer.pad_token_id,
     )
     sharding = zero_engine.ZeroConfig(stage=args.stage)
-    with zero_engine.Init(config=sharding):  # zero: no rank holds the whole model
+    with zero_engine.Init(config=sharding):  # zero: no rank stores the full model
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     zero_engine.shard(model, optimizer, sharding)  # zero: in place, whatever model it is
@@ -262,7 +263,7 @@ def mean_over_ranks(losses: list[Tensor], group: Group) -> float:
 
 @torch.no_grad()
 def show(when: str, model: nn.Module, tokenizer: Any, batches: Batches, group: Group) -> list[str]:
-    """Print the loss of examples that are held out, and docstrings of three. Collective."""
+    """Print the loss on held-out examples, and docstrings for three of them. Collective."""
     model.eval()
     held_out = [batches.draw(number, group, is_held_out=True) for number in range(8)]
     mean = mean_over_ranks([model(**batch).loss for batch in held_out], group)
@@ -277,9 +278,9 @@ def show(when: str, model: nn.Module, tokenizer: Any, batches: Batches, group: G
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, batches: Batches) -> list[str]:
-    """Return docstrings for some functions that are held out.
+    """Return docstrings for some held-out functions.
 
-    Where a forward needs all ranks, each must generate as many tokens as the others: so all get
+    At stage 3 a forward is collective, so all ranks must generate equally many tokens: they get
     the same prompts, and take the likeliest token each time.
     """
     model.eval()

@@ -1,4 +1,4 @@
-"""zero-offload alone: a small GPT in bf16 whose AdamW state rests on disk, next to one in memory.
+"""zero-offload alone: a small GPT in bf16 with AdamW's state on disk, next to one in memory.
 
     python examples/only_offload.py
     python examples/only_offload.py --path /local/nvme --steps 50
@@ -48,9 +48,8 @@ def train(data: Tensor, steps: int, **where: Any) -> tuple[list[float], Offloade
     """Train from the same start on the same batches; return the losses and the optimizer."""
     torch.manual_seed(0)
     model = GPT().to(torch.bfloat16)
-    optimizer = OffloadedOptimizer(  # the one line; the sizes, because this model is tiny
-        model.parameters(), torch.optim.AdamW, lr=1e-3, **SIZES, **where
-    )
+    # The only change to the loop. The sizes are needed because this model is tiny.
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, **SIZES, **where)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     for _ in range(steps):

@@ -5,8 +5,8 @@
     hatch run train --data ~/novels --size medium      # a file, or a folder of text files
     hatch run train --optimizer-on disk --params-on disk --path /scratch     # little in memory
 
-Read it top to bottom: the text, the model, the training, the run folder, the command line. What
-ZeRO asks of a plain PyTorch program is in `train()`, on the lines marked `# zero`.
+Read it top to bottom: the text, the model, the training, the run folder, the command line. The
+changes to a plain PyTorch program for ZeRO are in `train()`, on the lines marked `# zero`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = {"tiny": (2, 64, 2), "small": (4, 192, 6), "medium": (8, 512, 8)}  # lay
 
 
 def read_text(source: Path | None, context: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and the bytes held out, the same on every rank."""
+    """Return the bytes to train on and the held-out bytes, the same on every rank."""
     if source is None:
         source = Path(sysconfig.get_paths()["stdlib"])
         # Tests and tables of character codes are Python too, but teach little of its style.
@@ -52,7 +52,7 @@ def read_text(source: Path | None, context: int) -> tuple[Tensor, Tensor]:
     else:
         files = list(source.rglob("*")) if source.is_dir() else [source]
     files.sort()  # a file system may list them to each rank in another order
-    random.Random(0).shuffle(files)  # so that the end, which is held out, is a fair sample
+    random.Random(0).shuffle(files)  # so that the held-out end is a fair sample
     try:
         texts = [file.read_bytes() for file in files if not file.is_dir()]
     except OSError as error:
@@ -145,8 +145,8 @@ def train(args: argparse.Namespace) -> None:
     optimizer = build_optimizer(model, args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: pace(step, args.steps))
 
-    # zero: both objects come back as they were, but split over the ranks, with rank 0's values.
-    # What rests on the host or on disk is brought when it is needed; the numbers are the same.
+    # zero: returns the same two objects, sharded over the ranks, with rank 0's values. Offloaded
+    # states are moved to the device when they are needed; results are the same.
     offload = zero_engine.Offload(
         optimizer=args.optimizer_on, params=args.params_on, path=args.path
     )
@@ -289,9 +289,9 @@ def parse_options() -> argparse.Namespace:
     add("--prompt", default="\n\ndef ", help="what the sample starts with")
     add("--out", type=Path, help="run folder; None: a new one under runs/")
     places = ("device", "host", "disk")
-    add("--optimizer-on", choices=places, default="device", help="where its state rests")
-    add("--params-on", choices=places, default="device", help="where parameters rest; stage 3")
-    add("--path", type=Path, help="folder on the disk for what rests there")
+    add("--optimizer-on", choices=places, default="device", help="where its state is stored")
+    add("--params-on", choices=places, default="device", help="of parameters, the same; stage 3")
+    add("--path", type=Path, help="folder on the disk for states that are offloaded there")
     args = parser.parse_args()
     if min(args.ranks, args.steps, args.batch, args.context) < 1:
         parser.error("--ranks, --steps, --batch and --context must be above zero")
@@ -301,7 +301,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Be one rank, if torchrun started this process or one is enough; else start the ranks."""
+    """Train as one rank, if torchrun started this process or one is enough; else start ranks."""
     args = parse_options()
     if "WORLD_SIZE" in os.environ or args.ranks == 1:
         train(args)
