@@ -49,7 +49,7 @@ def adam(options: Namespace) -> list[Row]:
 
     The limit is a loop in C with the same reads and writes and next to no arithmetic, over the same
     tensors, divided among the same threads. All ways take turns. `of limit` compares their fastest
-    turns: what disturbs a turn makes it slower, never faster. `by rounds` is the median of the same
+    turns, since other programs only make a turn slower. `by rounds` is the median of the same
     ratio within each round, for machines on which no turn is undisturbed.
     """
     makers = {"fp32": _fp32, "bf16": _bf16, "small": _small}
@@ -126,7 +126,7 @@ def _bf16(numel: int) -> dict[str, Way]:
 
 
 def _small(numel: int) -> dict[str, Way]:
-    """Many small tensors, new gradients each time: what a step costs besides arithmetic."""
+    """Step many small tensors, with new gradients each time: the time besides arithmetic."""
     ways: dict[str, Way] = {}
     for name, make in MAKERS.items():
         params = [nn.Parameter(torch.zeros(numel // MANY)) for _ in range(MANY)]
@@ -137,7 +137,7 @@ def _small(numel: int) -> dict[str, Way]:
 
 
 def _filled(numel: int, count: int) -> list[Tensor]:
-    """Small random numbers, the same pattern again and again: making them is not measured.
+    """Return small random numbers, one pattern repeated: making them is not measured.
 
     The last, a second moment, has none below zero.
     """

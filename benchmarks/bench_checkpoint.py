@@ -1,4 +1,4 @@
-"""What activation checkpoints cost and save: twelve blocks, against torch's and against none."""
+"""Time and memory of activation checkpoints: twelve blocks, against torch's and against none."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ SIZES: Final = ("blocks", "width", "sequence", "batch")
     threads=(1, "of each process"),
 )
 def checkpoint(options: Namespace) -> list[Row]:
-    """What activation checkpoints cost and save: twelve blocks, against torch's and against none.
+    """Time and memory of activation checkpoints: twelve blocks, against torch's and against none.
 
     Every system has a process of its own, with the same model and the same input. They take turns,
     one step each; a ratio is that of two turns of one round. A step is forward and backward. What
     is counted is the processor's time, which a machine that does other things disturbs less. The
     peak is the most memory resident in a step, above what was resident when the model had been
-    built and a tiny step had loaded whatever libraries the system loads on first use; it is
-    measured in processes whose allocator gives back at once what is freed, as holes in its heap
-    would count otherwise. Last, the import of zero_ckpt after that of torch.
+    built and a tiny step had loaded the libraries that the system loads on first use. It is
+    measured in processes with an allocator that returns freed memory to the system at once, since
+    holes in its heap would count otherwise. Last, the import of zero_ckpt after that of torch.
     """
     seconds, _ = _take_turns(options, options.rounds, {})
     _, of_rounds = _take_turns(options, 2, RETURNS_FREED)

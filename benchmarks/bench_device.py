@@ -50,14 +50,13 @@ EFFICIENCY = 0.45
     efficiency=(EFFICIENCY, "of products of matrices: what is reached of their rate"),
 )
 def device(options: Namespace) -> list[Row]:
-    """One rank's training step as a clock of rates says it would go on a cluster: a simulation.
+    """One rank's training step on a simulated cluster, whose clock follows a device's rates.
 
     The program runs as it is, on a simulated device that computes nothing: each kernel, copy and
     collective takes as long as its bytes and operations do at the rates of a data sheet
     (simulated-device/simulated_device/rates.py), streams run beside each other, and the host takes
-    its own time. All ranks are taken to do the same at the same time, so one process is enough.
-    What it knows nothing of: ranks that wait for slower ones, clocks that fall with heat, and links
-    that are shared.
+    its own time. All ranks are assumed to do the same at the same time, so one process is enough.
+    Not simulated are waits for slower ranks, clocks that fall with heat, and shared links.
     """
     check_known("systems", options.systems, SYSTEMS)
     check_known("size", [options.size], SIZES)

@@ -1,4 +1,4 @@
-"""The disk: a large tensor out and back, and an optimizer's step whose state lies there."""
+"""Benchmarks of the disk: swapping a large tensor, and an optimizer's step with state on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Way = tuple[Callable[[], float], Callable[[], float]]  # write and read; the sec
     deepspeed_python=DEEPSPEED,
 )
 def disk(options: Namespace) -> list[Row]:
-    """Swapping a large tensor to disk and back, against what the disk can do.
+    """Swapping a large tensor to disk and back, against the disk's speed.
 
     The limit is the best of fio's settings (where fio is installed) and of pread and pwrite from a
     C program's threads. All ways take turns in one invocation, on files that exist already,
@@ -154,7 +154,7 @@ NUM_SLOTS: Final = 3
     rounds=(7, "turns of each way"),
 )
 def swap(options: Namespace) -> list[Row]:
-    """An AdamW step whose state is on disk, against what the disk and the step alone need.
+    """An AdamW step with its state on disk, against the time of the disk and of the step alone.
 
     The limit of a pipelined step is the larger of two times: reading and writing the state by
     itself, at the rate at which the same store moves the same values through as many slots, and the
@@ -198,7 +198,7 @@ def swap(options: Namespace) -> list[Row]:
 
 
 def _move_each(move: Callable[[str, Tensor], Future[Any]], values: dict[str, Tensor]) -> None:
-    """Move all values, a slot each under way."""
+    """Move all values, at most `NUM_SLOTS` at a time."""
     under_way: deque[Future[Any]] = deque()
     for key, slot in values.items():
         if len(under_way) == NUM_SLOTS:

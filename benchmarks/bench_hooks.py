@@ -1,4 +1,4 @@
-"""What hooks cost where nothing travels: one process."""
+"""Time of hooks on one rank, where nothing is communicated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = Callable[[], float]  # one turn; its seconds
     middle=(500, "layers of 256 x 256"),
 )
 def hooks(options: Namespace) -> list[Row]:
-    """What our hooks cost on one rank, where nothing travels: a forward and backward against plain.
+    """Time of our hooks on one rank, without communication: forward and backward against plain.
 
     Tiny layers show the cost per parameter, and middle ones, each a unit of its own, that per unit.
     The same model is built once per system, all in one process and thread, and the systems take

@@ -41,8 +41,8 @@ def redundancy(options: Namespace) -> list[Row]:
     First the suite `step` with the systems that concern it, then consolidation: every system has
     two processes of its own (or `--ranks`) with the same model and Adam's state after one step. The
     systems take turns; a ratio is that of two turns of one round. Time is that of the slowest rank,
-    from a barrier on. The peak is the most memory resident meanwhile above what was before, on the
-    fullest rank; what was put together, which rank 0 then has, is in it. Between rounds it is
+    from a barrier on. The peak is the growth of resident memory meanwhile, on the rank where it is
+    largest; it includes the consolidated state, which rank 0 then has. Between rounds that state is
     dropped.
     """
     if not options.no_step:

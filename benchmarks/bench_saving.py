@@ -57,18 +57,18 @@ FIGURES: Final = ("write_s", "blocked_s", "read_s", "write_peak", "read_peak")
 def saving(options: Namespace) -> list[Row]:
     """Saving and loading a sharded training state, against torch's ways and the disk.
 
-    Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same
+    Two ranks have a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same
     tensors go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is
     blocked, and how long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's
     own part with fsync, by safetensors likewise, by `torch.distributed.checkpoint` of the same
     parts, also its `async_save`, and plainly, which is the limit: as one new file of each rank,
-    past the page cache, from memory, in blocks of which several are on their way. What the disk
-    does where a file lies already (`DiskStore`) is shown beside it: a file system has more to do
-    for a new one. Then all is read again, from the disk: the kernel is told to forget the files
-    before. A ratio is that of two turns of one round; time is that of the slowest rank, from a
-    barrier on. Training is blocked in the call and, with overlap, for as long as the step after the
-    next forward and backward takes longer than one that has nothing to wait for. A peak is what a
-    rank's memory grows by at most, buffers kept from the round before not counted.
+    past the page cache, from memory, several blocks at a time. Writing to a file that exists
+    (`DiskStore`) is shown beside it: a file system has more to do for a new one. Then all is read
+    again, from the disk: the kernel drops the files from its page cache before. A ratio is that of
+    two turns of one round; time is that of the slowest rank, from a barrier on. Training is blocked
+    in the call and, with overlap, for as long as the step after the next forward and backward takes
+    longer than one that does not wait. A peak is the largest growth of a rank's memory, without
+    buffers kept from the round before.
     """
     check_known("ways", options.ways, WAYS)
     with (
@@ -107,17 +107,17 @@ def saving(options: Namespace) -> list[Row]:
 
 @dataclass(frozen=True)
 class Way:
-    """How a state is saved and loaded again."""
+    """A way to save a state and to load it again."""
 
     write: Callable[[], object]  # training waits for it
     read: Callable[[], object] | None = None
-    finish: Callable[[], object] | None = None  # what else there is to write, beside training
+    finish: Callable[[], object] | None = None  # waits for writes in the background
 
     def turn(self, place: Path, parts: Collection[Tensor]) -> tuple[float, ...]:
-        """Seconds of writing, of being blocked, and of reading; bytes at the peaks of both.
+        """Return seconds of writing, being blocked and reading, and peaks of writing and reading.
 
-        What the round before has left in the place is deleted first, which is not to save, and the
-        kernel forgets what it has of the files before they are read.
+        Files of the round before are deleted first, outside the measured time. The kernel drops the
+        new files from its page cache before they are read.
         """
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
@@ -139,7 +139,7 @@ class Way:
 
 
 def _begin_peak(parts: Collection[Tensor]) -> int:
-    """Forget the peak of this process; returns the bytes that it has now.
+    """Reset the peak of this process; return its resident bytes.
 
     Shared memory counts from its first use by this process on, so every page of it is read.
     """
@@ -170,7 +170,7 @@ def ways(model_name: str, folder: str, chosen: Collection[str]) -> dict[str, Cal
     if {"limit", "in place"} & {*chosen}:
         memory = HostArena("limit").allocate(num_bytes)
         store.allocate({"all": num_bytes})
-    # With memory from round to round.
+    # Kept over all rounds, since a Saver reuses its memory.
     saver = zero_engine.Saver(place / "saver", model, optimizer)
     overlapped = zero_engine.Saver(place / "overlap", model, optimizer, overlap=True)
     tokens = torch.randint(0, BYTES, (1, SHAPES[model_name].sequence))
@@ -247,7 +247,7 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 def _move(
     memory: Tensor, path: Path, flags: int, act: Callable[[int, list[memoryview], int], int]
 ) -> None:
-    """All of it as one file, past the page cache, in blocks of which several are on their way."""
+    """Move all parts as one file, past the page cache, several blocks at a time."""
     num_bytes = memory.nbytes // BLOCK_BYTES * BLOCK_BYTES
     data = memory.numpy().data
     file = os.open(path, flags | os.O_DIRECT, 0o666)

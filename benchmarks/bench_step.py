@@ -12,7 +12,7 @@ from systems import SYSTEMS
 from training import Entry, check_options, run_heat, training_options
 
 REFERENCE: Final = "ddp"
-# What the hungriest system takes per rank, to judge how many fit side by side.
+# Most memory that a system takes on a rank, for the number of systems that fit at a time.
 BYTES_PER_PARAM: Final = 28
 BYTES_PER_PROCESS: Final = 400 * 2**20
 
@@ -139,7 +139,8 @@ def _residence_row(entry: Entry, ddp: Entry, disk: Entry, without: Entry) -> Row
     if entry.error:
         return row
     row["round_disk_bytes"] = entry.round_disk_bytes  # of all ranks
-    for kind in ("device_bytes", "host_bytes", "disk_bytes"):  # at rest, the fullest rank
+    # Bytes between steps, on the rank that has most.
+    for kind in ("device_bytes", "host_bytes", "disk_bytes"):
         if kind in entry.reports[0]:
             row[kind] = max(report[kind] for report in entry.reports)
     if entry is disk:
@@ -165,12 +166,12 @@ def _residence_row(entry: Entry, ddp: Entry, disk: Entry, without: Entry) -> Row
 
 
 def _mean_ms(entry: Entry) -> list[float]:
-    """Of each round. What a step leaves to the disk, the next one may have to wait for."""
+    """Return the mean of each round, since a step may wait for writes of the one before it."""
     return [statistics.fmean(each) for each in entry.round_ms]
 
 
 def _rates(disk: Entry) -> list[float]:
-    """Bytes per second of all ranks together, of each round."""
+    """Return the bytes per second of each round, all ranks together."""
     moved = zip(disk.round_disk_bytes, disk.median_ms, strict=True)
     return [1000 * num_bytes / ms for num_bytes, ms in moved]
 
@@ -201,13 +202,13 @@ ON_NODES: Final = (EXACT, *(f"{EXACT}_{way}" for way in ("qwz", "hpz", "qgz", "a
     gbit=(1.0, "per second, in each direction"),
 )
 def wire(options: Namespace) -> list[Row]:
-    """One training step on two nodes with a slow network between them, by what travels how.
+    """One training step on two nodes with a slow network, exact and with ZeRO++'s ways.
 
-    Two network namespaces, joined by a pair of virtual interfaces that lets through so much, hold
-    half of the ranks each. Stage 3 exact, with each of ZeRO++'s ways of sending less (arXiv
-    2306.10209), and with all of them, and FSDP2, take turns. `node MB` is what a node put on the
-    cable in one step, as the kernel counts; where the network is the slowest part, time should
-    follow it. Linux, root.
+    Each of two network namespaces, joined by a pair of virtual interfaces with a limited rate, has
+    half of the ranks. Stage 3 exact, with each of ZeRO++'s ways of sending less (arXiv 2306.10209),
+    and with all of them, and FSDP2, take turns. `node MB` are the bytes that a node sent to the
+    other in one step, as the kernel counts them; where the network is the slowest part, time should
+    follow them. Linux, root.
     """
     if problem := why_not():
         say(f"skipped: {problem}")

@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 def begin(cluster: Cluster) -> None:
-    """Make this process the first rank of a cluster that nothing else runs of."""
+    """Make this process the first rank of a cluster without other processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - private
 
     simulated_device.time_on(cluster.rates)
@@ -196,20 +196,20 @@ SYSTEMS: Final[dict[str, Callable[[Llama, Cluster], Step]]] = {
 
 @dataclass
 class Timeline:
-    """What ran, each span with the part of the step that was being launched."""
+    """Spans of kernels and collectives, each with the part of the step that launched it."""
 
     part: str = "start"
     spans: list[tuple[str, Span]] = field(default_factory=list)
 
     def enter(self, part: str) -> None:
-        """Another part begins."""
+        """Begin another part."""
         self.spans += [(self.part, span) for span in simulated_device.take_spans()]
         self.part = part
 
     def watch(self, name: str, module: nn.Module) -> None:
         """Enter a part before this module's forward, and one before its backward.
 
-        Its gather is waited for before, but what waits is the first kernel of the part.
+        The wait for its gather is launched before, but the part's first kernel is what it delays.
         """
 
         def leave(_: nn.Module, __: Any, output: Tensor) -> None:
@@ -222,8 +222,7 @@ class Timeline:
     def exposed(self, start: float, end: float, main: str) -> dict[str, float]:
         """Return by part the seconds in which a collective ran, and nothing on the main stream.
 
-        They count for the part whose kernel comes after them, and those after all kernels for
-        "end".
+        Seconds count for the part of the next kernel; those after all kernels count for "end".
         """
         running = _union(span for _, span in self.spans if span.name.startswith(COLLECTIVES))
         seconds: dict[str, float] = {}
@@ -237,7 +236,7 @@ class Timeline:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the times in which any of them runs, in order."""
+    """Return the times in which any of the spans runs, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if merged and start <= merged[-1][1]:
@@ -247,7 +246,7 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def measure(system: str, cluster: Cluster, job: Job) -> dict[str, Any]:
-    """Return what the last of a few steps took on this rank."""
+    """Return time and memory of the last of a few steps on this rank."""
     begin(cluster)
     model = build(job)
     step = SYSTEMS[system](model, cluster)

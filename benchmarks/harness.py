@@ -1,7 +1,7 @@
-"""What every suite is made of: options, turns, ratios, a table, and a file of results.
+"""Parts of every suite: options, turns, ratios, a table, and a file of results.
 
-A suite is a function under `@suite` from its options to the rows of its table. It says in data what
-may be asked of it and what the columns show; `run_suite` does the rest.
+A suite is a function under `@suite` from its options to the rows of its table. The decorator's
+arguments are its columns and options; `run_suite` parses options, and prints and writes the table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUR_PACKAGES: Final = (
     *("zero-comm", "zero-partition", "zero-ckpt", "zero-offload", "zero-engine", "zero-deepspeed"),
 )
 DEEPSPEED: Final = ("", "interpreter of an environment with DeepSpeed, to time as well")
-# What says where things lie on this machine, and is not written beside the figures.
+# Options with paths of this machine, which are not written beside the figures.
 PLACES: Final = {"deepspeed_python", "folder", "path", "plot", "pythons", "versions"}
 
 Row = dict[str, Any]
@@ -97,11 +97,11 @@ def run_suite(name: str, chosen: Suite, argv: Sequence[str]) -> int:
 
 
 class OptionError(ValueError):
-    """An option has a value that means nothing."""
+    """An option has an invalid value."""
 
 
 def check_known(option: str, given: Iterable[Any], known: Iterable[Any]) -> None:
-    """Complain of what is not among the known."""
+    """Raise OptionError for values that are not known."""
     if unknown := set(given) - set(known):
         expected, got = (", ".join(map(str, each)) for each in (known, unknown))
         raise OptionError(f"--{option}: expected some of {expected}, got {got}")
@@ -133,7 +133,7 @@ def _as_argparse(given: Any) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """What is going on, beside the table."""
+    """Print progress to stderr; the table goes to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -143,12 +143,12 @@ def say(text: str) -> None:
 def take_turns(
     ways: Mapping[K, Callable[[], T]], rounds: int, *, skipped: int = 1
 ) -> dict[K, list[T]]:
-    """What each way returned in each round: A B C C B A, so that a disturbance hits all alike.
+    """Call ways in the order A B C C B A, so that a disturbance hits all alike; return results.
 
     Args:
-        ways: What takes turns.
-        rounds: That count.
-        skipped: Rounds before them, which make state, and wake caches and threads.
+        ways: Functions to call, by name.
+        rounds: Rounds to return the results of.
+        skipped: Rounds before these, which create state and warm up caches and threads.
     """
     found: dict[K, list[T]] = {name: [] for name in ways}
     for turn in range(skipped + rounds):
@@ -162,7 +162,7 @@ def take_turns(
 def timed(
     call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[], float]:
-    """The call as one that returns its seconds."""
+    """Return a function that makes the call and returns its seconds."""
 
     def measure() -> float:
         start = clock()
@@ -175,7 +175,7 @@ def timed(
 def by_figure(
     found: Mapping[K, Sequence[Sequence[Any]]], *names: str
 ) -> dict[str, dict[K, list[Any]]]:
-    """What ways returned in turns, each several figures: by figure and way, a list of rounds."""
+    """Regroup results of `take_turns` with several figures each: by figure and way, all rounds."""
     return {
         name: {way: [each[index] for each in rounds] for way, rounds in found.items()}
         for index, name in enumerate(names)
@@ -183,7 +183,7 @@ def by_figure(
 
 
 def ratio(own: Sequence[float], others: Sequence[float], name: str = "ratio") -> Row:
-    """Of each round this over that: the median, and the lowest and the highest."""
+    """Return the median of `own` over `others` of each round, and the lowest and highest."""
     ratios = [a / b for a, b in zip(own, others, strict=True)]
     return {name: statistics.median(ratios), f"{name}_range": [min(ratios), max(ratios)]}
 
@@ -192,7 +192,7 @@ def ratio(own: Sequence[float], others: Sequence[float], name: str = "ratio") ->
 
 
 def compiled(source: str, *flags: str) -> ctypes.CDLL:
-    """A file beside this one, compiled and loaded."""
+    """Compile and load a C or C++ file of this folder."""
     from zero_offload.build import find_compiler  # noqa: PLC0415 - which not every suite needs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +206,7 @@ def compiled(source: str, *flags: str) -> ctypes.CDLL:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row], form: str = "plain") -> str:
-    """Texts stand at their left; what a row does not have is left empty."""
+    """Return a table of the rows; texts are aligned left, and missing values are empty."""
     titles = [column[0] for column in columns]
     cells = [[cell(row, *column[1:]) for column in columns] for row in rows]
     is_text = [any(isinstance(row.get(column[1]), str) for row in rows) for column in columns]
@@ -215,7 +215,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row], form: str = "plain") -
 
 
 def cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:
-    """The text of a figure of a row; empty where the row has none."""
+    """Return the text of a figure of a row; empty where the row has none."""
     value = row.get(key)
     if value is None:
         return ""
@@ -224,7 +224,7 @@ def cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:
     return value if isinstance(value, str) else format(value * factor, form)
 
 
-# ---- Results: one JSON file per invocation, with the machine and versions they hold for ----
+# ---- Results: one JSON file per invocation, with the machine and the versions ----
 
 
 def write_results(
@@ -241,8 +241,8 @@ def write_results(
         suite: Name of the benchmark.
         rows: The figures, one flat dict per line of its table.
         folder: Made if missing.
-        settings: What was asked for.
-        versions: Of libraries that ran in another environment, which this process cannot see.
+        settings: Values of the suite's options.
+        versions: Versions of libraries in other environments, which this process cannot see.
     """
     now = datetime.now().astimezone()
     record = {
@@ -271,7 +271,7 @@ def write_results(
 
 
 def proc_fields(name: str) -> dict[str, str]:
-    """The first `key: value` of each key in a file of /proc."""
+    """Return the first value of each key in a /proc file of lines `key: value`."""
     fields: dict[str, str] = {}
     for line in Path("/proc", name).read_text().splitlines():
         key, _, value = line.partition(":")
@@ -280,7 +280,7 @@ def proc_fields(name: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit these figures were made at, marked where files differ from it; or empty."""
+    """Return the current commit, marked if files differ from it; empty without git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HERE), *arguments]
@@ -293,7 +293,7 @@ def _commit() -> str:
 
 
 def _version(name: str) -> str:
-    """Of one of our packages, installed or on the path."""
+    """Return the version of one of our packages, installed or on the path."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What one process costs: resident memory, its high-water mark, and live tensors."""
+"""Memory of one process: resident now, at its peak, and of live tensors."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# The environment of a process whose allocator gives back at once what is freed.
+# Environment of a process, in which glibc's malloc returns freed memory to the system at once.
 RETURNS_FREED: Final = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def resident_bytes() -> int:
-    """Physical memory this process holds now."""
+    """Return the physical memory of this process."""
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most it ever held since `reset_peak()`."""
+    """Return the most physical memory of this process since `reset_peak()`."""
     return _status_bytes("VmHWM")
 
 
 def reset_peak() -> None:
-    """Lower the high-water mark to what is resident now."""
+    """Reset the peak to the memory that is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def moved_disk_bytes() -> int:
-    """What this process has ever read from disks and written to them; the page cache is none."""
+    """Return the bytes that this process read from disks and wrote to them, without cached ones."""
     counts = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
     return int(counts["read_bytes"]) + int(counts["write_bytes"])
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of all storages that Python can reach through a tensor, each counted once.
+    """Return the bytes of all storages that Python can reach through a tensor, each counted once.
 
-    Nothing is subtracted. Memory that only C++ holds, such as DDP's buckets, is not seen.
+    Nothing is subtracted. Memory that only C++ refers to, such as DDP's buckets, is not seen.
     """
     gc.collect()
     nbytes_at: dict[int, int] = {}
-    # A parameter at rest may be a subclass that refuses to be touched: look below it.
+    # A sharded parameter may be of a subclass that raises if it is used, so functions of
+    # subclasses are disabled.
     with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for found in gc.get_objects():
@@ -60,7 +61,7 @@ def live_tensor_bytes() -> int:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether it holds memory itself; what a wrapper wraps is found on its own."""
+    """Return whether a tensor has memory itself; tensors in a wrapper are found on their own."""
     return (
         not is_traceable_wrapper_subclass(tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # as a guard's is not

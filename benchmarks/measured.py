@@ -30,7 +30,7 @@ GPU: [what a GPU has run](gpu.md).
 
 
 def page(folder: Path = HERE / "results") -> str:
-    """The page as text: a section for each suite, in it a table of each file, long ones first."""
+    """Return the page: a section for each suite, in it a table of each file, long ones first."""
     lines = [HEAD]
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)]
     files.sort(key=lambda record: -len(record["rows"]))
@@ -59,14 +59,14 @@ def _table(suite: Suite, record: dict[str, Any]) -> list[str]:
 
 
 def _differs(rows: list[Row], key: str) -> bool:
-    """Is there something to see: a figure, and of what is counted, such as heats, two values?"""
+    """Return whether a column has a figure; columns of heats and threads need two values."""
     values = [row.get(key) for row in rows]
     is_same = key in {"heat", "threads"} and len(set(values)) == 1
     return any(value is not None for value in values) and not is_same
 
 
 def _command(suite: Suite, name: str, settings: dict[str, Any]) -> str:
-    """What was typed: options that are not at their defaults."""
+    """Return the command line, with the options that are not at their defaults."""
     words = [f"hatch run bench {name}"]
     for option, given in suite.options.items():
         default = given.get("default") if isinstance(given, dict) else given[0]

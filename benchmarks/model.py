@@ -17,7 +17,7 @@ BYTES: Final = 256
 
 @dataclass(frozen=True)  # and no attrs: a system's own environment need not have it
 class Shape:
-    """A model and what one rank feeds it in one step."""
+    """A model, and the size of one rank's batch."""
 
     num_layers: int
     width: int
@@ -84,7 +84,7 @@ class GPT(nn.Module):
 
 
 def build_model(shape: Shape, *, seed: int) -> GPT:
-    """The model with the same numbers on every rank and in every system."""
+    """Build the model, with the same numbers on every rank and in every system."""
     torch.manual_seed(seed)
     return GPT(shape)
 
@@ -102,7 +102,7 @@ def read_stdlib(limit_bytes: int) -> bytes:
 
 
 def draw_batch(text: bytes, shape: Shape, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one step on one rank; the same ones in every system."""
+    """Return tokens and targets of one step on one rank; the same ones in every system."""
     rng = random.Random(f"{step}/{rank}")
     length = shape.sequence + 1
     starts = [rng.randrange(len(text) - length) for _ in range(shape.batch)]

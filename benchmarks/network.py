@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 INTERFACE: Final = "zero0"  # of either node
-BURST_KB: Final = 256  # what the cable lets through at once
-LATENCY_MS: Final = 50  # what waits longer to be sent is dropped
+BURST_KB: Final = 256  # most bytes that are sent at once
+LATENCY_MS: Final = 50  # packets that wait longer are dropped
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Node:
 
     @property
     def launcher(self) -> list[str]:
-        """What to put before a command, so that it runs there."""
+        """Return the words to put before a command, so that it runs on this node."""
         return ["ip", "netns", "exec", self.name]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells gloo to use the cable."""
+        """Return the variables that make gloo use the cable."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE}
 
     def sent_bytes(self) -> int:
-        """What it has put on the cable so far, as the kernel counts."""
+        """Return the bytes that the node has sent so far, as the kernel counts them."""
         return int(_run(*self.launcher, "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"))
 
 
 def why_not() -> str:
-    """What keeps this machine from having two nodes; nothing if it can."""
+    """Return the reason why this machine cannot have two nodes; empty if it can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"it needs {' and '.join(missing)} (iproute2)"
@@ -49,7 +49,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_nodes(gbit_per_s: float) -> Iterator[tuple[Node, Node]]:
-    """Two namespaces with one interface each, between which so much travels in each direction."""
+    """Create two namespaces, joined by a cable with this rate in each direction."""
     nodes = Node(f"zero-{os.getpid()}-0"), Node(f"zero-{os.getpid()}-1")
     try:
         for node in nodes:

@@ -26,7 +26,7 @@ SUITES: Final = {  # and the module that has it
 
 
 def main(argv: list[str]) -> int:
-    """Hand what follows the suite's name to that suite. Returns the exit status."""
+    """Run a suite with the arguments after its name. Returns the exit status."""
     if not argv or argv[0] not in SUITES:
         print(f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them")
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2

@@ -1,8 +1,8 @@
 """The systems that are compared: functions, and the rows that give them arguments.
 
 A function gets the built model, makes its own optimizer, and returns a step: forward, backward,
-update, gradients dropped. Imports stay inside, so that a system whose library is missing costs the
-others nothing; `imports` names what to load before memory is measured.
+update, gradients dropped. Libraries are imported inside functions, so that other systems run where
+one is missing; `imports` names the modules to load before memory is measured.
 """
 
 # ruff: noqa: PLC0415
@@ -28,31 +28,31 @@ Step = Callable[["Tensor", "Tensor"], "Tensor"]  # tokens, targets -> loss
 
 @dataclass(frozen=True)
 class Setting:
-    """What a system may want to know besides the model."""
+    """Arguments of a system besides the model."""
 
     rank: int
     world_size: int
     batch: int  # sequences per rank
     lr: float
-    window: int | None  # units our prefetch may hold ahead; None leaves the default
-    path: str  # a folder on a disk; empty: nothing may go there
-    subgroup_bytes: int  # of optimizer state that is moved and stepped together
+    window: int | None  # units that may be gathered at a time; None: the default
+    path: str  # a folder on a disk; empty: the disk is not used
+    subgroup_bytes: int  # optimizer state that is moved and stepped together
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class ReportingStep:
-    """A step of a system that can say more of itself than can be seen from outside."""
+    """A step of a system that reports figures which cannot be measured from outside."""
 
     step: Step
     report: Callable[[], dict[str, Any]]
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As any step."""
+        """Train one step and return the loss."""
         return self.step(tokens, targets)
 
 
-# ---- What others have ----
+# ---- Other libraries ----
 
 
 def _plain(model: GPT, setting: Setting) -> Step:
@@ -107,7 +107,7 @@ def _zro(
 
 
 def _fsdp1(model: GPT, setting: Setting) -> Step:
-    """One flat parameter per block."""
+    """Shard with one flat parameter per block."""
     import torch
     from model import Block
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -120,7 +120,7 @@ def _fsdp1(model: GPT, setting: Setting) -> Step:
 
 
 def _fsdp2(model: GPT, setting: Setting, *, on_host: bool = False, **arguments: Any) -> Step:
-    """`fully_shard` on every block and on the rest; with `on_host`, parameters and state there."""
+    """Shard every block, then the model; with `on_host`, parameters and state are offloaded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -134,7 +134,7 @@ def _fsdp2(model: GPT, setting: Setting, *, on_host: bool = False, **arguments: 
 
 
 def _torchao(model: GPT, setting: Setting) -> Step:
-    """State and step on the host, where gradients go as they come."""
+    """Keep state and step on the host; gradients are moved there during backward."""
     from torchao.optim import CPUOffloadOptimizer  # pyrefly: ignore[missing-import]
 
     arguments: dict[str, Any] = {"offload_gradients": True, "lr": setting.lr, "fused": True}
@@ -148,7 +148,7 @@ def _deepspeed(
 
     _join_a_group()
     optimizer: Any = AdamW(model.parameters(), lr=setting.lr, fused=True)
-    if own_adam:  # what its offload asks for
+    if own_adam:  # DeepSpeed's offload requires it
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
 
         optimizer = DeepSpeedCPUAdam(model.parameters(), lr=setting.lr, weight_decay=0.01)
@@ -173,7 +173,7 @@ def _deepspeed(
 
 
 def _join_a_group() -> None:
-    """A rank alone has none, which some libraries ask for."""
+    """Create a process group for a single rank, since some libraries require one."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -185,7 +185,7 @@ def _join_a_group() -> None:
 
 
 def our_config(setting: Setting, **arguments: Any) -> ZeroConfig:
-    """Of one of ours, from its arguments in `OURS`."""
+    """Return the configuration of one of our systems, from its arguments in `OURS`."""
     import zero_engine
 
     wire, offload = arguments.pop("wire", None), arguments.pop("offload", None)
@@ -224,11 +224,11 @@ def _bytes_of(sharded: Any) -> dict[str, Any]:
     }
 
 
-# ---- What is no training ----
+# ---- Parts of a step, and bounds of them ----
 
 
 def _disk(model: GPT, setting: Setting) -> Step:
-    """Reads and writes, at once, as many bytes as Adam's state has on each rank."""
+    """Read and write, at once, as many bytes as Adam's state has on each rank."""
     import torch
     from zero_offload import DiskStore, HostArena
 
@@ -261,7 +261,7 @@ def _disk(model: GPT, setting: Setting) -> Step:
 
 
 def _compute(model: GPT, setting: Setting) -> Step:
-    """Forward and backward, with everything on the device."""
+    """Run forward and backward, with everything on the device."""
     del setting
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def _compute(model: GPT, setting: Setting) -> Step:
 
 
 def _transfer(model: GPT, setting: Setting) -> Step:
-    """Gradients to the host and parameters back, both ways at once, page-locked."""
+    """Copy gradients to the host and parameters back, both at once, in page-locked memory."""
     import torch
 
     device = torch.device(setting.device)
@@ -297,7 +297,7 @@ def _transfer(model: GPT, setting: Setting) -> Step:
 
 
 def _cpu_step(model: GPT, setting: Setting) -> Step:
-    """The native step on the host, over as many elements."""
+    """Run the native step on the host, over as many elements as the model has."""
     import torch
     from torch import nn
     from zero_offload import CPUAdam
@@ -316,7 +316,7 @@ def _cpu_step(model: GPT, setting: Setting) -> Step:
 
 
 def _numel_of_released(model: nn.Module) -> int:
-    """How many elements its parameters have; their memory is given back."""
+    """Return the number of elements of the parameters, and free their memory."""
     return sum(param.numel() for param in model.to("meta").parameters())
 
 

@@ -1,7 +1,7 @@
-"""The ranks of one system, as processes that the benchmark starts, asks and ends.
+"""Ranks of one system, as processes that the benchmark starts, sends requests to and ends.
 
-A job is a function that is called on each rank, and returns what the rank can be asked: callables
-by name. A rank runs in the environment of its system, so this file imports nothing but torch.
+A job is a function that is called on each rank, and returns callables by name, which answer
+requests. A rank runs in the environment of its system, so this file imports nothing but torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TeamError(RuntimeError):
-    """A rank of a system failed, died or fell silent; the message carries its traceback."""
+    """A rank of a system failed, died or did not answer; the message has its traceback."""
 
 
 @final
@@ -50,12 +50,12 @@ class Team:
         Args:
             job: As `module:function`.
             world_size: How many ranks. More than one meet in a gloo group.
-            python: The interpreter of another environment, into which our paths must not leak.
+            python: The interpreter of another environment; PYTHONPATH is not passed to it.
             environment: Changes to the environment of each rank.
-            nodes: On which they run, as many on each, in their order; nowhere in particular when
-                empty.
+            nodes: Nodes to run on, equally many ranks on each, in rank order; when empty, ranks
+                run without network namespaces.
             timeout_s: The longest wait for a rank.
-            arguments: Of the job; plain values, since they cross a pipe.
+            arguments: Arguments of the job; plain values, since they are sent through a pipe.
         """
         self.name = arguments.get("system", job)
         self._timeout_s = timeout_s
@@ -98,7 +98,7 @@ class Team:
             try:
                 pipe.send((verb, *arguments))
             except OSError:
-                continue  # it died meanwhile, as collecting will find
+                continue  # the rank has died; receiving its answer below raises the error
         answers: dict[int, Any] = {}
         deadline_s = time.monotonic() + self._timeout_s
         while len(answers) < len(self._pipes):
@@ -119,11 +119,11 @@ class Team:
         return [answers[rank] for rank in sorted(answers)]
 
     def slowest(self, verb: str, *arguments: object) -> list[Any]:
-        """Ask for figures, and return each as its slowest rank has it, or its fullest."""
+        """Ask for figures, and return the largest value of each over all ranks."""
         return [max(of_ranks) for of_ranks in zip(*self.ask(verb, *arguments), strict=True)]
 
     def end(self) -> None:
-        """Hang up, and kill what has not left soon after. May be called twice."""
+        """Close the pipes, and kill processes that do not end in time. May be called twice."""
         for pipe in self._pipes:
             pipe.close()
         deadline_s = time.monotonic() + 5
@@ -136,11 +136,11 @@ class Team:
         self._folder.cleanup()
 
     def __enter__(self) -> Team:
-        """For `with`: ends at its end."""
+        """Return the team, which ends with the block."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End."""
+        """End the team."""
         self.end()
 
     def _fail(self, what: str) -> NoReturn:
@@ -161,14 +161,15 @@ class Team:
 
 
 def _environment(rank: int, world_size: int, python: str) -> dict[str, str]:
-    """What torchrun would set, except that ranks meet at a file; one thread each, and no GPU."""
+    """Return torchrun's variables, without an address, for one thread and no GPU."""
     environment = dict(os.environ)
-    if python:  # DeepSpeed's: its compiler is beside its interpreter
+    if python:  # DeepSpeed's environment: its compiler is beside its interpreter
         environment.pop("PYTHONPATH", None)
         environment["DS_ACCELERATOR"] = "cpu"
         environment["PATH"] = f"{Path(python).parent}:{os.environ['PATH']}"
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks what the host name means
+        # Otherwise gloo looks up the host's name.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment | {
         "CUDA_VISIBLE_DEVICES": "",
         "LOCAL_RANK": str(rank),
@@ -181,7 +182,7 @@ def _environment(rank: int, world_size: int, python: str) -> dict[str, str]:
 
 
 def _serve(parent: Connection) -> None:
-    """Answer requests, (verb, *arguments), until the parent hangs up or something fails."""
+    """Answer requests, (verb, *arguments), until the parent closes the pipe or one fails."""
     job, arguments, meeting, timeout_s = parent.recv()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_num_interop_threads(1)
@@ -207,8 +208,9 @@ if __name__ == "__main__":
         _serve(pipe)
     except EOFError:
         pass
-    except BaseException:  # whatever it was, the parent should print it
+    except BaseException:  # the parent prints any error
         pipe.send((True, traceback.format_exc()))
     sys.stderr.flush()
     sys.stdout.flush()
-    os._exit(0)  # a collective that the others left would keep a tidy exit waiting
+    # An ordinary exit would wait for a collective that other ranks have left.
+    os._exit(0)

@@ -52,8 +52,8 @@ def train(
         shape: Of the model, or the name of one.
         seed: Of the model.
         device: "cpu", or "cuda", where products are in bf16.
-        memory_gib: Of a device that may be used once the system has the model; else all of it.
-        setting: What else a `Setting` has.
+        memory_gib: Device memory that may be used once the system has the model; all when None.
+        setting: Other fields of `Setting`.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen, sizes = SYSTEMS[system], SHAPES[shape] if isinstance(shape, str) else shape
@@ -84,7 +84,7 @@ def train(
         return 1000 * elapsed_s
 
     def warm_up(count: int) -> Row:
-        """Let first steps allocate and record what they like, then start to watch the peak."""
+        """Train steps in which systems allocate and record, then reset the peak."""
         for _ in range(count):
             one_step()
         reset_peak()
@@ -95,8 +95,9 @@ def train(
     def run(count: int) -> Row:
         """Train `count` steps after one that is not counted.
 
-        That first step wakes the caches, and takes over what the last round left in flight, as the
-        next round's will from this one: so work that a system puts off is paid within the count.
+        The first step warms up caches and finishes work that the last round has delayed, just as
+        the next round finishes delayed work of this one. So the count includes as much delayed work
+        as it causes.
         """
         if world_size > 1:
             dist.barrier()
@@ -106,7 +107,7 @@ def train(
         return {"ms": ms, "disk_bytes": moved_disk_bytes() - before}
 
     def report() -> Row:
-        """Memory, and the loss of every step so far. Called between steps."""
+        """Return memory, and the loss of every step so far. Called between steps."""
         return {
             "peak_bytes": peak_resident_bytes() - built_bytes,  # before the search below
             "idle_resident_bytes": resident_bytes() - built_bytes,
@@ -121,7 +122,7 @@ def train(
 
 
 def _limit_device(memory_gib: float | None) -> None:
-    """From now on no more of it than so much; its peak counts from now on too."""
+    """Limit the device memory of this process, and reset its peak."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -134,7 +135,7 @@ def _limit_device(memory_gib: float | None) -> None:
 
 
 def training_options(*, rounds: int, model: str = "25m", **changed: Any) -> dict[str, Any]:
-    """What every suite of this kind is told; `changed` are further ones, or other defaults."""
+    """Return options of a suite of trainings; `changed` are further ones, or other defaults."""
     return {
         "model": {"choices": SHAPES, "default": model},
         "systems": ([], "only these"),
@@ -153,7 +154,7 @@ def training_options(*, rounds: int, model: str = "25m", **changed: Any) -> dict
 
 
 def check_options(options: Namespace, known: Sequence[str], default: Sequence[str] = ()) -> None:
-    """Complain of what means nothing; note which interpreters there are, and the model's size."""
+    """Raise OptionError for invalid options; set the interpreters and the model's size."""
     options.pythons = {"own": ""}
     if options.deepspeed_python:
         options.pythons["deepspeed"] = options.deepspeed_python
@@ -248,14 +249,15 @@ def run_heat(entries: Sequence[Entry], options: Namespace, nodes: Sequence[Node]
     """Build all systems of the heat, then let them train in turns.
 
     Args:
-        entries: Of the systems.
-        options: Of the suite.
-        nodes: On which to run, as many ranks on each; no particular place when empty.
+        entries: One for each system.
+        options: Options of the suite.
+        nodes: Nodes to run on, equally many ranks on each; when empty, ranks run without network
+            namespaces.
     """
     heat = f"heat {entries[0].heat}"
     with ExitStack() as stack:
         path = getattr(options, "path", "") and stack.enter_context(
-            tempfile.TemporaryDirectory(dir=options.path)  # ranks end without tidying up
+            tempfile.TemporaryDirectory(dir=options.path)  # ranks do not remove their files
         )
         for entry in entries:
             say(f"{heat}: building {entry.system.name}")
@@ -286,7 +288,7 @@ def run_heat(entries: Sequence[Entry], options: Namespace, nodes: Sequence[Node]
 
 
 def setting_arguments(options: Namespace, path: str) -> dict[str, Any]:
-    """What a `Setting` has besides the ranks and the batch."""
+    """Return the fields of `Setting` other than the ranks and the batch."""
     return {
         "lr": options.lr,
         "window": options.window,

@@ -8,8 +8,8 @@
 `largest` looks for the deepest GPT of a width that trains within so much memory of the device: the
 limit is set once the model is built and handed over, since every system starts from a whole model.
 `step` times a step under every system that can be imported, in turns. `overlap` compares ours with
-what it cannot be faster than: forward and backward, the bytes over the bus, and the step on the
-host, each by itself and at its best.
+its lower bound, the slowest of three parts: forward and backward, the bytes over the bus, and the
+step on the host, each by itself.
 
 fp32 parameters under autocast to bf16, AdamW, in all systems, which are those of `systems.py`.
 Every measurement has a process of its own, because a process that ran out of device memory is not
@@ -36,7 +36,7 @@ from training import Entry, run_heat
 OFFLOADED: Final = ("zero1_host", "zero1_disk", "zero3_host_all", "zero3_disk_all")
 PEERS: Final = ("torchao", "fsdp2_host", "deepspeed2_host")
 KNOWN: Final = ("zero1", *OFFLOADED, *PEERS)
-PARTS: Final = ("compute", "transfer", "cpu_step")  # what no step can be faster than
+PARTS: Final = ("compute", "transfer", "cpu_step")  # the slowest is the lower bound of a step
 SMALL: Final = {"layers": 2, "width": 64, "sequence": 16, "threads": 1, "max_layers": 4}
 # What a heat is told besides: each is of one system and one turn.
 HEAT: Final = {"ranks": 1, "rounds": 1, "warmup": 2, "lr": 1e-4, "seed": 0, "window": None}
@@ -105,7 +105,7 @@ def step(options: Namespace) -> list[Row]:
 
 @suite(("round", "round"), *COLUMNS, **OPTIONS)
 def overlap(options: Namespace) -> list[Row]:
-    """Ours over what it cannot be faster than: the longest of three parts, each by itself."""
+    """A step of ours over its lower bound: the longest of three parts, each by itself."""
     ours = [name for name in _systems(options) if name in OFFLOADED]
     rows: list[Row] = []
     for number in range(options.rounds):
@@ -125,7 +125,7 @@ SUITES: Final = {"largest": largest, "step": step, "overlap": overlap}
 
 
 def _systems(options: Namespace) -> list[str]:
-    """Those that were asked for and can take part."""
+    """Return the systems that were asked for and can run."""
     check_known("systems", options.systems, KNOWN)
     options.device_name = device_name(options.device)
     if options.device == "cpu":  # a smoke test: figures mean nothing
@@ -142,7 +142,7 @@ def _systems(options: Namespace) -> list[str]:
 
 
 def _measured(name: str, options: Namespace, *, layers: int | None = None) -> Row:
-    """What a process of its own found, or how it ended."""
+    """Return the figures of a process of its own, or its error."""
     shape = Shape(
         num_layers=layers or options.layers,
         width=options.width,
