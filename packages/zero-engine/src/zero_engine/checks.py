@@ -105,7 +105,8 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
         device = next((device for device in params if device.type != "meta"), None)
         group = Group.solo(torch.get_default_device() if device is None else device)
         say_alone(group.device)
-    launched = os.environ.get("WORLD_SIZE", "1")  # what is no number says nothing
+    # A value that is not a number is ignored.
+    launched = os.environ.get("WORLD_SIZE", "1")
     if group.world_size == 1 and launched.isdecimal() and int(launched) > 1:
         raise ConfigError(
             f"WORLD_SIZE={launched} processes were started, but the group has one rank, so that "

@@ -59,7 +59,8 @@ def memory_of(text: str) -> int:
     return num_bytes_of(f"{text.strip()}GiB")
 
 
-_MOST_GIB: Final = 10**6  # above, a number without a unit is taken for bytes, and refused
+# A larger number without a unit is probably meant as bytes, and is refused.
+_MOST_GIB: Final = 10**6
 _PLACES: Final = ("device", "host", "disk")
 
 
@@ -68,9 +69,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "plan",
         help="say what training a model takes, before it is started",
-        description="Say how much memory of device, host and disk training takes on so many ranks, "
-        "and how much it sends, without allocating any of it. Without --stage: all stages and "
-        "residences, and which one to take.",
+        description="Print how much memory of device and host, and disk space, training takes on N "
+        "ranks, and how much it sends, without allocating any of it. Without --stage: all stages "
+        "with every choice of offload, and the one to take.",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -110,13 +111,15 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     training.add_argument("--encode-params", metavar="CODEC", help="int8, bf16, ...")
     training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
-    training.add_argument("--loco", action="store_true", help="what that loses is fed back")
-    room = parser.add_argument_group("what there is")
+    training.add_argument(
+        "--loco", action="store_true", help="add the rounding error to the next gradients"
+    )
+    room = parser.add_argument_group("memory and disk space")
     for name, what in (
         ("device", "of each device"),
         ("host", "of each machine"),
         ("disk", "of each machine's disk"),
-        ("activations", "of each device, for what a plan does not know"),
+        ("activations", "of each device, for activations and other memory that is not planned"),
     ):
         said = f"{what}; 80 is 80 GiB" if name == "device" else what
         room.add_argument(f"--{name}-memory", type=memory_of, metavar="SIZE", help=said)
@@ -130,7 +133,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=share_of,
         default=0.2,
         metavar="SHARE",
-        help="of each device, left free for activations and what else a plan does not know: 20%%",
+        help="of each device, left free for activations and other memory that is not planned: 20%%",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, in place of tables")
     parser.add_argument("--picture", metavar="FILE", help="stacked bars of memory, as PNG")
@@ -158,8 +161,9 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "verify",
         help="train a few steps beside DistributedDataParallel",
         description="Train your model under DistributedDataParallel and under a configuration, "
-        "and say what differs. Alone, or on all ranks: torchrun --nproc-per-node=N -m zero_engine "
-        "verify MODULE:FUNCTION. Ends with 1 where anything differs that was not chosen.",
+        "and print the differences. Run it in one process, or on all ranks: torchrun "
+        "--nproc-per-node=N -m zero_engine verify MODULE:FUNCTION. Exits with 1 if anything "
+        "differs that the configuration does not explain.",
     )
     what = "a dict or tuple of what zero_engine.verify() takes"
     parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"returns {what}")
@@ -185,9 +189,10 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
-        help="compare what ranks wrote when it went wrong, and name the one to look at",
+        help="compare the reports that ranks wrote after an error, and name the one to look at",
         description="Read zero-report-rank0.txt and so on, which ranks write at an error of ours "
-        "that ends the program, and at SIGUSR1; say how they differ, and whom to look at first.",
+        "that ends the program, and at SIGUSR1; print how they differ, and which rank to look at "
+        "first.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="where they are: what ZERO_REPORT says")
 
@@ -204,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="zero",
-        description="Look ahead to training with zero_engine, and after what it left behind.",
+        description="Plan a training with zero_engine, verify it, and read the files it wrote.",
     )
     parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -58,12 +58,14 @@ DTYPES: Final = {
 }
 
 
-_SECONDS_UNSAID: Final = 1.0  # a command that ends sooner shows no progress
-_SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # of options, as JSON
+# A command that ends sooner shows no progress.
+_SECONDS_UNSAID: Final = 1.0
+# Fields of an option in JSON.
+_SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command that `options.command` names, print what it says, return its exit status."""
+    """Run the command that `options.command` names, print its text and return its exit status."""
     try:
         text, status = _COMMANDS[options.command](options)
     except (ConfigError, FileError, PartitionError, StoreError) as error:
@@ -72,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if text:
             print(text, flush=True)
-    except BrokenPipeError:  # the reader has enough, as `head` does
-        # Python flushes stdout again at exit.
+    except BrokenPipeError:
+        # The reader of stdout has ended, such as `head`. Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
@@ -167,7 +169,7 @@ def _planned_by_number(options: argparse.Namespace) -> str:
 def _room(
     options: argparse.Namespace, model: Any, config: ZeroConfig, say: Callable[[str], object]
 ) -> Room:
-    """Return the memory that there is, and in it what activations take: as given, or estimated."""
+    """Return the machines' memory, with the bytes of activations as given or estimated."""
     given, tokens = options.activations_memory, (options.batch_size, options.sequence_length)
     if any(tokens) and (given is not None or not all(tokens)):
         raise ConfigError(
@@ -220,7 +222,9 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     if options.config is not None:
         asked = options.stage is not None or _config(options).wire != Wire()
         if asked or rests != ("device", "device"):
-            raise ConfigError("expected --config, or --stage and what rests where, got both")
+            raise ConfigError(
+                "expected --config, or --stage, --optimizer-rests and --params-rest, got both"
+            )
         return ZeroConfig.from_deepspeed(options.config)
     if options.stage is None:
         if rests != ("device", "device"):
@@ -247,7 +251,7 @@ def _config(options: argparse.Namespace) -> ZeroConfig:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    # Of ranks that share a terminal, one writes.
+    # Only one of the ranks that share a terminal writes to it.
     is_first = os.environ.get("RANK", "0") == "0"
     with _status_line("waiting for ranks", is_shown=is_first) as say:
         return _verified(options.function, say)
@@ -255,7 +259,8 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 
 def _verified(text: str, say: Callable[[str], object]) -> tuple[str, int]:
     group = zero_comm.init()
-    sys.path.insert(0, "")  # the working directory, as for `python -m`
+    # The working directory, as for `python -m`.
+    sys.path.insert(0, "")
     try:
         function = resolve_name(text)
     except (ValueError, ImportError, AttributeError) as error:
@@ -301,7 +306,7 @@ def _report(options: argparse.Namespace) -> tuple[str, int]:
 def _progress_bar() -> Iterator[Callable[[int], object] | None]:
     """Yield a function to call with the number of bytes written; None if tqdm is missing."""
     try:
-        from tqdm import tqdm  # noqa: PLC0415  # no dependency of ours
+        from tqdm import tqdm  # noqa: PLC0415 (optional)
     except ImportError:
         yield None
         return
@@ -311,7 +316,7 @@ def _progress_bar() -> Iterator[Callable[[int], object] | None]:
 
 @contextmanager
 def _status_line(text: str, *, is_shown: bool = True) -> Iterator[Callable[[str], object]]:
-    """Say on a terminal's stderr what is being done, from the second second on.
+    """Show `text` on stderr, if that is a terminal, once a second has passed.
 
     Yields a function to call with the next text. The line is erased at the end.
     """
@@ -322,7 +327,8 @@ def _status_line(text: str, *, is_shown: bool = True) -> Iterator[Callable[[str]
 
     def write(text: str) -> None:
         fitting = text[: shutil.get_terminal_size().columns - 1]
-        print(f"\r{fitting}\x1b[K", end="", file=sys.stderr, flush=True)  # \x1b[K: erase the rest
+        # \x1b[K erases the remainder of the line before it.
+        print(f"\r{fitting}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def show() -> None:
         shown, pause = "", _SECONDS_UNSAID

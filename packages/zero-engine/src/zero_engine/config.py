@@ -50,7 +50,7 @@ def _as_cuts(value: Any) -> Any:
     try:
         if isinstance(value, Mapping):
             cuts = {name: Cut.parse(cut) for name, cut in value.items()}
-            return MappingProxyType(cuts)  # read-only, as the configuration is
+            return MappingProxyType(cuts)
         one: Any = value
         return Cut.parse(one)
     except LayoutError as error:
@@ -74,7 +74,7 @@ def _check_offload(config: ZeroConfig, _: Attribute, offload: Offload | None) ->
         if rests != "device" and config.stage < lowest:
             raise ConfigError(
                 f"ZeroConfig.offload: expected {name}='device' at stage {int(config.stage)}, which "
-                f"keeps them whole on every rank, got {rests!r}; leave it out, or set stage to "
+                f"replicates them on every rank, got {rests!r}; leave it out, or set stage to "
                 f"{int(lowest)}"
             )
 
@@ -121,15 +121,15 @@ class ZeroConfig:
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (arXiv 1910.02054).
         units: Names of the modules whose parameters are gathered and reduced as one, as in
-            `model.named_modules()`. Chosen when None: children of containers of modules, and what
-            is too large.
-        max_unit_bytes: Where units are chosen, what is larger is split if it can be.
-        min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
-            they are not worth a gather and hooks of their own.
+            `model.named_modules()`. Chosen when None: children of containers of modules, and
+            children of modules that are too large.
+        max_unit_bytes: Where units are chosen, a larger one is split if it can be.
+        min_unit_bytes: Where units are chosen, smaller modules belong to the unit that encloses
+            them: they are not worth a gather and hooks of their own.
         precision: Dtypes of parameters, masters and gradients; as they are when None.
         window: Stage 3: units that may be gathered at a time, the one in use included; those that
             enclose others do not count. More hides more communication and costs their bytes.
-            None: three on the CPU, two elsewhere.
+            None: three on the CPU, two on other devices.
         max_live_numel: Stage 3, in place of `window`: parameter elements that may be gathered at a
             time, those of units that enclose others included.
         prefetch_numel: Stage 3: parameter elements whose gathers may be launched ahead of their

@@ -80,7 +80,8 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
             report[f"schedule{of}"] = _known(_schedule_of, sharded)
             report[f"memory{of}"] = _known(lambda of: attrs.asdict(memory_report(of)), model)
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # a link of this name leads to somebody's file
+    # A symbolic link with this name could lead to another user's file.
+    partial.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(partial, flags, 0o666), "w") as file:
         report.write(file)
@@ -109,7 +110,8 @@ def _users(frames: Sequence[tuple[str, int | str, str]]) -> str:
 def _known(ask: Callable[[Any], Mapping[str, Any]], of: Any) -> dict[str, str]:
     try:
         return {name: str(value) for name, value in ask(of).items()}
-    except Exception as error:  # in the middle of a change, say: the rest of a report is worth it
+    # The state may be in the middle of a change. The other sections are written all the same.
+    except Exception as error:
         return {"not known": repr(error)}
 
 
@@ -267,5 +269,5 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():
         if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "nobody":
-            return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for nobody"
+            return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for no rank"
     return "no rank stands out: compare the lines above, and [stacks] in the reports"

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, final
 
-# The longest that fits goes first. Of a module, all of what is in it.
+# Old path -> new path. The longest old path that is a prefix is used, so that a module's entry
+# covers all its names but those that have their own.
 _MOVED: Final = {
     "zero_engine.DynamicLossScale": "zero_engine.engine.DynamicLossScale",
     "zero_engine.EngineConfig": "zero_engine.engine.EngineConfig",
@@ -75,7 +76,8 @@ def _is_module(old: str, new: str) -> bool:
     except ModuleNotFoundError as error:
         package = new.partition(".")[0]
         if error.name != package:
-            return False  # it is a name in a module
+            # The new path is a name in a module that exists.
+            return False
         raise ModuleNotFoundError(
             f"{old} is {new} now; install {package.replace('_', '-')}", name=package
         ) from error
@@ -94,13 +96,15 @@ def find(module: str, name: str) -> Any:
     is_hidden = name.startswith("__") and name not in {"__all__", "__version__"}
     if is_hidden or not (new_module or old in _MOVED):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if old in _MOVED and _is_module(old, _MOVED[old]):  # its names are looked for one by one
+    # The names of a module are looked up one by one, so that each warns for itself.
+    if old in _MOVED and _is_module(old, _MOVED[old]):
         return import_module(old)
     found = getattr(import_module(new_module), attribute)
     warnings.warn(
         f"{old} is {new_module}.{attribute} now; zero 0.3 forgets the old name",
         DeprecationWarning,
-        stacklevel=3,  # who asked the module
+        # The line that looks the name up; between are the module's `__getattr__` and this function.
+        stacklevel=3,
     )
     vars(sys.modules[module])[name] = found
     return found

@@ -28,7 +28,8 @@ from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError
 
 SUBGROUP_BYTES: Final = 64 * 2**20
-RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}  # DeepSpeed's words, and ours
+# DeepSpeed's words -> ours.
+RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def our_word(value: Any) -> str:
@@ -121,7 +122,8 @@ class Offload:
                 f"Offload.path: expected a folder on the disk to use with {where}='disk', got "
                 "None; pass path=..."
             )
-        # What asks for something must not be passed over; a bound holds where nothing reaches it.
+        # A setting without effect must not be ignored. Upper bounds such as `budget_bytes` are
+        # fulfilled where nothing is offloaded, so they are not checked.
         for name, is_read, needed in (
             ("fraction", self.optimizer != "device", "optimizer='host' or 'disk'"),
             ("path", uses_disk, "optimizer='disk' or params='disk'"),
@@ -138,14 +140,15 @@ class Offload:
                 )
 
 
-_SMALL_BYTES: Final = 2**20  # sub-groups with less state stay in memory
+# Sub-groups with less state stay in host memory.
+_SMALL_BYTES: Final = 2**20
 
 
 def shares_of(offload: Offload, *, offloads_params: bool) -> dict[str, Any]:
     """Return how much of the state is stored where, as arguments of `OffloadedState.like`.
 
-    With `offloads_params`, shards of parameters are offloaded. Then no state stays on the device,
-    which could not step these.
+    With `offloads_params`, shards of parameters are offloaded. Then no state stays on the device:
+    an optimizer on the device cannot update offloaded shards.
     """
     return {
         "state": "host" if offload.optimizer == "host" else "disk",
@@ -168,15 +171,17 @@ def backends_of(
 ) -> OffloadBackends:
     """Return the offload backends of a configuration; none allocates or opens anything yet. Local.
 
-    On the CPU, host and device are the same memory: there parameters for the host stay where they
-    are. Elsewhere, reduced gradients are kept on the host if all optimizer state is stepped there.
+    On the CPU, host and device are the same memory, so params="host" has no effect. On other
+    devices, reduced gradients are kept on the host if all optimizer state is stepped there.
     """
     if offload is None:
         return OffloadBackends()
     is_cpu = device.type == "cpu"
     resources = ExitStack()
-    disk = resources.enter_context(ExitStack())  # entered first: closed last
-    # Opened when room is first taken: a folder that is missing on one rank is then known to all.
+    # Entered first, so that the store is closed after its users.
+    disk = resources.enter_context(ExitStack())
+    # Opened when it is first used, where ranks report errors to each other: a folder that is
+    # missing on one rank then raises on all.
     store = cache(lambda: disk.enter_context(open_disk(offload)))
 
     def arena(name: str) -> HostArena:

@@ -1,4 +1,4 @@
-"""Interface to packages that read another library's files, whose formats are not known here."""
+"""Interface to packages that read files of another library; this package has no code for these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 from .errors import ConfigError
 
 _GROUP: Final = "zero_engine.readers"
-_LIBRARY: Final = "deepspeed"  # the name of its entry point
+# Name of the entry point.
+_LIBRARY: Final = "deepspeed"
 
 
 class AbstractReader(ABC):

@@ -45,7 +45,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path | str) -> None:
-    """Write a figure to a file, whose ending says the format. Local.
+    """Write a figure to a file; the suffix of its name sets the format. Local.
 
     Raises:
         ConfigError: matplotlib does not know the format.
@@ -63,8 +63,8 @@ def schedule_table(model: nn.Module) -> str:
     """Return a table of when units of a model sharded at stage 3 are gathered and released. Local.
 
     The table has one line for each gather of the last training step, or of the last evaluation
-    where nothing was trained yet. It is known from the second forward on. The values behind
-    it are `zero_partition.schedule_report(model)`.
+    where nothing was trained yet. It is known from the second forward on.
+    `zero_partition.schedule_report(model)` returns the same values.
 
     Raises:
         zero_partition.StateError: Not sharded.
@@ -84,7 +84,7 @@ def report(model: nn.Module) -> str:
     One table is by operation, one by unit. Bytes sent inside the node are counted apart from those
     sent across to other nodes, as far as nodes are known: from `Wire(levels=...)`, or from the
     hosts that gloo ranks run on. With `Wire(replicas=True)` a reduction is a reduce_scatter inside
-    and an all_reduce across. The values behind it are `zero_partition.traffic_report(model)`.
+    and an all_reduce across. `zero_partition.traffic_report(model)` returns the same values.
 
     Raises:
         zero_partition.StateError: Not sharded.

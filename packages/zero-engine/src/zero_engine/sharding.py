@@ -109,12 +109,13 @@ def shard(
     group, wire = ranks_of(group, config.wire, config.placements)
     config = evolve(config, wire=wire)
     if _LOG.isEnabledFor(logging.INFO):
-        from .planning.tables import line_of  # noqa: PLC0415 (a wing)
+        from .planning.tables import line_of  # noqa: PLC0415 (imported for a log only)
 
         try:
             line = line_of(model, chosen, config, group)
-        except Exception as error:  # partition() refuses what is wrong with a model
-            line = f"what it will take is not known ({error!r})"
+        # Whatever is wrong with the model, partition() raises the right error below.
+        except Exception as error:
+            line = f"bytes cannot be planned ({error!r})"
         _LOG.info("sharding a %s: %s", type(model).__name__, line)
     if config.precision is None and group.rank == 0:
         _warn_without_masters(chosen)
@@ -129,9 +130,9 @@ def shard(
 
 
 def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
-    """Warn that 16-bit parameters are updated as they are, where nobody has said so.
+    """Warn that 16-bit parameters are updated without masters, where the user has not chosen so.
 
-    A few of them among others are a choice of the model's: no warning.
+    If 16-bit parameters are at most half of all, they are a choice of the model: no warning.
     """
     for each in members_of(optimizer):
         numel = Counter[torch.dtype]()
@@ -155,7 +156,7 @@ def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
 def _as_one(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
 ) -> SeparateOptimizers:
-    """Return several optimizers as one, which a partition needs; each is stepped by itself."""
+    """Combine optimizers into one, since a partition has one; each is still stepped by itself."""
     owners: dict[int, int] = {}
     names = {id(param): name for name, param in model.named_parameters()}
     for number, optimizer in enumerate(optimizers):
@@ -199,7 +200,7 @@ def has_optimizer(sharded: ShardedModel, given: Any) -> bool:
 
 
 def _write_report(*what: Any) -> None:
-    from .failure import write  # noqa: PLC0415 (a wing)
+    from .failure import write  # noqa: PLC0415 (imported after an error only)
 
     write(*what)
 

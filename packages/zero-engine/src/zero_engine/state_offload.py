@@ -67,8 +67,8 @@ def offload_states(
         ConfigError: An unknown kind or destination, or a wrong argument for that destination.
         zero_partition.StateError: Not sharded, parked already, during a forward or backward, inside
             a context that gathers, or after a backward that an exception ended; or another rank
-            had no room.
-        zero_offload.OffloadError: The host or the disk has no room.
+            lacked memory or disk space.
+        zero_offload.OffloadError: Host memory or disk space is insufficient.
         zero_comm.CommError: A rank did not take part in time.
     """
     where = "offload_states()"
@@ -126,7 +126,8 @@ def _offload(
     if sharded is not None and sharded.group.device.type != "cpu":
         torch.accelerator.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # glibc keeps small pieces of what was freed; other allocators do not
+        # Only glibc has it, and keeps freed small allocations until it is called.
+        trim(0)
 
 
 def _kinds_of(where: str, include: Any, known: dict[str, StateKind]) -> frozenset[StateKind]:

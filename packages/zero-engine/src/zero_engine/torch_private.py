@@ -13,12 +13,15 @@ import torch
 import torch._subclasses
 
 # Getters in C: they cost a call of a Python function less than one of our own.
-own_buffers: Final = attrgetter("_buffers")  # of a module, without its children: name -> tensor
-non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")  # names, of a module
-storage_id: Final = attrgetter("_cdata")  # of an UntypedStorage; unique while it lives
-version_of: Final = attrgetter("_version")  # how often a tensor's memory was written in place
+# Buffers of a module without its children's, name -> tensor; and names of non-persistent ones.
+own_buffers: Final = attrgetter("_buffers")
+non_persistent_buffers: Final = attrgetter("_non_persistent_buffers_set")
+# Identity of an UntypedStorage; unique while it lives.
+storage_id: Final = attrgetter("_cdata")
+# Number of in-place writes to a tensor's memory.
+version_of: Final = attrgetter("_version")
 
-# Of a list of tensors in one call each, as torch's own optimizers do.
+# Operations on a list of tensors in one call, as in torch's own optimizers.
 foreach_add_: Final = torch._foreach_add_
 foreach_mul: Final = torch._foreach_mul
 foreach_mul_: Final = torch._foreach_mul_
