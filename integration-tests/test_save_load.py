@@ -480,10 +480,10 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
     absent = {
         tmp_path / "rum": "rum: no such folder; pass missing_ok=True",
         **{
-            tmp_path / name: "holds no complete checkpoint; pass missing_ok=True"
+            tmp_path / name: "contains no complete checkpoint; pass missing_ok=True"
             for name in ("empty", "bare", "dead")
         },
-        tmp_path / "aside": "holds no complete checkpoint but 'step-1', to be named by tag",
+        tmp_path / "aside": "contains no complete checkpoint but 'step-1', to be named by tag",
     }
 
     for folder, message in (wrong | absent).items():

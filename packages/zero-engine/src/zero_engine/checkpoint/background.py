@@ -57,7 +57,7 @@ class Copying:
         self._watched.append((name, tensor, version_of(tensor)))
 
     def add(self, name: str, copy: Tensor, source: Tensor) -> None:
-        """Let `run` copy `source` to `copy`; nobody may write to the source before."""
+        """Let `run` copy `source` to `copy`; the source must not be written to before."""
         self.watch(name, source)
         self._pending.append((copy, source))
 
@@ -77,9 +77,9 @@ class Copying:
             for name, tensor, version in self._watched:
                 if version_of(tensor) != version:
                     raise FileError(
-                        f"{name}: was written to while it was copied. With overlap=True what "
-                        "trains must stay as it is until the optimizer's next step; leave that "
-                        "out, or write later"
+                        f"{name}: was written to while it was copied. With overlap=True, "
+                        "parameters and state must not change until the optimizer's next step; "
+                        "leave overlap out, or write later"
                     )
         finally:
             self._pending, self._watched = [], []
@@ -106,7 +106,7 @@ class Copying:
 
 @define(eq=False)
 class HostSnapshot:
-    """Host memory for copies of what is being written.
+    """Host memory for copies of the values of a checkpoint that is being written.
 
     The next checkpoint uses it again: faulting pages in anew takes longer than filling them.
     """
@@ -116,10 +116,10 @@ class HostSnapshot:
     _memory: Tensor | None = field(default=None, init=False)
 
     def capture(self, writer: CheckpointWriter, copying: Copying | None) -> int:
-        """Let a writer write from copies; return the bytes of these.
+        """Let a writer write from copies, and return the bytes of the copies.
 
-        With `copying`, batches that are read from trained memory itself are left to it; all others
-        are copied at once.
+        With `copying`, batches that are views of trained memory are copied by it later. All other
+        batches are copied at once.
         """
         sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
@@ -154,9 +154,9 @@ def _copied(batch: WriteBatch, buffers: Iterator[Tensor], copying: Copying | Non
 
 
 _POLL_S: Final = 0.02
-# Rank 0 gives up on the files of other ranks after so many seconds without a change in the folder:
-# where the program ends; where an exception has ended training here, as a rank may be in fsync; and
-# where communication has failed, as a rank may be dead.
+# Seconds without a change in the folder after which rank 0 stops waiting for files of other ranks:
+# when the program ends; when an exception has ended training here, and a rank may be in fsync; and
+# when communication has failed, and a rank may be dead.
 _AT_EXIT_S: Final = 20.0
 _LEFT_S: Final = 120.0
 _APART_S: Final = 10.0
@@ -199,11 +199,11 @@ class Saver:
         optimizer: The optimizer that was sharded with it, or None.
         keep: How many checkpoints to keep; all when None.
         exclude_frozen: Leave out parameters that do not train.
-        overlap: Copy while the next forward and backward run, which read the same values: `save`
-            returns at once, and whatever writes to them next, as the optimizer's step, waits for
-            what is left. Until then nobody may write to parameters or state in place. Buffers and
-            offloaded state are copied at once.
-        timeout_s: How long rank 0 waits for the files of the others, in seconds.
+        overlap: Copy while the next forward and backward run, which only read the values. `save`
+            returns at once, and the next function of zero that writes to them, such as the
+            optimizer's step, waits for the remaining copies. Until then your code must not write to
+            parameters or state in place. Buffers and offloaded state are copied at once.
+        timeout_s: How long rank 0 waits for the files of other ranks, in seconds.
         stages: As for `zero_engine.save`.
     """
 

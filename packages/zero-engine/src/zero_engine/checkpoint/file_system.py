@@ -105,7 +105,7 @@ _KINDS: Final = {
 
 
 class OpenFolder:
-    """Folder to read from, also after it was renamed; while it is open, nobody removes it.
+    """Folder to read from, also after it was renamed; while it is open, no process removes it.
 
     Where the file system has no locks, it may be removed all the same. See `removing`.
 
@@ -120,7 +120,7 @@ class OpenFolder:
         _lock(self.file, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Close the folder, so that others may remove it. A second call does nothing."""
+        """Close the folder, so that it may be removed. A second call does nothing."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
@@ -131,7 +131,7 @@ class OpenFolder:
 
 @contextmanager
 def removing(path: Path) -> Iterator[None]:
-    """Raise BlockingIOError if a folder is open somewhere, else keep others from opening it."""
+    """Raise BlockingIOError if a process has opened a folder, else keep it from being opened."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(folder, fcntl.LOCK_EX)
@@ -153,8 +153,8 @@ def _lock(folder: int, kind: int) -> None:
 def open_regular(path: Path, folder: OpenFolder | None = None) -> FileIO:
     """Open a file to read, unbuffered; by its name in `folder`, if that is given. Local.
 
-    Other kinds are refused: a pipe would wait for somebody who writes, and a device may have no
-    end.
+    Other kinds of files are refused: reading a pipe waits for a process that writes to it, and a
+    device may have no end.
 
     Raises:
         FileError: It is no regular file.
@@ -203,10 +203,10 @@ _NUM_BLOCKS: Final = 4
 _ALIGN_BYTES: Final = 4096  # required by O_DIRECT
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
-# NOTE(direct): through the page cache, a checkpoint is copied once more, displaces data of others,
-# and is written only when `fsync` is called. So bytes are gathered in aligned blocks, and each is
-# written past the cache while the next is filled. An end that does not fill a page, and everything
-# where the file system has no O_DIRECT, goes through the cache.
+# NOTE(direct): through the page cache, a checkpoint is copied once more, displaces data of other
+# programs, and is written only when `fsync` is called. So bytes are collected in aligned blocks,
+# and each is written past the cache while the next is filled. An end that does not fill a page, and
+# everything where the file system has no O_DIRECT, goes through the cache.
 #
 # The blocks are in huge pages where the kernel has them: a write is then one piece of memory
 # instead of a thousand. Without huge pages, writing took 1.5 times as long.

@@ -127,7 +127,7 @@ class Checkpoint:
     source: StateSource
     # Name of each trained parameter -> its average.
     average: Mapping[str, AbstractRangeReader]
-    # The checkpoint's own folder, kept open so that nobody removes it.
+    # The checkpoint's own folder, kept open so that no other process removes it.
     folder: OpenFolder
     # Section -> rank -> name -> reader.
     _of_ranks: Mapping[str, Mapping[int, Mapping[str, Range]]]

@@ -1,4 +1,4 @@
-"""Limits on what a file may ask for, which may be a stranger's, and on what is written for it."""
+"""Limits on sizes and counts in files, which may be untrusted; save() keeps to them as well."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ LARGEST_NUMBER: Final = 2**62
 LARGEST_HEADER_BYTES: Final = 10**8  # limit of the safetensors library
 MOST_DIMENSIONS: Final = 64  # torch's own limit
 MOST_RANK_DIGITS: Final = 9
-# Names have at most 255 bytes; the rest is for the marks of a partial folder.
+# File names have at most 255 bytes; the remaining ones are for the marks of a partial folder.
 LONGEST_TAG_BYTES: Final = 200

@@ -169,7 +169,7 @@ def load(
         scheduler: An object with `load_state_dict()`, to restore the one that `save` was given.
         tag: Which checkpoint; the newest complete one when None.
         is_strict: Whether it is an error if names or entries of state are missing or unexpected, or
-            param groups hold other parameters.
+            param groups contain other parameters.
         restores_rngs: Whether random number generators are restored, too.
         missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
             when it can: no such folder, or one without a complete checkpoint.
@@ -360,7 +360,7 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     is_new = missing_ok and folder.exists() and not any(folder.iterdir())
     found = Checkpoint.open(folder, tag) if folder.exists() and not is_new else None
     if found is None and not missing_ok:
-        lacks = "holds no complete checkpoint" if folder.exists() else "no such folder"
+        lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
         aside = ", ".join(map(repr, find_complete(folder)))
         raise FileError(
             f"load(): {folder}: {lacks}{f' but {aside}, to be named by tag=...' if aside else ''}; "
@@ -370,7 +370,10 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:
-    """Say what a path is that is no folder of our checkpoints, and what to call; or None. Local."""
+    """Describe a path that is no folder of our checkpoints, with the call that reads it. Local.
+
+    Returns None if it is such a folder, or of no known kind.
+    """
     if path.is_file():
         return f"the file {path}; load_pretrained(model, path) reads files of weights"
     if has_parts(path):
@@ -382,7 +385,7 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
             "engine.load_checkpoint(folder)"
         )
     if has_weights(path):
-        return f"{path}, which holds weights alone; call load_pretrained(model, folder)"
+        return f"{path}, which contains only weights; call load_pretrained(model, folder)"
     return None
 
 

@@ -1,8 +1,8 @@
 """Ranks that save or load one checkpoint together: all of a model, or of all stages of a pipeline.
 
 A stage of a pipeline is a model of its own, sharded over the ranks that have the same stage. With
-`save(stages=)` the ranks of all stages write one checkpoint, whose names are those of the whole
-model. `load(stages=)` gives each stage the part of a checkpoint that it has names for.
+`save(stages=)` the ranks of all stages write one checkpoint with the names of the whole model.
+`load(stages=)` gives each stage the part of a checkpoint that it has names for.
 """
 
 from __future__ import annotations

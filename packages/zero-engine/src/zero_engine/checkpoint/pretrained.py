@@ -136,7 +136,7 @@ def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     if lost:
         raise FileError(
             f"{path}: names {', '.join(map(repr, lost))}, which the files listed for them do not "
-            "hold; the download may be incomplete"
+            "contain; the download may be incomplete"
         )
     return {name: headers[file][name] for name, file in files.items()}
 

@@ -214,7 +214,7 @@ Run: TypeAlias = FileRun | MemoryRun
 @final
 @frozen(eq=False)
 class Range(AbstractRangeReader):
-    """Reader of a tensor of a shape, whose elements are those of runs end to end."""
+    """Reader of a tensor; its elements are those of `runs`, one run after the other."""
 
     shape: torch.Size
     dtype: torch.dtype

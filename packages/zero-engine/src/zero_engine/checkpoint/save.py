@@ -478,7 +478,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _differing_buffers(buffers: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Return the buffers whose values on this rank are not those of rank 0. Collective."""
+    """Return the buffers that have other values on this rank than on rank 0. Collective."""
     mine = {}
     for name, tensor in buffers.items():
         flat = tensor.detach().cpu().contiguous().view(-1)

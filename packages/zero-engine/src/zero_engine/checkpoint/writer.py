@@ -36,9 +36,9 @@ _LOCK: Final = "lock"
 _NO_LOCK_S: Final = 60.0
 
 # NOTE(order): everything is written to `.TAG.partial-XXXX` and is on disk before that is renamed to
-# TAG, so a name without a dot is complete. A folder to be removed is renamed first. Rank 0's
-# process holds a lock in the partial folder: where nobody does, the folder is left over. The lock's
-# file is made first and removed last, so that a kill leaves no folder without it.
+# TAG, so a folder whose name has no dot in front is complete. A folder to be removed is renamed
+# first. Rank 0's process holds a lock in the partial folder: if no process does, the folder is left
+# over. The lock's file is made first and removed last, so that a kill leaves no folder without it.
 
 # NOTE(linked): frozen parameters are compared with their file in the previous checkpoint, byte by
 # byte. If they are equal, that file gets a second name. Reading takes less time than writing, and a
@@ -369,12 +369,12 @@ def _values(batches: Sequence[WriteBatch]) -> Iterator[Tensor]:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, or one whose manifest is gone."""
+    """Return whether a folder is a checkpoint, or has parts of one but no manifest."""
     return (path / MANIFEST).exists() or has_parts(path)
 
 
 def _remove_leftovers(folder: Path, system: FileSystem) -> None:
-    """Remove what dead jobs have left; finish or undo a replacement that one has begun."""
+    """Remove folders and files of dead jobs; finish or undo a replacement that one has started."""
     complete = find_complete(folder)
     for path in [folder / name for name in system.listdir(folder) if name.startswith(".")]:
         tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
@@ -409,7 +409,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _remove(path: Path, system: FileSystem) -> None:
-    """Remove a folder that is no complete checkpoint; leave it for later if somebody reads it."""
+    """Remove a folder that is no complete checkpoint, unless a process is reading it."""
     with suppress(OSError), removing(path):
         system.remove(path, last=_LOCK)
 
