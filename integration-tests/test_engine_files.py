@@ -96,7 +96,7 @@ def test_the_first_start_of_a_script_that_resumes_is_a_warning(
     """Scripts for DeepSpeed load before they have saved; what is something else stays an error."""
     engine = build_engine(group, engine_config(group, 2))
     for missing in (tmp_path, tmp_path / "no"):
-        with pytest.warns(UserWarning, match="holds no complete checkpoint"):
+        with pytest.warns(UserWarning, match="contains no complete checkpoint"):
             assert engine.load_checkpoint(missing) == (None, None)
         with pytest.raises(FileError, match="pass missing_ok=True"):
             engine.load_checkpoint(missing, missing_ok=False)

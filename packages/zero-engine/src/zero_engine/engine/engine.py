@@ -32,9 +32,9 @@ from zero_engine.torch_private import current_backward, is_in_functional_transfo
 from .engine_config import EngineConfig
 from .loss_scale import LossScaler, PendingOverflow, StaticLossScale, has_state, remember
 
-# NOTE(boundary): a micro-batch ends with step(). At stages 0 and 1, which keep whole gradients
-# anyway, the engine is inside no_sync until the micro-batch that ends with a step of the optimizer
-# begins. So it does not matter who calls backward, and on which loss.
+# NOTE(boundary): a micro-batch ends with step(). At stages 0 and 1, where gradients are not
+# sharded, the engine is inside no_sync until the micro-batch that ends with a step of the optimizer
+# begins. So backward may be called by the engine or by the user, and on any loss.
 
 # NOTE(direct): in a backward that no engine runs, gradients are divided by the number of
 # micro-batches where they enter the model, at the outputs of `forward`. An output may be computed
@@ -64,7 +64,7 @@ class Engine(nn.Module):
     hand. Gradients are then divided by the number of micro-batches where they enter the engine's
     outputs, as in DeepSpeed, but not where they enter those of `engine.module(batch)`. If the loss
     is scaled (fp16), call `engine.scale(loss).backward()` instead. A plain `loss.backward()` raises
-    where `EngineConfig.needs_scaled_loss` is set; elsewhere it is not noticed, and `step` warns.
+    if `EngineConfig.needs_scaled_loss` is set. Otherwise it does not raise, and `step` warns.
 
     Attributes:
         module: The model, as `shard` left it.

@@ -85,7 +85,7 @@ class EngineConfig:
         steps_per_print: Steps between two lines of progress; none when None.
         needs_scaled_loss: Whether a backward that no engine runs is an error unless its loss went
             through `Engine.scale`. By default as in DeepSpeed: with a DynamicLossScale, and at
-            stage 0 with a static one too; elsewhere this is not checked.
+            stage 0 with a static one too; in other cases this is not checked.
         checks_overflow: Whether a step whose gradients have inf or nan on any rank is skipped.
         autocast_dtype: What torch.autocast computes in during forward; off when None.
         drop_last: Whether the data loader drops a last, incomplete batch.

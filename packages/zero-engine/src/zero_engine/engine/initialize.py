@@ -287,8 +287,8 @@ def _choose_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, confi
     ):
         raise ConfigError(
             f"initialize(): expected the {type(made).__name__} to be built from the optimizer that "
-            f"trains, got one of another {type(scheduled).__name__}, whose learning rate "
-            "nobody reads; pass lr_scheduler=lambda optimizer: ..."
+            f"trains, got one of another {type(scheduled).__name__}, so that it does not change "
+            "the learning rate of training; pass lr_scheduler=lambda optimizer: ..."
         )
     return made
 

@@ -143,8 +143,8 @@ class LossScaler:
         elif value.raises_at_minimum:
             raise LossScaleError(
                 f"gradients overflow at loss scale {self._scale:g}, and it may not get smaller "
-                f"(minimum {value.minimum:g}): training has diverged, or the inputs hold inf or "
-                "nan. Lower the learning rate, look for the first loss that is not finite, or "
+                f"(minimum {value.minimum:g}): training has diverged, or the inputs contain inf "
+                "or nan. Lower the learning rate, look for the first loss that is not finite, or "
                 "train in bf16, which needs no scale."
             )
 
