@@ -89,7 +89,7 @@ def _check(folder: Path, call: Call) -> str:
     assert "`if rank == 0:`" in verdict
     own = "\n".join(lines[:2])
     assert lines[0].startswith("rank 0: ")
-    assert "nobody" not in own
+    assert "no rank" not in own
     assert f"in {name} at {place}" in own
     return verdict
 
@@ -127,7 +127,7 @@ def test_an_error_of_a_call_that_one_rank_makes_names_it(
 def test_a_call_that_one_rank_is_in_is_named_while_the_other_computes(
     group: Group, tmp_path: Path, call: Call, reads: bool
 ) -> None:
-    """Rank 1 waits for nobody then, and yet the wrong line is one of rank 0."""
+    """Rank 1 waits for no rank then, and yet the wrong line is one of rank 0."""
     model, optimizer = _trained(group, call, reads=reads, patience_s=60.0)
     if group.rank == 0:
         asks = threading.Timer(SOON_S, _report, (tmp_path, ASKED, model, group))
@@ -154,7 +154,7 @@ def test_a_rank_that_is_late_is_named_and_not_the_call_of_the_others(tmp_path: P
             with mock.patch.dict("os.environ", WORLD_SIZE=str(len(ranks))):
                 failure.write(path := folder / f"zero-report-rank{rank}.txt", ASKED, {})
             text = path.read_text().replace("[stacks]", launched.format(number, number, what))
-            waits = "rank 1 for 9 s in save()" if is_in_call else "nobody"
+            waits = "rank 1 for 9 s in save()" if is_in_call else "no rank"
             text = text.replace("[launched]", f"[launched]\nwaits for = {waits}")
             path.write_text(re.sub("call = .*", in_save, text) if is_in_call else text)
         return failure.summary(folder).splitlines()[-1]

@@ -360,7 +360,7 @@ class Watch(ABC):
                 the recent launches were read, since another thread may launch more meanwhile.
         """
         recent, waiting = self.recent(), self._waiting
-        found = {"collectives": str(recent[-1].at if recent else 0), "waits for": "nobody"}
+        found = {"collectives": str(recent[-1].at if recent else 0), "waits for": "no rank"}
         if waiting is not None:
             wait, since, _ = waiting
             rank, what = self.in_scope(wait.peer), wait.launch.purpose.what

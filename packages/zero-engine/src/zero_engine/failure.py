@@ -28,7 +28,8 @@ from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 from zero_engine.errors import FileError
 
 _WAITS: Final = "waits for"
-_OWN: Final = ("versions", "launched", "schedule")  # what should be equal on all ranks
+# Sections that should be equal on all ranks.
+_OWN: Final = ("versions", "launched", "schedule")
 _NOT_COMPARED: Final = ("state", "whole", "on their way")
 _PHASES: Final = {
     ModelPhase.IDLE: "outside forward and backward",
@@ -46,7 +47,8 @@ _NAMED: Final = {"agree": "comparing values of the ranks"}
 _OF_STEP: Final = ("step()", "clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_()")
 # Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
 _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
-_SHARED: Final = ("CommError", "DivergenceError", "AgreementError")  # another rank is the cause
+# Errors that another rank may have caused.
+_SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
 
 
 def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
@@ -72,7 +74,7 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         sharded = find_sharded(model)
         whole = group if sharded is None else sharded.whole
         launched = _known(describe_launches, whole)
-        if why != ASKED and launched.get(_WAITS) == "nobody":
+        if why != ASKED and launched.get(_WAITS) == "no rank":
             # The error has ended the wait: it says itself what was waited for.
             del launched[_WAITS]
         report[f"launched{of}"] = launched
@@ -268,6 +270,6 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         return f"look at rank {', '.join(missing)} first, of which there is no report"
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():
-        if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "nobody":
+        if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "no rank":
             return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for no rank"
     return "no rank stands out: compare the lines above, and [stacks] in the reports"

@@ -1,4 +1,4 @@
-"""Where the inputs of a checkpointed function are kept until backward runs it again.
+"""Savers of a checkpointed function's inputs, until backward runs the function again.
 
 A checkpointer gives a call's inputs to a saver and gets an `AbstractKept`, whose `restore` returns
 them. savers.py has this interface, and `KeepSaver`, which keeps inputs as they are. `PackedSaver`

@@ -430,7 +430,7 @@ def _check_tag(tag: Any) -> str:
 
 
 def warn_of_gradients() -> None:
-    """Warn that gradients of a step that has begun are not saved."""
+    """Warn that gradients accumulated so far are not saved."""
     warn_user(
         "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
         "begins the step anew; save after the step of a boundary",

@@ -703,7 +703,7 @@ class Engine(nn.Module):
             missing_ok=missing_ok,
         )
         if report is None:
-            warn_user(f"{load_dir}: holds no complete checkpoint")
+            warn_user(f"{load_dir}: contains no complete checkpoint")
             return None, None
         for what in report.begins_anew:
             warn_user(f"{report.path}: begins anew: {what}")
