@@ -79,6 +79,24 @@ def test_a_model_that_was_never_stepped_is_saved_and_loaded(group: Group, tmp_pa
     _assert_same(_values(again, its), _values(model, optimizer))
 
 
+def test_gradients_that_wait_for_a_step_are_not_saved_and_named(
+    group: Group, tmp_path: Path
+) -> None:
+    """The run that resumes begins the step anew. Folders above that of the run are made."""
+    folder = tmp_path / "runs" / "first"
+    model, optimizer = _build(group)
+    with zero_engine.no_sync(model):
+        parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+
+    with pytest.warns(UserWarning, match="gradients are not saved"):
+        zero_engine.save(folder, model, optimizer, step=1)
+
+    again, its = _build(group, 2)
+    zero_engine.load(folder, again, its)
+    assert all(param.grad is None for param in again.parameters())
+    _assert_same(_values(again, its), _values(model, optimizer))
+
+
 def test_weights_alone_are_saved_without_an_optimizer(group: Group, tmp_path: Path) -> None:
     """An evaluation saves nothing else, and loads nothing else of what a training has saved."""
     model, optimizer, _ = _train_and_save(group, tmp_path)
@@ -516,6 +534,9 @@ def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
             zero_engine.load(folder, model, optimizer)
     with pytest.raises(ConfigError, match="step to be an int"):
         zero_engine.save(tmp_path, model, optimizer, step=1.5)
+    for keep in (0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match="keep to be an int from 1"):
+            zero_engine.save(tmp_path, model, optimizer, step=0, keep=keep)
     with pytest.raises(ConfigError, match="would have to be pickled"):
         zero_engine.save(tmp_path, model, optimizer, step=0, extra=object())
     assert not list(tmp_path.iterdir())
