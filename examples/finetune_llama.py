@@ -246,7 +246,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) 
 
 
 def load_plain(args: argparse.Namespace, base: Path) -> nn.Module:
-    """Load what was saved as anybody would, in one process and without zero."""
+    """Load the saved model in one process and without zero."""
     if args.lora:
         return PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base), args.out / "model"

@@ -186,7 +186,7 @@ class Clock:
     # Subtracted from each time: seconds by which this host's clock is ahead of rank 0's. On a
     # device, whose events count from `began`, the host's time at `began` is subtracted from it.
     offset_s: float = 0.0
-    # A moment: seconds on the CPU, an event of the device elsewhere; so are those in `_found`.
+    # A moment: seconds on the CPU, an event on other devices, as in `_found`.
     began: Any = field(init=False)
     _found: list[tuple[str, str, Any, Any]] = field(factory=list, init=False)
 
@@ -235,7 +235,7 @@ class Clock:
 
 def one_at_a_time(events: list[Event]) -> Iterator[Event]:
     """Cut events where another begins inside; they continue when that has ended."""
-    # Events that have begun and not ended; the innermost is last.
+    # Events that contain the current moment; the innermost is last.
     open_now: list[Event] = []
     now = 0.0
     # A coarse clock of a device may give start and stop the same time.
