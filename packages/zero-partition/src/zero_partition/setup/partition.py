@@ -143,10 +143,10 @@ def distribute(
         )
     if replaced:
         _LOG.warning(
-            "rank %d: %d of %d parameters had other values than on the first of the ranks that "
-            "train them, and have the values of that rank now: %s. Seed all ranks alike before the "
-            "model is built, or load weights. What is meant to differ, such as experts, needs "
-            "ZeroConfig(groups={pattern: ranks})",
+            "rank %d: %d of %d parameters had other values than on the first rank that trains "
+            "them, and now have those of that rank: %s. Call torch.manual_seed(), or transformers' "
+            "set_seed(), alike on all ranks before the model is built, or load weights. What is "
+            "meant to differ, such as experts, needs ZeroConfig(groups={pattern: ranks})",
             *(routes.whole.rank, len(replaced), len(set(map(id, params.values())))),
             ", ".join(replaced[:_NUM_NAMED]) + (", ..." if len(replaced) > _NUM_NAMED else ""),
         )
