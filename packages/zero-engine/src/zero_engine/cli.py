@@ -77,8 +77,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument(
         "model", nargs="?", metavar="MODEL", help="a config.json of transformers, or its folder"
     )
-    model.add_argument("--layers", type=int, help="in place of MODEL: blocks of a transformer")
-    model.add_argument("--hidden", type=int, metavar="WIDTH", help="their width")
+    model.add_argument(
+        "--layers", type=int, help="number of blocks of a transformer, in place of MODEL"
+    )
+    model.add_argument("--hidden", type=int, metavar="WIDTH", help="width of the blocks")
     model.add_argument(
         "--params",
         type=_params,
@@ -89,20 +91,33 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument(
         "--dtype",
         type=dtype_of,
-        help="of parameters, such as bf16, with fp32 masters; without it, that of MODEL, without",
+        help="dtype of parameters, such as bf16, planned with fp32 masters; if not given, MODEL's own "
+        "dtype, planned without masters",
     )
     model.add_argument(
-        "--no-masters", action="store_true", help="without fp32 masters of 16-bit parameters"
+        "--no-masters", action="store_true", help="plan no fp32 masters of 16-bit parameters"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
-    training.add_argument("--ranks-per-node", type=int, metavar="N", help="all on one if not given")
+    training.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="all ranks on one node if not given"
+    )
     training.add_argument("--optimizer", default="adamw", help="adamw, sgd, lion, muon, none, ...")
     training.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    training.add_argument("--stage", type=int, choices=range(4), help="this one, in detail")
-    training.add_argument("--config", metavar="FILE", help="written for DeepSpeed, in detail")
-    training.add_argument("--optimizer-rests", choices=_PLACES, default="device")
-    training.add_argument("--params-rest", choices=_PLACES, default="device")
+    training.add_argument("--stage", type=int, choices=range(4), help="plan this stage in detail")
+    training.add_argument("--config", metavar="FILE", help="plan a DeepSpeed file in detail")
+    training.add_argument(
+        "--optimizer-rests",
+        choices=_PLACES,
+        default="device",
+        help="where optimizer state is kept; Offload(optimizer=)",
+    )
+    training.add_argument(
+        "--params-rest",
+        choices=_PLACES,
+        default="device",
+        help="where parameter shards are kept; Offload(params=)",
+    )
     training.add_argument(
         "--secondary", action="store_true", help="stage 3: a node keeps what it has gathered"
     )
