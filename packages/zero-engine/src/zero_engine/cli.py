@@ -77,9 +77,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument(
         "model", nargs="?", metavar="MODEL", help="a config.json of transformers, or its folder"
     )
-    model.add_argument(
-        "--layers", type=int, help="number of blocks of a transformer, in place of MODEL"
-    )
+    model.add_argument("--layers", type=int, help="blocks of a transformer, in place of MODEL")
     model.add_argument("--hidden", type=int, metavar="WIDTH", help="width of the blocks")
     model.add_argument(
         "--params",
@@ -91,17 +89,15 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument(
         "--dtype",
         type=dtype_of,
-        help="dtype of parameters, such as bf16, planned with fp32 masters; if not given, MODEL's own "
-        "dtype, planned without masters",
+        help="dtype of parameters, such as bf16, planned with fp32 masters; if not given, "
+        "MODEL's own, planned without masters",
     )
     model.add_argument(
         "--no-masters", action="store_true", help="plan no fp32 masters of 16-bit parameters"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
-    training.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="all ranks on one node if not given"
-    )
+    training.add_argument("--ranks-per-node", type=int, metavar="N", help="all if not given")
     training.add_argument("--optimizer", default="adamw", help="adamw, sgd, lion, muon, none, ...")
     training.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     training.add_argument("--stage", type=int, choices=range(4), help="plan this stage in detail")
