@@ -167,7 +167,7 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     assert re.fullmatch(r"rank 1 for \d+ s in gathering unit '3' .*", first["waits for"])
     assert first[str(last)] == "gathering unit '3' (version 2), in flight"
     assert first[str(last - 1)] == "gathering unit '2' (version 2), finished"
-    assert (int(second["collectives"]), second["waits for"]) == (last - 1, "nobody")
+    assert (int(second["collectives"]), second["waits for"]) == (last - 1, "no rank")
     assert zero("report", tmp_path / "reports") == 0
     said = capsys.readouterr().out
     counts = f"{last} on rank 0, {last - 1} on rank 1"
