@@ -19,11 +19,11 @@ import zero_engine
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import CommError, Group
-from zero_comm.failure import ASKED
+from zero_comm.failure import ASKED, describe_launches
 from zero_engine import failure
+from zero_partition.seams import require_sharded
 
 Optimizer = torch.optim.Optimizer
-SOON_S: Final = 0.3
 
 pytestmark = pytest.mark.cpu_only("a report of a device does not say whom a rank waits for")
 
@@ -130,7 +130,7 @@ def test_a_call_that_one_rank_is_in_is_named_while_the_other_computes(
     """Rank 1 waits for no rank then, and yet the wrong line is one of rank 0."""
     model, optimizer = _trained(group, call, reads=reads, patience_s=60.0)
     if group.rank == 0:
-        asks = threading.Timer(SOON_S, _report, (tmp_path, ASKED, model, group))
+        asks = threading.Thread(target=_report_in_wait, args=(tmp_path, model, group), daemon=True)
         asks.start()
     else:
         _wait_for(tmp_path, 0)
@@ -169,6 +169,12 @@ def test_a_rank_that_is_late_is_named_and_not_the_call_of_the_others(tmp_path: P
 
 def _report(folder: Path, why: str, model: nn.Module, group: Group) -> None:
     failure.write(folder / f"zero-report-rank{group.rank}.txt", why, {model: group})
+
+
+def _report_in_wait(folder: Path, model: nn.Module, group: Group) -> None:
+    while describe_launches(require_sharded(model).whole)["waits for"] == "no rank":
+        time.sleep(0.01)
+    _report(folder, ASKED, model, group)
 
 
 def _wait_for(folder: Path, rank: int) -> None:

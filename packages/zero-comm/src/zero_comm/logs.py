@@ -18,8 +18,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 PACKAGES: Final = (
     *("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine", "zero_deepspeed"),
 )
-
-
+# Root modules whose frames are never the place of a warning.
 _PASSED_OVER: Final = {*PACKAGES, "torch", "contextlib", "functools", "attr", "threading"}
 
 

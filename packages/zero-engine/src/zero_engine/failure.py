@@ -160,9 +160,8 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
         call = report.get("report", "call", fallback="")
         waits = report.get("launched", _WAITS, fallback="not known" if why == ASKED else "")
         where = f"in {call}" if call else f"at {_place(report)}"
-        yield f"rank {rank}: {why}\n  {when}, {state}, {where}" + f"; waits for {waits}" * bool(
-            waits
-        )
+        ending = f"; waits for {waits}" if waits else ""
+        yield f"rank {rank}: {why}\n  {when}, {state}, {where}{ending}"
 
 
 def _place(report: Report) -> str:

@@ -620,11 +620,11 @@ def sharded_type_of(param: nn.Parameter) -> type[nn.Parameter]:
 
     It is the parameter's own class where Python cannot change that, and uses go unnoticed.
     """
-    own, at_rest = type(param), stand_in_type(ShardedParam, type(param))
+    own, sharded_type = type(param), stand_in_type(ShardedParam, type(param))
     with contextlib.suppress(TypeError):
-        param.__class__ = at_rest
+        param.__class__ = sharded_type
         param.__class__ = own
-        return at_rest
+        return sharded_type
     return own
 
 
@@ -686,15 +686,15 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
     """
     found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, ShardedParam)]
     types = [type(tensor) for tensor in found]
-    for tensor, at_rest in zip(found, types, strict=True):
+    for tensor, sharded_type in zip(found, types, strict=True):
         # The tensor's own class comes after three of ours.
-        tensor.__class__ = at_rest.__mro__[3]
+        tensor.__class__ = sharded_type.__mro__[3]
     try:
         return func(*args, **kwargs)
     finally:
-        for tensor, at_rest in zip(found, types, strict=True):
-            if at_rest is ShardedParamData or _owner_of(tensor).buffer.has_sharded_types:
-                tensor.__class__ = at_rest
+        for tensor, sharded_type in zip(found, types, strict=True):
+            if sharded_type is ShardedParamData or _owner_of(tensor).buffer.has_sharded_types:
+                tensor.__class__ = sharded_type
 
 
 def tensors_among(value: Any) -> list[Tensor]:
