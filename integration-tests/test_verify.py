@@ -202,7 +202,7 @@ BROKEN: Final[dict[str, tuple[Any, Any, int, str, str, str]]] = {
     ),
     "asks-for-class": (
         _doubles,
-        *(sgd, 0, "loss", "", "class, shape.*Equal at stage 2; .*elsewhere"),
+        *(sgd, 0, "loss", "", "class, shape.*Equal at stage 2; .*code outside reads"),
     ),
     "asks-for-grad": (
         _ReadsGrad,
