@@ -145,6 +145,18 @@ def test_reports_of_some_ranks_are_read(tmp_path: Path) -> None:
     assert "waits for rank 5" in failure.summary(tmp_path)
 
 
+def test_reports_of_an_earlier_job_are_named_and_not_compared(tmp_path: Path) -> None:
+    """A report that was written before the newest one's process started is of another job."""
+    for rank in range(3):
+        failure.write(tmp_path / f"zero-report-rank{rank}.txt", "CommError: here", {})
+    theirs = tmp_path / "zero-report-rank2.txt"
+    text = re.sub("\ntime = .*", "\ntime = 2020-01-01T00:00:00.000+00:00", theirs.read_text())
+    theirs.write_text(re.sub("\nranks = .*", "\nranks = 8", text))
+    first, *others = failure.summary(tmp_path).splitlines()
+    assert first.startswith(f"{theirs}: of a job before 20")
+    assert not [line for line in others if "rank 2" in line or "rank 7" in line]
+
+
 def test_who_hangs_is_found_while_the_others_wait_in_c(
     tmp_path: Path, job: Job, zero, capsys
 ) -> None:

@@ -61,6 +61,9 @@ DTYPES: Final = {
 # A command that ends sooner shows no progress.
 _SECONDS_UNSAID: Final = 1.0
 # Fields of an option in JSON.
+_FOR_VERIFY: Final = (
+    '{"build_model": ..., "build_optimizer": ..., "batches": ..., "config": ZeroConfig(...)}'
+)
 _SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")
 
 
@@ -269,7 +272,8 @@ def _verified(text: str, say: Callable[[str], object]) -> tuple[str, int]:
     if not isinstance(given, Mapping | tuple):
         raise ConfigError(
             f"{text}: expected a function that returns a dict or tuple of what "
-            f"zero_engine.verify() takes, got {function if given is None else given!r}"
+            f"zero_engine.verify() takes, such as {_FOR_VERIFY}, got "
+            f"{function if given is None else type(given).__name__}"
         )
     ours = {"group": group, "progress": say}
     by_name, by_place = (given, ()) if isinstance(given, Mapping) else ({}, given)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import Error
 from configparser import RawConfigParser as Report
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 
 from zero_engine.errors import FileError
 
+# This process imported the module, in its first `shard()`: before that it writes no report.
+_STARTED: Final = datetime.now(UTC)
 _WAITS: Final = "waits for"
 # Sections that should be equal on all ranks.
 _OWN: Final = ("versions", "launched", "schedule")
@@ -60,6 +63,7 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
     report, sizes = Report(strict=False), [group.world_size for group in models.values()]
     report["report"] = {
         "why": why,
+        "started": _STARTED.isoformat(timespec="milliseconds"),
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "ranks": os.environ.get("WORLD_SIZE") or str(max(sizes, default=1)),
         "process": f"{os.getpid()} on {socket.gethostname()}",
@@ -132,21 +136,34 @@ def _schedule_of(sharded: ShardedModel) -> dict[str, str]:
 def summary(folder: str | Path) -> str:
     """Compare the reports of all ranks: a line for each, how they differ, and whom to look at.
 
+    Reports of an earlier job in the same folder are named and not compared.
+
     Raises:
         FileError: There are none, or one is damaged.
     """
-    reports, sizes = dict[int, Report](), list[int]()
+    found = dict[Path, Report]()
     for path in sorted(Path(folder).glob("zero-report-rank*.txt")):
-        report = reports[int(re.findall(r"\d+", path.stem)[-1])] = Report(strict=False)
+        report = found[path] = Report(strict=False)
         try:
             report.read(path)
-            sizes.append(len(report["stacks"]) and report.getint("report", "ranks"))
+            report.getint("report", "ranks")
+            report["report"]["started"], report["report"]["time"], report["stacks"]
         except (Error, KeyError, ValueError) as error:
             raise FileError(f"{path}: not a report, or not a whole one ({error})") from error
-    if not reports:
+    if not found:
         raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, found none")
-    size = max(sizes)
-    return "\n".join([*_lines(reports, size), *_differences(reports), _suspect(reports, size)])
+    newest = max((report["report"] for report in found.values()), key=itemgetter("time"))
+    started = newest["started"]
+    earlier = [path for path in found if found[path]["report"]["time"] < started]
+    reports = {
+        int(re.findall(r"\d+", path.stem)[-1]): report
+        for path, report in found.items()
+        if path not in earlier
+    }
+    size = max(report.getint("report", "ranks") for report in reports.values())
+    left_out = [f"{path}: of a job before {started}; not compared" for path in earlier]
+    lines = [*_lines(reports, size), *_differences(reports), _suspect(reports, size)]
+    return "\n".join([*left_out, *lines])
 
 
 def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:

@@ -32,7 +32,8 @@ AnyOptimizer = TypeVar(
     "AnyOptimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 )
 
-_NARROW: Final = {torch.bfloat16, torch.float16}
+# 16-bit dtypes, and the sections of a file for DeepSpeed that turn them on.
+_NARROW: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOG: Final = logging.getLogger("zero_engine")
 
 
@@ -147,7 +148,8 @@ def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
                 f"shard(): {type(each).__name__} updates parameters of {dtype} without fp32 "
                 "masters, so that an update below half of a parameter's last bit is lost: with a "
                 "learning rate of 1e-5, most are. Pass ZeroConfig(precision=Precision()), at "
-                "stage 1, 2 or 3, which keeps masters with the optimizer's state; "
+                "stage 1, 2 or 3, which keeps masters with the optimizer's state (in a file for "
+                f'DeepSpeed: "{_NARROW[dtype]}": {{"enabled": true}}); '
                 "Precision(masters=None) says that none are wanted, without this warning",
             )
             return

@@ -122,7 +122,7 @@ def _load(source: Source) -> Mapping[str, Any]:
             f"{shown(source)} of type {type(source).__name__}"
         )
     decoded = _decode(source)
-    where = repr(str(source)) if decoded is None else f"base64 {shown(source)}"
+    where = _named(source)
     try:
         content = Path(source).read_bytes() if decoded is None else decoded
         loaded = json.loads(content.decode(), object_pairs_hook=_as_dict)
@@ -136,6 +136,13 @@ def _load(source: Source) -> Mapping[str, Any]:
     if not isinstance(loaded, dict):
         raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
     return loaded
+
+
+def _named(source: Source) -> str:
+    """Return what messages call a configuration."""
+    if isinstance(source, Mapping):
+        return "the configuration"
+    return repr(str(source)) if _decode(source) is None else f"base64 {shown(source)}"
 
 
 def _decode(source: str | os.PathLike[str]) -> bytes | None:
@@ -329,7 +336,7 @@ def read_settings(
         if item.value is not UNRESOLVED and settings.is_read(item.key):
             item.key.check_built(item.written, item.value)
     if warns:
-        _warn_of_what_changes_nothing(settings)
+        _warn_of_what_changes_nothing(settings, source)
     return settings
 
 
@@ -373,7 +380,7 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _warn_of_what_changes_nothing(settings: Settings) -> None:
+def _warn_of_what_changes_nothing(settings: Settings, source: Source) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
         # Rank 0 warns. Before there are ranks, each process does.
         return
@@ -390,7 +397,7 @@ def _warn_of_what_changes_nothing(settings: Settings) -> None:
                 names.append(item.written)
     if names:
         warn_user(
-            f"keys of the configuration that change nothing here: {', '.join(names)}",
+            f"keys of {_named(source)} that change nothing here: {', '.join(names)}",
         )
 
 

@@ -201,8 +201,9 @@ class Wire:
         if self.gradients is not None and placements.optim is Placement.REPLICATED:
             raise PartitionError(
                 f"Wire(gradients='{self.gradients}') is for gradients that are reduced into "
-                "shards, and at stage 0 every rank keeps them whole; use stage 1, which gives the "
-                "same numbers with less memory, or leave it out"
+                "shards, and at stage 0 they are all-reduced, so that each rank has all of every "
+                "gradient; use stage 1, which gives the same numbers with less memory, or leave it "
+                "out"
             )
 
     def stores_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
