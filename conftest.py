@@ -3,14 +3,15 @@
 Where all tests run, half or a third of the cases of a test with ranks run if it has many. A test
 that is marked `drawn(N)` runs one of N instead, and one with a single case in every Nth run.
 ZERO_SEED, which the header shows, draws them. All run where a file or a test is named on the
-command line, or with `-k`. ZERO_CASES decides it otherwise: "all", as before a release, or "drawn",
-or "one" case of each test with ranks, as in `hatch run quick`; of `drawn(1)` all run then, too.
+command line, or with `-k`. ZERO_CASES decides it otherwise: "all", as before a release, or "drawn".
+With `--only FILE` those run that FILE names, a test or a file a line, as in `hatch run quick`.
 """
 
 import os
 import re
 import secrets
 from collections import defaultdict
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -29,11 +30,12 @@ MANY_CASES = (4, 12)  # half of the cases run, and a third
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--mode`, for `--device sim`."""
+    """Add `--mode`, for `--device sim`, and `--only`."""
     parser.addoption(
         "--mode",
         help="when --device sim runs what is launched: eager, late (default), random, random:SEED",
     )
+    parser.addoption("--only", metavar="FILE", help="run tests that FILE names, one a line")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,11 +59,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop the cases that are not drawn."""
+    """Drop the cases that are not drawn, or, with `--only`, what is not named."""
+    if (only := config.getoption("--only")) is not None:
+        named = {*Path(only).read_text().splitlines()}
+        left_out = {each for each in items if not named & {each.nodeid, _file_of(each)}}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [each for each in items if each not in left_out]
+        return
     is_named = config.option.keyword or any(".py" in each for each in config.args)
     wanted = os.environ.get("ZERO_CASES", "all" if is_named else "drawn")
-    if wanted not in ("all", "drawn", "one"):
-        raise pytest.UsageError(f"ZERO_CASES: expected all, drawn or one, got {wanted}")
+    if wanted not in ("all", "drawn"):
+        raise pytest.UsageError(f"ZERO_CASES: expected all or drawn, got {wanted}")
     if wanted == "all":
         return
     by_test = defaultdict[str, list[pytest.Item]](list)
@@ -73,10 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         has_ranks = {"ranks", "group"} & {*getattr(cases[0], "fixturenames", ())}
         many = sum(len(cases) >= many for many in MANY_CASES) if has_ranks else 0
         of = mark.args[0] if mark else 1 + many
-        if wanted == "one" and has_ranks and not (mark and of == 1):
-            of = len(cases)
         draw = Random(f"{os.environ['ZERO_SEED']} {name}")
         kept = int(len(cases) / of + draw.random())  # on average as many as were asked for
         dropped.update(draw.sample(cases, len(cases) - kept))
     config.hook.pytest_deselected(items=[*dropped])
     items[:] = [each for each in items if each not in dropped]
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -10,8 +10,8 @@ second. Without the change that test must pass again, else the session begins an
 test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
 nor are messages. `equal_changes.toml` lists changes that make no difference, with reasons; they are
 not run. `--device sim`, with `simulated-device` on PYTHONPATH, runs tests on that device.
-`--script quick` asks the same of the tests of `hatch run quick`, and `--total 40` draws forty
-changes of all modules together: CONTRIBUTING.md says how many of them those tests must see.
+With `--quick` each change is shown to the tests that `hatch run quick` runs after an edit of its
+line, and `--total 40` draws forty changes of all modules together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import json
 import mmap
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -64,7 +63,7 @@ _ARITHMETIC: Final = {
 }
 _NOT_IN_LAMBDA: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _ENOUGH: Final = 0.95  # part of the changes that all tests must see
-_ENOUGH_FOR_SCRIPT: Final = 0.9  # and that the tests of a script must see
+_ENOUGH_FOR_QUICK: Final = 0.9  # and that those of `hatch run quick` must see
 _LOGS: Final = {"debug", "info", "warning", "warn", "exception", "error"}
 
 
@@ -202,6 +201,45 @@ def changes(source: str, chosen: dict[int, int]) -> tuple[ast.Module, list[str]]
     return tree, pass_.found
 
 
+class _Entries(ast.NodeTransformer):
+    """Switches on the number of a function at its entry; of one within another, the outer's."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self.numbers = numbers  # by qualified name
+        self.within: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        self.within.append(node.name)
+        self.generic_visit(node)
+        self.within.pop()
+        return node
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        number = self.numbers[".".join([*self.within, node.name])]
+        node.body.insert(ast.get_docstring(node) is not None, ast.Expr(_call("on", number)))
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+
+def functions(source: str) -> dict[str, range]:
+    """Return the lines of each function of a module, by qualified name."""
+    found: dict[str, range] = {}
+    within = [("", each) for each in ast.parse(source).body]
+    for prefix, node in within:
+        name = f"{prefix}{getattr(node, 'name', '')}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            # A property's setter has the name of its getter.
+            start = min(first, found[name].start) if name in found else first
+            found[name] = range(start, (node.end_lineno or first) + 1)
+        else:
+            inner = ast.iter_child_nodes(node)
+            outer = f"{name}." if isinstance(node, ast.ClassDef) else prefix
+            within += [(outer, each) for each in inner if isinstance(each, ast.stmt)]
+    return found
+
+
 def named(path: Path, change: str) -> tuple[str, str, str]:
     """Return file, change and text of the line: what names a change when lines have moved."""
     line, _, what = change.partition(": ")
@@ -228,10 +266,14 @@ def sources(module: str) -> dict[str, Path]:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    chosen: dict[int, int]
+    chosen: dict[str, int]
 
     def get_code(self, fullname: str) -> Any:  # past the cache of bytecode
-        tree, _ = changes(self.get_data(self.path).decode(), self.chosen)
+        source = self.get_data(self.path).decode()
+        if all(key.isdecimal() for key in self.chosen):
+            tree, _ = changes(source, {int(key): number for key, number in self.chosen.items()})
+        else:
+            tree = ast.fix_missing_locations(_Entries(self.chosen).visit(ast.parse(source)))
         return compile(tree, self.path, "exec")
 
 
@@ -245,7 +287,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin:
             spec.loader = _Loader(name, spec.origin)
-            spec.loader.chosen = {int(at): number for at, number in self.modules[name].items()}
+            spec.loader.chosen = self.modules[name]
         return spec
 
 
@@ -410,30 +452,10 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for each in files for line in each.read_text().splitlines()]
 
 
-def script_tests(script: str, seed: int) -> list[str]:
-    """Return the tests that a script of pyproject.toml runs, with the cases of `ZERO_SEED=seed`."""
-    said = tomllib.loads(Path("pyproject.toml").read_text())
-    commands = said["tool"]["hatch"]["envs"]["default"]["scripts"][script]
-    tests = []
-    for command in [commands] if isinstance(commands, str) else commands:
-        words = shlex.split(command.replace("{args}", ""))
-        program = next(at for at, word in enumerate(words) if "=" not in word)
-        own = dict(word.split("=", 1) for word in words[:program])
-        if words[program] != "pytest":
-            raise SystemExit(f"--script {script}: expected commands of pytest, got {command}")
-        found = subprocess.run(
-            [sys.executable, "-m", "pytest", "--collect-only", "-q", *words[program + 1 :]],
-            env={**os.environ, **own, "ZERO_SEED": str(seed)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        tests += [each for each in found.stdout.splitlines() if "::" in each]
-    return tests
-
-
-def _run_sessions(folder: Path, num_changes: int, num_sessions: int, tests: list[str]) -> None:
-    """Run sessions until each has ended of itself."""
+def run_sessions(
+    folder: Path, num_changes: int, num_sessions: int, tests: list[str], cases: str = "all"
+) -> None:
+    """Run sessions, which must have the same `cases`, until each has ended of itself."""
     own = Path(__file__).resolve().parent
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.append({str(own)!r})\nimport mutate\nmutate.install()\n"
@@ -450,7 +472,7 @@ def _run_sessions(folder: Path, num_changes: int, num_sessions: int, tests: list
         state.write_bytes(bytes(4 + num_changes))
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {_RUN: str(folder / "run.json"), _STATE: str(state), "PYTHONPATH": path}
-        env["ZERO_CASES"] = "all"  # every session has the same tests
+        env["ZERO_CASES"] = cases
         out = (folder / f"out-{part}").open("ab")
         return subprocess.Popen(
             [sys.executable, "-c", code, str(part), *options],
@@ -534,7 +556,14 @@ def main() -> None:
     asked.add_argument("--seed", type=int, default=int(time.time()))
     asked.add_argument("--seconds", type=float, default=120, help="of tests for a change at most")
     asked.add_argument("--tests", nargs="+", default=["packages", "integration-tests"])
-    asked.add_argument("--script", help="in place of --tests: a script of pyproject.toml, as quick")
+    asked.add_argument(
+        "--quick",
+        type=float,
+        nargs="?",
+        const=70,
+        metavar="SECONDS",
+        help="in place of --tests: those of `hatch run quick`, so many seconds in each worker",
+    )
     asked.add_argument(
         "--sessions",
         type=int,
@@ -546,9 +575,12 @@ def main() -> None:
         "--folder", type=Path, help="for what is found; again: only unseen changes, by all tests"
     )
     args = asked.parse_args()
+    if args.quick:
+        import quick  # which imports this module
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
     lines, modules, equal, reasons = {}, {}, set[int](), equal_changes()
+    of_quick = collections.defaultdict[str, list[int]](list)
     groups = [[each] for each in args.modules] if args.total is None else [args.modules]
     for group in groups:
         found = {
@@ -564,23 +596,31 @@ def main() -> None:
             modules.setdefault(name, {})[at] = len(lines)
             if named(path, line) in reasons:
                 equal.add(len(lines))
+            elif args.quick:
+                changed = {int(line.partition(":")[0])}
+                for test in quick.tests_after(name, path, changed, args.quick):
+                    of_quick[test].append(len(lines))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="mutate-"))
     for each in ("learnt", "changed"):
         (folder / each).mkdir(parents=True, exist_ok=True)
     _forget(folder)
     run = {"modules": modules, "seconds": args.seconds, "order": []}
     (folder / "run.json").write_text(json.dumps(run))
-    if args.script:
-        (folder / "tests").write_text("\n".join(script_tests(args.script, args.seed)))
+    if args.quick:
+        (folder / "tests").write_text("\n".join(of_quick))
         args.tests = [f"@{folder / 'tests'}"]
     tests = ["--device", args.device, *args.tests]
-    _run_sessions(folder, len(lines), args.sessions, tests)
+    if args.quick:  # which tests run a change is known
+        reach = [{"test": each, "took": 1, "reached": of_quick[each]} for each in of_quick]
+        (folder / "reach-quick").write_text("\n".join(map(json.dumps, reach)))
+    else:
+        run_sessions(folder, len(lines), args.sessions, tests)
     run["order"] = draw.sample(sorted({*lines} - equal), len(lines) - len(equal))
     (folder / "run.json").write_text(json.dumps(run))
-    _run_sessions(folder, len(lines), args.sessions, tests)
+    run_sessions(folder, len(lines), args.sessions, tests)
     part = _report(args.modules, {each: lines[each] for each in run["order"]}, folder)
     print(f"seed {args.seed}; {len(equal)} more make no difference")
-    sys.exit(part < (_ENOUGH_FOR_SCRIPT if args.script else _ENOUGH))
+    sys.exit(part < (_ENOUGH_FOR_QUICK if args.quick else _ENOUGH))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from zero_comm.testing import assert_close
 from zero_engine import Offload, ZeroConfig
 from zero_partition.seams import find_sharded
 
-pytestmark = pytest.mark.drawn(1)  # its cases are short
-
 
 def _in_cpp(grad: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():

@@ -21,8 +21,6 @@ from zero_engine import ChainedOptimizer
 from zero_partition import PartitionError, ShardedParamError, StateError
 from zero_partition.seams import find_sharded
 
-pytestmark = pytest.mark.drawn(1)  # its cases are short
-
 WIDTH = 8
 
 

@@ -28,8 +28,6 @@ from zero_engine import Precision, Wire, ZeroConfig
 from zero_offload import DiskStore, OffloadedOptimizer
 from zero_partition import ZeroRedundancyOptimizer
 
-pytestmark = pytest.mark.drawn(1)  # its cases are short
-
 FILES: Final = Path(__file__).parent / "written-files"
 STEP: Final = 3
 EXTRA: Final = {"position": 17, "order": [2, 0, 1], "seen": "é", "seed": torch.arange(3)}

@@ -220,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="zero",
-        description="Plan a training with zero_engine, verify it, and read the files it wrote.",
+        description="Plan the memory of a training, verify its numbers, export its checkpoints, "
+        "and compare the reports of its ranks after an error.",
     )
     parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
