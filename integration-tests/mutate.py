@@ -580,7 +580,7 @@ def main() -> None:
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
     lines, modules, equal, reasons = {}, {}, set[int](), equal_changes()
-    of_quick = collections.defaultdict[str, list[int]](list)
+    of_quick = collections.defaultdict[tuple[str, float], list[int]](list)
     groups = [[each] for each in args.modules] if args.total is None else [args.modules]
     for group in groups:
         found = {
@@ -598,8 +598,8 @@ def main() -> None:
                 equal.add(len(lines))
             elif args.quick:
                 changed = {int(line.partition(":")[0])}
-                for test in quick.tests_after(name, path, changed, args.quick):
-                    of_quick[test].append(len(lines))
+                for test, took in quick.tests_after(name, path, changed, args.quick).items():
+                    of_quick[test, took].append(len(lines))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="mutate-"))
     for each in ("learnt", "changed"):
         (folder / each).mkdir(parents=True, exist_ok=True)
@@ -607,11 +607,14 @@ def main() -> None:
     run = {"modules": modules, "seconds": args.seconds, "order": []}
     (folder / "run.json").write_text(json.dumps(run))
     if args.quick:
-        (folder / "tests").write_text("\n".join(of_quick))
+        (folder / "tests").write_text("\n".join(test for test, _ in of_quick))
         args.tests = [f"@{folder / 'tests'}"]
     tests = ["--device", args.device, *args.tests]
     if args.quick:  # which tests run a change is known
-        reach = [{"test": each, "took": 1, "reached": of_quick[each]} for each in of_quick]
+        reach = [
+            {"test": test, "took": took, "reached": reached}
+            for (test, took), reached in of_quick.items()
+        ]
         (folder / "reach-quick").write_text("\n".join(map(json.dumps, reach)))
     else:
         run_sessions(folder, len(lines), args.sessions, tests)

@@ -1,11 +1,11 @@
 """Run tests of what has changed, for a minute and a half; `hatch run quick`.
 
 Functions that differ from `--against` (a commit; HEAD when left out) are looked up in
-`reached.json`, which has the tests that run each function. Tests that run few functions come first,
-files take turns, and tests are taken until their seconds add up to `--seconds` for each of two
-workers. Tests whose own file has changed run too. Further arguments go to pytest.
+`reached.json.gz`, which has the tests that run each function. Tests that run few functions come
+first, files take turns, and tests are taken until their seconds add up to `--seconds` for each of
+two workers. Tests whose own file has changed run too. Further arguments go to pytest.
 
-`--learn` writes `reached.json` anew: all tests that are not slow run once, with a switch at the
+`--learn` writes `reached.json.gz` anew: all tests that are not slow run once, with a switch at the
 entry of every function of the packages (see `mutate.py`). It takes a quarter of an hour; a map that
 is some weeks old is only less exact, as names of functions change little.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gzip
 import json
 import re
 import subprocess
@@ -25,10 +26,10 @@ from typing import Any, Final
 
 import mutate
 
-_MAP: Final = Path(__file__).with_name("reached.json")
+_MAP: Final = Path(__file__).with_name("reached.json.gz")
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _WORKERS: Final = 2
-_MOST: Final = 25  # tests of a function that are kept
+_MOST: Final = 200  # tests of a function that are kept
 _NOT_ASKED: Final = "not slow and not gpu"
 
 
@@ -81,7 +82,7 @@ def tests_of(functions: Sequence[str], seconds: float) -> dict[str, float]:
 
     Functions take turns: each has its best test before one has its second.
     """
-    said = json.loads(_MAP.read_text())
+    said = _read_map()
     found: dict[str, float] = {}
     for turn in range(_MOST):
         for name in functions:
@@ -92,6 +93,16 @@ def tests_of(functions: Sequence[str], seconds: float) -> dict[str, float]:
                 found[test] = took
                 seconds -= took
     return found
+
+
+def _read_map() -> dict[str, Any]:
+    """Return what `write_map` has written: tests with seconds, and tests of functions by place."""
+    return json.loads(gzip.decompress(_MAP.read_bytes()))
+
+
+def known_tests() -> list[str]:
+    """Return the tests that the map has."""
+    return [test for test, _ in _read_map()["tests"]]
 
 
 def learn(num_sessions: int) -> None:
@@ -128,17 +139,8 @@ def write_map(numbers: Mapping[str, int], tests: list[dict[str, Any]]) -> None:
         "tests": [[tests[at]["test"], round(tests[at]["took"], 2)] for at in kept],
         "functions": {name: [place[at] for at in found] for name, found in functions.items()},
     }
-    lines = [
-        "{",
-        '"tests": [',
-        ",\n".join(json.dumps(each) for each in said["tests"]),
-        "],",
-        '"functions": {',
-        ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in said["functions"].items()),
-        "}",
-        "}",
-    ]
-    _MAP.write_text("\n".join(lines) + "\n")
+    # Without a time in it, so that equal maps are equal files.
+    _MAP.write_bytes(gzip.compress(json.dumps(said).encode(), mtime=0))
 
 
 def in_turns(found: Iterable[int], tests: list[dict[str, Any]]) -> list[int]:
@@ -158,7 +160,7 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     asked.add_argument("--against", default="HEAD", help="a commit; HEAD when left out")
     asked.add_argument("--seconds", type=float, default=70, help="of tests in each worker")
-    asked.add_argument("--learn", action="store_true", help="write reached.json anew")
+    asked.add_argument("--learn", action="store_true", help="write reached.json.gz anew")
     options, others = asked.parse_known_args()
     if options.learn:
         learn(num_sessions=3)
@@ -183,6 +185,7 @@ def main() -> int:
         file.write("\n".join([*chosen, *(str(path.relative_to(_ROOT)) for path in own)]))
         file.flush()
         files = {*(test.partition("::")[0] for test in chosen), *map(str, own)}
+        files = {each for each in files if (_ROOT / each).exists()}
         command = [sys.executable, "-m", "pytest", "-n", str(_WORKERS), "--dist", "loadfile"]
         command += ["-m", _NOT_ASKED, "--only", file.name, *others, *sorted(files)]
         return subprocess.run(command, cwd=_ROOT, check=False).returncode
