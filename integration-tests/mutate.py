@@ -560,7 +560,7 @@ def main() -> None:
         "--quick",
         type=float,
         nargs="?",
-        const=70,
+        const=60,
         metavar="SECONDS",
         help="in place of --tests: those of `hatch run quick`, so many seconds in each worker",
     )

@@ -172,7 +172,10 @@ def _report(folder: Path, why: str, model: nn.Module, group: Group) -> None:
 
 
 def _report_in_wait(folder: Path, model: nn.Module, group: Group) -> None:
-    while describe_launches(require_sharded(model).whole)["waits for"] == "no rank":
+    """Report once this rank has waited for half a second: a shorter wait may be of the training."""
+    waits = "no rank"
+    while waits == "no rank" or " for 0 s" in waits:
+        waits = describe_launches(require_sharded(model).whole)["waits for"]
         time.sleep(0.01)
     _report(folder, ASKED, model, group)
 

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,8 +31,8 @@ SWITCH: Final = "ZERO_REPORT"
 ASKED: Final = "SIGUSR1"
 Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
 _MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
-# Id of the process that writes reports; 0 before the first `install`.
-_process = 0
+# Id of the process that writes reports, and the time of its first `install`; zeros before that.
+_process = (0, 0.0)
 
 
 def install(model: Any, group: Group, write: Write) -> None:
@@ -48,8 +49,9 @@ def install(model: Any, group: Group, write: Write) -> None:
     global _process
     if os.environ.get(SWITCH) == "off":
         return
-    is_first, _process, _MODELS[model] = not _process, os.getpid(), group
-    if not is_first:
+    before, _process = _process, (os.getpid(), _process[1] or time.time())
+    _MODELS[model] = group
+    if before[0]:
         return
 
     def around(hook: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +75,14 @@ def install(model: Any, group: Group, write: Write) -> None:
     is_taken = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
     if not is_taken and threading.current_thread() is threading.main_thread():
         _listen(write)
+
+
+def started() -> float:
+    """Return when this process began to write reports, in seconds since the epoch. Local.
+
+    It is 0.0 if the process writes none.
+    """
+    return _process[1]
 
 
 def _listen(write: Write) -> None:
@@ -113,7 +123,7 @@ def _report(why: str, write: Write) -> Path | None:
     """Write a report; return its path, None if this process writes none."""
     path = Path(os.environ.get(SWITCH) or ".") / f"zero-report-rank{rank_of_job()}.txt"
     try:
-        if _process == os.getpid():
+        if _process[0] == os.getpid():
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, why, dict(_MODELS))
             return path

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import Error
@@ -22,14 +23,12 @@ import attrs
 from torch import nn
 from zero_comm import Group
 from zero_comm.calls import call_in, main_stack
-from zero_comm.failure import ASKED, describe_launches
+from zero_comm.failure import ASKED, describe_launches, started
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 
 from zero_engine.errors import FileError
 
-# This process imported the module, in its first `shard()`: before that it writes no report.
-_STARTED: Final = datetime.now(UTC)
 _WAITS: Final = "waits for"
 # Sections that should be equal on all ranks.
 _OWN: Final = ("versions", "launched", "schedule")
@@ -63,8 +62,8 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
     report, sizes = Report(strict=False), [group.world_size for group in models.values()]
     report["report"] = {
         "why": why,
-        "started": _STARTED.isoformat(timespec="milliseconds"),
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "started": _time(started()),
+        "time": _time(time.time()),
         "ranks": os.environ.get("WORLD_SIZE") or str(max(sizes, default=1)),
         "process": f"{os.getpid()} on {socket.gethostname()}",
         "main thread": f"0x{threading.main_thread().ident:016x}",
@@ -95,6 +94,10 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     partial.replace(path)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _call(why: str) -> str:

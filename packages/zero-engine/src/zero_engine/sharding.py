@@ -141,7 +141,7 @@ def _warn_without_masters(optimizer: torch.optim.Optimizer | None) -> None:
             for param in group["params"]:
                 if not is_lazy(param):
                     numel[param.dtype] += param.numel() * param.requires_grad
-        dtype, most = max(numel.items(), key=itemgetter(1), default=(None, 0))
+        dtype, most = max(numel.items(), key=itemgetter(1), default=(torch.float32, 0))
         is_narrow = dtype in _NARROW and 2 * most > numel.total()
         if is_narrow and own_masters(each) is None:
             warn_user(
