@@ -197,6 +197,18 @@ def test_memory_of_another_shape_is_refused(group: Group, stage: int) -> None:
         model(torch.ones(2, WIDTH))
 
 
+def _write_and_fail(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.5)
+    raise KeyError("of the model")
+
+
+def test_a_forward_that_writes_and_fails_raises_its_own_error(group: Group) -> None:
+    """At stage 3 the write alone would be refused, by an error that hides the cause."""
+    model, _ = _sharded(group, lambda: nn.Sequential(Writes(_write_and_fail)), 3)
+    with pytest.raises(KeyError, match="of the model"):
+        model(torch.ones(2, WIDTH))
+
+
 def _double_if_frozen(weight: nn.Parameter) -> None:
     if not weight.requires_grad:
         weight.data = weight.data * 2

@@ -151,7 +151,7 @@ def test_what_fits_leaves_the_reserve_free() -> None:
     assert _recommended(_mlp(), 8, device=1000) is None
     small = Room(device=1024)
     said = options_table(plan_options(_mlp(), world_size=8, room=small), small)
-    assert "Nothing fits in 1.00 KiB of a device." in said
+    assert "Nothing fits (device memory: 1.00 KiB)." in said
     needed = plan_options(_mlp(), world_size=8)[1].device_bytes
     for reserve, fits in ((0.0, needed), (0.2, needed * 5 // 4 + 1), (0.5, 2 * needed)):
         for device, expected in ((fits, "stage 1"), (fits - 3, "stage 2")):

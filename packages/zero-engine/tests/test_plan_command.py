@@ -157,8 +157,8 @@ def test_memory_without_a_unit_is_in_gib_and_is_shown_so(zero, capsys) -> None:
         assert zero(*plan, size) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1]
-    assert "there is 80.0 GiB of a device" in outs[0]
-    assert "there is 74.5 GiB of a device" in outs[2]
+    assert "; device memory: 80.0 GiB" in outs[0]
+    assert "; device memory: 74.5 GiB" in outs[2]
     assert not any(re.search(r"\d [KMGT]B\b", out) for out in outs)
     assert zero(*plan, str(80 * 10**9)) == 2
     assert "for bytes, write 80000000000B" in capsys.readouterr().err

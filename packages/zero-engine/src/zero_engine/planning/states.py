@@ -92,7 +92,7 @@ class StatesPlan:
             f"divided evenly{given}. Not in it are units that stages 2 and 3 gather or reduce, "
             f"{'' if activations else 'activations, '}and what the optimizer's step and libraries "
             f"take; {self.room.reserve:.0%} of each device is left free for that (--reserve).\n"
-            "For units, offload and traffic pass MODEL, or --layers and --hidden."
+            "For units, offload and traffic pass a config.json, or --layers and --hidden."
         )
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
         heading = f"{self.numel:,} parameters, {self.optimizer}, {self.dtypes}, {ranks}"

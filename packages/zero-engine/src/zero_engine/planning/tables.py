@@ -149,7 +149,7 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
         if chosen is None:
             least = min(options, key=lambda option: option.device_bytes)
             lines.append(
-                f"Nothing fits in {_there_is(room)}. {least.name} needs least of a device: "
+                f"Nothing fits ({_sizes_of(room)}). {least.name} needs least of a device: "
                 f"{in_units(least.device_bytes)}, {in_units(least.host_bytes)} of each machine's "
                 f"host memory and {in_units(least.disk_bytes)} of its disk."
             )
@@ -201,14 +201,15 @@ def _smallest(options: Sequence[Option], room: Room) -> str:
 
 def bounds_of(room: Room) -> str:
     """Return the bounds of memory as the end of a heading; an empty string if there are none."""
-    there_is = _there_is(room)
-    return f"; there is {there_is}" * bool(there_is)
+    sizes = _sizes_of(room)
+    return f"; {sizes}" * bool(sizes)
 
 
-def _there_is(room: Room) -> str:
-    bounds = ((room.device, "a device"), (room.host, "host memory"), (room.disk, "disk"))
-    said = [f"{in_units(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
-    return ", ".join(said)
+def _sizes_of(room: Room) -> str:
+    sizes = {"device memory": room.device, "host memory": room.host, "disk": room.disk}
+    return ", ".join(
+        f"{what}: {in_units(size)}" for what, size in sizes.items() if size is not None
+    )
 
 
 def _what(plan: Plan) -> str:
