@@ -92,7 +92,8 @@ def main_stack() -> list[tuple[str, int, str]]:
 def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
-    return f"{call} must be called on all ranks. {_CAUSES}" if call else _CAUSES
+    own = f"{call} must be called on all ranks; is it inside `if rank == 0:`? " if call else ""
+    return f"{own}{_CAUSES}"
 
 
 def blocking_torch_call() -> TorchCall | None:
