@@ -92,8 +92,12 @@ def main_stack() -> list[tuple[str, int, str]]:
 def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
-    own = f"{call} must be called on all ranks; is it inside `if rank == 0:`? " if call else ""
-    return f"{own}{_CAUSES}"
+    return f"{by_all_ranks(call)}. {_CAUSES}" if call else _CAUSES
+
+
+def by_all_ranks(call: str) -> str:
+    """Return the advice for a call that only some ranks have made."""
+    return f"{call} must be called on all ranks, not inside `if rank == 0:`"
 
 
 def blocking_torch_call() -> TorchCall | None:

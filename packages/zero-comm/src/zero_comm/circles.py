@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import UNEVEN, blocking_torch_call, collective_call
+from .calls import UNEVEN, blocking_torch_call, by_all_ranks, collective_call
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
@@ -219,7 +219,7 @@ def _describe(chain: Mapping[int, _Position]) -> str:
 
 
 def _describe_ended(rank: int, mine: _Position) -> str:
-    alone = f"{mine.call} must be called on all ranks; " if mine.call else ""
+    alone = f"{by_all_ranks(mine.call)}; " if mine.call else ""
     return (
         f"rank {rank} waits for rank {mine.peer} in {mine.doing}, but the program of rank "
         f"{mine.peer} has ended: {alone}look for the first error among all ranks; {UNEVEN}"
