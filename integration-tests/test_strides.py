@@ -121,6 +121,22 @@ def test_an_image_without_a_batch_gives_what_it_gave(group: Group) -> None:
     assert_close(conv(input=image), expected)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 8, 8), (4, 1, 8, 8), (4, 3, 1, 1)], ids=str)
+def test_an_output_has_the_format_that_the_weight_gives_it(
+    group: Group, shape: tuple[int, ...]
+) -> None:
+    """Also of inputs whose strides are those of either format: with one channel, or one pixel."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(shape[1], 6, 3, padding=1)
+    conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(shape)
+    expected = conv(images)
+    zero_engine.shard(conv, None, ZeroConfig(3), group=group)
+    found = conv(images)
+    assert found.stride() == expected.stride()
+    assert equal(found, expected)
+
+
 Case = tuple[Callable[[], nn.Module], Callable[[int, int, int], Any]]
 CONVOLUTIONS: Final[dict[str, Case]] = {
     "inputs-too": (_channels_last, partial(_images, given=torch.channels_last)),

@@ -603,7 +603,8 @@ def _to_format(memory_format: torch.memory_format, conv: nn.Module, args: Any, k
     def in_format(inputs: Tensor) -> Tensor:
         # A sample without a batch dimension has no memory format.
         is_batch = inputs.dim() == cast("Tensor", conv.weight).dim()
-        return inputs.contiguous(memory_format=memory_format) if is_batch else inputs
+        # With one channel or one pixel, `contiguous` would leave strides that say no format.
+        return inputs.to(memory_format=memory_format) if is_batch else inputs
 
     if args:
         return (in_format(args[0]), *args[1:]), kwargs
