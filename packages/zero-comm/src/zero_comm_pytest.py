@@ -66,7 +66,7 @@ def _world_sizes(node: pytest.Item) -> tuple[int, ...]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marks known; that of pytest-xdist, which owns it, where it is absent."""
-    line = "ranks(*world_sizes, timeout_s=30.0): on how many ranks a test with a `group` runs"
+    line = "ranks(*world_sizes, timeout_s=120.0): on how many ranks a test with a `group` runs"
     config.addinivalue_line("markers", line)
     line = "cpu_only(why): a test with ranks that is skipped with another --device, and the reason"
     config.addinivalue_line("markers", line)
