@@ -150,21 +150,23 @@ def summary(folder: str | Path) -> str:
         try:
             report.read(path)
             report.getint("report", "ranks")
-            report["report"]["started"], report["report"]["time"], report["stacks"]
+            for key in ("started", "time"):
+                report.get("report", key)
+            report["stacks"]
         except (Error, KeyError, ValueError) as error:
             raise FileError(f"{path}: not a report, or not a whole one ({error})") from error
     if not found:
         raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, found none")
     newest = max((report["report"] for report in found.values()), key=itemgetter("time"))
-    started = newest["started"]
-    earlier = [path for path in found if found[path]["report"]["time"] < started]
+    since = newest["started"]
+    earlier = [path for path in found if found[path]["report"]["time"] < since]
     reports = {
         int(re.findall(r"\d+", path.stem)[-1]): report
         for path, report in found.items()
         if path not in earlier
     }
     size = max(report.getint("report", "ranks") for report in reports.values())
-    left_out = [f"{path}: of a job before {started}; not compared" for path in earlier]
+    left_out = [f"{path}: of a job before {since}; not compared" for path in earlier]
     lines = [*_lines(reports, size), *_differences(reports), _suspect(reports, size)]
     return "\n".join([*left_out, *lines])
 

@@ -122,7 +122,9 @@ class RankPool:
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _num_runs: int = field(default=0, init=False)
 
-    def run(self, body: Callable[..., Any], *, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, body: Callable[..., Any], *, timeout_s: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
         """Call `body(group, **kwargs)` on every rank; block until all have returned.
 
         Every rank gets a new group (a solo group when the world size is 1), one thread, the same
