@@ -60,6 +60,25 @@ def _pid(group: Group) -> int:
     return os.getpid()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_workers_with_many_threads_are_replaced(pool: RankPool) -> None:
+    """Threads of process groups that a body keeps wake up 100 times a second."""
+    first = pool.run(_keep_groups, count=1)
+    second = pool.run(_keep_groups, count=25)
+    third = pool.run(_pid)
+
+    assert first == second
+    assert not set(second) & set(third)
+
+
+_KEPT: list[object] = []
+
+
+def _keep_groups(group: Group, count: int) -> int:
+    _KEPT.extend(dist.new_group() for _ in range(count))
+    return os.getpid()
+
+
 def test_arguments_and_results_travel_whole(ranks) -> None:
     """Tensors of any dtype go in and come out bit for bit."""
     values = {"half": torch.randn(5).bfloat16(), "name": "π", "none": None}

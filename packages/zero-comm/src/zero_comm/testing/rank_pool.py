@@ -50,6 +50,10 @@ _START_TIMEOUT_S: Final = 180.0
 _ECHO_S: Final = 2.0
 # How long a worker waits for a request before it collects what the last run has left.
 _IDLE_S: Final = 0.5
+# Process groups of gloo have three threads each, one of which wakes up 100 times a second. Groups
+# that bodies keep, in a cache for example, stay until a worker ends: sixty of them on four ranks
+# take a fifth of two cores. Starting workers takes a tenth of a second.
+_MOST_THREADS: Final = 64
 # Longer than any run, so that a hang is reported by the pool, which knows every rank.
 _GROUP_MARGIN_S: Final = 60.0
 
@@ -113,7 +117,9 @@ class RankPool:
     """Worker processes, one per rank, that run the same function side by side.
 
     The workers start with the first `run` and stay until `close`, or until a rank fails: a worker
-    whose peers failed cannot be trusted, so all are killed and the next `run` starts new ones.
+    whose peers failed cannot be trusted, so all are killed and the next `run` starts new ones. It
+    starts new ones also where process groups that earlier bodies kept have left a worker with many
+    threads.
     """
 
     world_size: int = field(validator=validators.ge(1))
@@ -151,6 +157,8 @@ class RankPool:
         if isinstance(body, functools.partial) and not body.args:
             body, kwargs = body.func, {**body.keywords, **kwargs}
         file, name = _address(body)
+        if max(map(_num_threads, self.pids), default=0) > _MOST_THREADS:
+            self.close()
         if not self._workers:
             self._start()
         assert self._folder is not None, "a pool with workers has a folder"
@@ -315,6 +323,14 @@ def _worth_loading_once() -> list[str]:
     """
     found = [name for name in sys.modules if name.split(".")[0].startswith(_LOADED_ONCE)]
     return [__name__, *sorted(found)]
+
+
+def _num_threads(pid: int) -> int:
+    """Return the number of a process's threads; 0 where the system does not say."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return 0
 
 
 def _address(body: Callable[..., Any]) -> tuple[str, str]:
