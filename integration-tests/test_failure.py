@@ -10,6 +10,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 import zero_engine
 from parity import ZeroConfig
 from torch import nn
@@ -322,6 +323,25 @@ def test_a_rank_that_does_not_come_is_missed_in_time(group: Group) -> None:
     with pytest.raises(CommError, match=r"from rank 3.*did not finish within 2 s.*leaves them wai"):
         zero_engine.shard(nn.Linear(3, 3), None, ZeroConfig(3, timeout_s=2), group=group)
     assert time.monotonic() - began < 2 * SOON_S
+
+
+@pytest.mark.ranks(timeout_s=SOON_S)
+def test_a_failed_gather_is_told_once(group: Group) -> None:
+    """Python prints the causes of an error before it: none of them is ours."""
+    messages = group.by_messages("this test asks for it")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero_engine.shard(model, None, ZeroConfig(3), group=messages)
+    if group.rank == 1:
+        dist.destroy_process_group()
+        return
+
+    with pytest.raises(CommError, match=r"gathering .*did not finish") as raised:
+        zero_engine.full_state_dict(model)
+    causes, error = list[type](), raised.value.__cause__
+    while error is not None:
+        causes.append(type(error))
+        error = error.__cause__
+    assert causes == [RuntimeError]  # of the backend
 
 
 class _Experts(nn.Module):

@@ -184,21 +184,26 @@ class EngineConfig:
         )
 
     def table(self) -> str:
-        """Return a table of all keys, given or not, at most 100 columns wide."""
-        rows = [
-            (_in_lines(each.key), _shortened(each), each.origin, each.meaning)
-            for each in self.sources
-        ]
+        """Return a table of all keys, given or not, at most 100 columns wide.
+
+        A section has a line of its own, and its keys follow without its name: ".stage".
+        """
+        rows, before = list[tuple[str, Any, str | None, str]](), ""
+        for each in self.sources:
+            section, dot, key = each.key.partition(".")
+            if dot and section != before:
+                rows.append((section, "", "", ""))
+            before = section
+            rows.append((dot + key or section, _shortened(each), each.origin, each.meaning))
         return as_table(
             rows,
             headers=["key", "value", "from", "meaning"],
             missingval="-",
             disable_numparse=True,
-            maxcolwidths=[_KEY_WIDTH, 18, 8, 27],
+            maxcolwidths=[42, 17, 8, 27],
         )
 
 
-_KEY_WIDTH: Final = 41
 _MOST_NAMES: Final = 2  # of a default list that is printed
 
 
@@ -207,8 +212,3 @@ def _shortened(row: SourceRow) -> Any:
     is_long = isinstance(row.value, list | tuple) and len(row.value) > _MOST_NAMES
     is_cut = is_long and row.origin == "default"
     return f"{len(row.value)} names" if is_cut else row.value
-
-
-def _in_lines(key: str) -> str:
-    """Return a key, in two lines if it is longer than its column."""
-    return key if len(key) <= _KEY_WIDTH else ".\n".join(key.rsplit(".", 1))

@@ -377,7 +377,9 @@ class Init:
             try:
                 param.data = early.whole(timeout_s=self.timeout_s)
             except CommError as error:
-                raise CommError(f"gathering {early.label} inside Init: {error}") from error
+                raise CommError(
+                    f"gathering {early.label} inside Init: {error}"
+                ) from error.__cause__
         forget_early(param)
         self._touch(early.label, param)
 

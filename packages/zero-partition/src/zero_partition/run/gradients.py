@@ -474,7 +474,7 @@ class BufferGradients:
         except CommError as error:
             raise CommError(
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"
-            ) from error
+            ) from error.__cause__
 
     def _ensure_shard(self) -> Tensor:
         """Memory for this rank's part, made at first use."""
@@ -883,6 +883,8 @@ class GradientReducer:
             self._ensure_accumulator(g)
         self.has_collected = True
         g.accumulate(grads)
+        # Those that were copied are freed before a reduction takes memory for its result.
+        grads.clear()
         if self.sync and g.is_full:
             self._became_full.append(g)
             order = self._order

@@ -239,7 +239,7 @@ def launch_whole(param_ref: ParamRef, part: Tensor | None = None) -> Callable[..
             except CommError as error:
                 raise CommError(
                     f"gathering parameter {param_ref.name!r} (rank {group.rank}): {error}"
-                ) from error
+                ) from error.__cause__
         return whole.view(param_ref.plan.shape)
 
     return wait

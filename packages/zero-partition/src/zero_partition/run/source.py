@@ -131,7 +131,7 @@ class PeerShards(UnitSource):
                     tag=buffer.gather_tag,
                 )
             except CommError as error:
-                raise CommError(f"gathering unit {self.name!r}: {error}") from error
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error.__cause__
         return ()
 
 

@@ -411,7 +411,8 @@ class Unit:
             except DivergenceError:
                 raise  # the error names the units
             except CommError as error:
-                raise CommError(f"gathering unit {self.name!r}: {error}") from error
+                # The message repeats that of `error`, so the traceback need not.
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error.__cause__
         self._slot_version = version
 
     def fill_unsharded_cache(

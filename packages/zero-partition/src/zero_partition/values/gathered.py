@@ -194,7 +194,7 @@ class ShardedParams:
             try:
                 found = wait()
             except CommError as error:
-                raise CommError(f"{what}, unit {mine[0].unit.name!r}: {error}") from error
+                raise CommError(f"{what}, unit {mine[0].unit.name!r}: {error}") from error.__cause__
             values |= zip(mine, (found,) if isinstance(found, Tensor) else found, strict=True)
         for buffer, chosen in groupby(self.param_refs, key=lambda param_ref: param_ref.buffer):
             buffer.pin({param_ref.position: values[param_ref] for param_ref in chosen})
