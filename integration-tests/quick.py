@@ -163,7 +163,8 @@ def main() -> int:
     asked.add_argument("--learn", action="store_true", help="write reached.json.gz anew")
     options, others = asked.parse_known_args()
     if options.learn:
-        learn(num_sessions=3)
+        # As many as workers, so that seconds are those of a later run.
+        learn(num_sessions=_WORKERS)
         return 0
     modules = {path: module for module, path in sources().items()}
     changed = changed_lines(options.against)
