@@ -6,8 +6,8 @@ first, files take turns, and tests are taken until their seconds add up to `--se
 two workers. Tests whose own file has changed run too. Further arguments go to pytest.
 
 `--learn` writes `reached.json.gz` anew: all tests that are not slow run once, with a switch at the
-entry of every function of the packages (see `mutate.py`). It takes a quarter of an hour; a map that
-is some weeks old is only less exact, as names of functions change little.
+entry of every function of the packages (see `mutate.py`). It takes half an hour; a map that is some
+weeks old is only less exact, as names of functions change little.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main() -> int:
     """Choose tests and run them, or learn which there are; return pytest's exit status."""
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     asked.add_argument("--against", default="HEAD", help="a commit; HEAD when left out")
-    asked.add_argument("--seconds", type=float, default=60, help="of tests in each worker")
+    asked.add_argument("--seconds", type=float, default=45, help="of tests in each worker")
     asked.add_argument("--learn", action="store_true", help="write reached.json.gz anew")
     options, others = asked.parse_known_args()
     if options.learn:
