@@ -322,5 +322,7 @@ def test_what_cannot_be_run_is_named(group: Group) -> None:
         _verify(group, lambda: one)
     with pytest.raises(ConfigError, match=r"expected a loss, .* got a tuple"):
         zero_engine.verify(_Net, sgd, batches(group), loss=lambda *both: both, group=group)
+    with pytest.raises(ConfigError, match=r"one element, got a Tensor of shape .*pass loss="):
+        zero_engine.verify(lambda: nn.Linear(4, 4), sgd, [torch.ones(2, 4)], group=group)
     with pytest.raises(ConfigError, match=r"as many batches on every rank, got \[1, 2\]"):
         zero_engine.verify(_Net, sgd, [None] * (group.rank + 1), group=group)

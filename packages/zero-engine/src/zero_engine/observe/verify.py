@@ -231,10 +231,11 @@ class _Trainer:
     def _backward(self, run: _Run, batch: Any) -> Tensor:
         # A copy, since the loss function may change the batch in place.
         loss = self.loss(run.called, copy.deepcopy(batch))
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ConfigError(
-                f"verify(): expected a loss, which is a tensor, got a {type(loss).__name__}; pass "
-                "loss=, a function of model and batch"
+                "verify(): expected a loss, which is a tensor with one element, got a "
+                f"{type(loss).__name__}{shape}; pass loss=, a function of model and batch"
             )
         loss.backward()
         return loss.detach()
