@@ -325,6 +325,7 @@ def test_a_rank_that_does_not_come_is_missed_in_time(group: Group) -> None:
     assert time.monotonic() - began < 2 * SOON_S
 
 
+@pytest.mark.cpu_only("on a device ranks compare their launches first, and wait for all there")
 @pytest.mark.ranks(timeout_s=SOON_S)
 def test_a_failed_gather_is_told_once(group: Group) -> None:
     """Python prints the causes of an error before it: none of them is ours."""
