@@ -29,6 +29,7 @@ import json
 import mmap
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+import attrs
 
 _RUN: Final = "ZERO_MUTATE_RUN"  # environment: the file that says which changes there are
 _STATE: Final = "ZERO_MUTATE_STATE"  # and the one, of a session, that says which is on
@@ -61,6 +64,12 @@ _ARITHMETIC: Final = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
+# Calls that have no effect, whoever defines them.
+_PURE: Final = re.compile(
+    "abs|all|any|bool|dict|frozenset|getattr|hasattr|id|int|isinstance|len|list|max|min|range|set|"
+    "sorted|str|sum|tuple|type|zip|dim|element_size|endswith|get|isdecimal|items|keys|numel|size|"
+    "startswith|values"
+)
 _NOT_IN_LAMBDA: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _ENOUGH: Final = 0.95  # part of the changes that all tests must see
 _ENOUGH_FOR_QUICK: Final = 0.9  # and that those of `hatch run quick` must see
@@ -201,43 +210,99 @@ def changes(source: str, chosen: dict[int, int]) -> tuple[ast.Module, list[str]]
     return tree, pass_.found
 
 
-class _Entries(ast.NodeTransformer):
-    """Switches on the number of a function at its entry; of one within another, the outer's."""
+@attrs.frozen
+class Part:
+    """A block or an expression, by a name without lines, which move.
 
-    def __init__(self, numbers: dict[str, int]) -> None:
-        self.numbers = numbers  # by qualified name
-        self.within: list[str] = []
+    A block is a function, an arm of a condition, the body of a loop or of a handler, and is named
+    by what leads to it. An expression is a comparison or the like, without effects.
+    """
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        self.within.append(node.name)
-        self.generic_visit(node)
-        self.within.pop()
-        return node
-
-    def visit_FunctionDef(self, node: Any) -> Any:
-        number = self.numbers[".".join([*self.within, node.name])]
-        node.body.insert(ast.get_docstring(node) is not None, ast.Expr(_call("on", number)))
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef
+    name: str
+    around: str  # the name of the block that it is in; empty for a function
+    lines: set[int]  # of the source, whose edit is one of this part
+    body: list[ast.stmt] | None  # of a block
 
 
-def functions(source: str) -> dict[str, range]:
-    """Return the lines of each function of a module, by qualified name."""
-    found: dict[str, range] = {}
-    within = [("", each) for each in ast.parse(source).body]
+def parts(tree: ast.Module) -> list[Part]:
+    """Return what a module's functions are made of; expressions' nodes get their `name`."""
+    found: list[Part] = []
+
+    def enter(name: str, around: str, body: list[Any], *heads: Any) -> None:
+        lines = {line for each in [*heads, *body] for line in _lines(each)}
+        found.append(Part(name, around, lines, body))
+        for each in body:
+            walk(each, name)
+
+    def walk(node: Any, block: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            enter(f"{block}/def {node.name}", block, node.body, node.args)
+            return
+        if isinstance(node, ast.If | ast.While | ast.For):
+            head = node.iter if isinstance(node, ast.For) else node.test
+            walk(head, block)
+            at = f"{block}/{type(node).__name__} {ast.unparse(head)}"
+            enter(at, block, node.body, head)
+            if isinstance(node, ast.If) or node.orelse:
+                enter(f"{at}/else", block, node.orelse, head)
+            return
+        if isinstance(node, ast.ExceptHandler | ast.match_case):
+            of = node.type if isinstance(node, ast.ExceptHandler) else node.pattern
+            at = f"{block}/{type(node).__name__} {of and ast.unparse(of)}"
+            enter(at, block, node.body, *([of] if of else []))
+            return
+        if isinstance(node, ast.Compare | ast.BoolOp | ast.BinOp) and _is_pure(node):
+            node.name = f"{block}|{ast.unparse(node)}"  # type: ignore[union-attr]
+            found.append(Part(node.name, block, {*_lines(node)}, None))  # type: ignore[union-attr]
+        for each in ast.iter_child_nodes(node):
+            walk(each, block)
+
+    within = [("", each) for each in tree.body]
     for prefix, node in within:
         name = f"{prefix}{getattr(node, 'name', '')}"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            # A property's setter has the name of its getter.
-            start = min(first, found[name].start) if name in found else first
-            found[name] = range(start, (node.end_lineno or first) + 1)
+            enter(name, "", node.body, *node.decorator_list, node)
         else:
             inner = ast.iter_child_nodes(node)
             outer = f"{name}." if isinstance(node, ast.ClassDef) else prefix
             within += [(outer, each) for each in inner if isinstance(each, ast.stmt)]
     return found
+
+
+def _lines(node: Any) -> range:
+    return range(node.lineno, node.end_lineno + 1) if hasattr(node, "lineno") else range(0)
+
+
+def _is_pure(node: ast.AST) -> bool:
+    """Whether an expression can be evaluated twice, as far as its text tells."""
+    within = [*ast.walk(node)]
+    calls = [each.func for each in within if isinstance(each, ast.Call)]
+    names = [getattr(each, "id", getattr(each, "attr", "")) for each in calls]
+    return all(map(_PURE.fullmatch, names)) and not any(
+        isinstance(each, _NOT_IN_LAMBDA) for each in within
+    )
+
+
+class _Values(_Changes):
+    """Puts changes of the expressions that `parts` has named behind switches."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        super().__init__({})
+        self.numbers = numbers
+
+    def _number(self, node: Any, what: str) -> int | None:
+        return self.numbers.get(getattr(node, "name", "")) if self.is_run else None
+
+
+def with_switches(source: str, numbers: dict[str, int]) -> ast.Module:
+    """Return a module whose parts have switches: at the entry of a block, and on expressions."""
+    tree = ast.parse(source)
+    for each in parts(tree):
+        if each.body is not None and each.name in numbers:
+            first = each.body[0] if each.body else None
+            is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            each.body.insert(is_text, ast.Expr(_call("on", numbers[each.name])))
+    return ast.fix_missing_locations(_Values(numbers).visit(tree))
 
 
 def named(path: Path, change: str) -> tuple[str, str, str]:
@@ -273,7 +338,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if all(key.isdecimal() for key in self.chosen):
             tree, _ = changes(source, {int(key): number for key, number in self.chosen.items()})
         else:
-            tree = ast.fix_missing_locations(_Entries(self.chosen).visit(ast.parse(source)))
+            tree = with_switches(source, self.chosen)
         return compile(tree, self.path, "exec")
 
 

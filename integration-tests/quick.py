@@ -1,35 +1,41 @@
 """Run tests of what has changed, for a minute and a half; `hatch run quick`.
 
-Functions that differ from `--against` (a commit; HEAD when left out) are looked up in
-`reached.json.gz`, which has the tests that run each function. Tests that run few functions come
-first, files take turns, and tests are taken until their seconds add up to `--seconds` for each of
-two workers. Tests whose own file has changed run too. Further arguments go to pytest.
+Parts of functions that differ from `--against` (a commit; HEAD when left out) are looked up in
+`reached.npz`, which has the tests that run each part: each function, each arm of a condition, and
+each comparison, with the tests to which another one would matter. Tests that are short and run few
+parts come first, and are taken until their seconds add up to `--seconds` for each of two workers.
+Tests whose own file has changed run too. Further arguments go to pytest.
 
-`--learn` writes `reached.json.gz` anew: all tests that are not slow run once, with a switch at the
-entry of every function of the packages (see `mutate.py`). It takes half an hour; a map that is some
-weeks old is only less exact, as names of functions change little.
+`--learn` writes `reached.npz` anew: all tests that are not slow run once, with switches in all
+parts of the packages (see `mutate.py`). It takes forty minutes. A map that is some weeks old is
+only less exact: a part is known by its text, and new text by what is around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
-import gzip
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import mutate
+import numpy as np
+import numpy.typing as npt
 
-_MAP: Final = Path(__file__).with_name("reached.json.gz")
+_MAP: Final = Path(__file__).with_name("reached.npz")
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _WORKERS: Final = 2
-_MOST: Final = 200  # tests of a function that are kept
+_FIXED_S: Final = 0.05  # that a test costs beside its own seconds
 _NOT_ASKED: Final = "not slow and not gpu"
 
 
@@ -43,20 +49,24 @@ def sources() -> dict[str, Path]:
     return found
 
 
-def changed_lines(against: str) -> dict[Path, set[int]]:
-    """Return the lines of each file of Python that differ from a commit, and those of new files."""
-    found = collections.defaultdict[Path, set[int]](set)
-    told = _git("diff", "-U0", "--no-color", "--no-ext-diff", against, "--", "*.py")
+def changed_lines(against: str) -> dict[Path, tuple[set[int], set[int]]]:
+    """Return, of each file of Python that differs from a commit, its lines there and its lines now.
+
+    A file that the commit does not have differs in all of its lines.
+    """
+    found = collections.defaultdict[Path, tuple[set[int], set[int]]](lambda: (set(), set()))
+    told = _git("diff", "-U0", "--no-color", "--no-ext-diff", "--no-renames", against, "--", "*.py")
     path = _ROOT
     for line in told.splitlines():
-        if line.startswith("+++ "):
-            path = _ROOT / line.removeprefix("+++ b/")
-        elif said := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
-            first, count = int(said[1]), int(said[2] or 1)
-            # Lines that were removed were in the function of the lines beside them.
-            found[path] |= {*range(first, first + count)} if count else {first, first + 1}
+        if line.startswith(("--- a/", "+++ b/")):
+            path = _ROOT / line[6:]
+        elif said := re.match(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", line):
+            for lines, first, count in zip(
+                found[path], said.group(1, 3), said.group(2, 4), strict=True
+            ):
+                lines |= {*range(int(first), int(first) + int(count or 1))}
     for name in _git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines():
-        found[_ROOT / name] = {*range(1, 1 + len((_ROOT / name).read_text().splitlines()))}
+        found[_ROOT / name][1].update(range(1, 1 + len((_ROOT / name).read_text().splitlines())))
     return {path: lines for path, lines in found.items() if path.exists()}
 
 
@@ -64,45 +74,109 @@ def _git(*words: str) -> str:
     return subprocess.check_output(["git", *words], cwd=_ROOT, text=True)
 
 
-def functions_at(module: str, path: Path, lines: set[int]) -> list[str]:
-    """Return the functions that have these lines; all of the module for a line outside of them."""
-    spans = mutate.functions(path.read_text())
-    inside = [name for name, span in spans.items() if lines & {*span}]
-    covered = {line for name in inside for line in spans[name]}
-    return [f"{module}:{name}" for name in (inside if lines <= covered else spans)]
+def parts_at(module: str, source: str, lines: set[int]) -> list[str]:
+    """Return the innermost parts that have these lines: expressions first, then blocks.
+
+    A line outside of functions is one of every function of the module.
+    """
+    found = mutate.parts(ast.parse(source))
+    chosen: dict[str, bool] = {}
+    for line in lines:
+        here = [each for each in found if line in each.lines]
+        around = {each.around for each in here if each.body is not None}
+        inner = [each for each in here if each.name not in around]
+        for each in inner or [each for each in found if not each.around]:
+            chosen[each.name] = each.body is None
+            if each.body is None:
+                chosen.setdefault(each.around, False)
+    return [f"{module}:{name}" for name in sorted(chosen, key=chosen.__getitem__, reverse=True)]
 
 
 def tests_after(module: str, path: Path, lines: set[int], seconds: float) -> dict[str, float]:
     """Return the tests that run after an edit of these lines; see `tests_of`."""
-    return tests_of(functions_at(module, path, lines), _WORKERS * seconds)
+    return tests_of(parts_at(module, path.read_text(), lines), _WORKERS * seconds)
 
 
-def tests_of(functions: Sequence[str], seconds: float) -> dict[str, float]:
-    """Return tests that run these functions, and their seconds, which add up to `seconds` at most.
+def tests_of(names: Sequence[str], seconds: float) -> dict[str, float]:
+    """Return tests that run these parts, and their seconds, which add up to `seconds` at most.
 
-    Functions take turns: each has its best test before one has its second.
+    First those of expressions, to which a change of them would give another value; then those that
+    enter the blocks; then those of the functions. Parts take turns.
     """
-    said = _read_map()
+    known = Reached.read()
+    parts = [*filter(None, map(known.nearest, names))]
+    expressions = [each for each in parts if "|" in each]
+    blocks = [each for each in parts if "|" not in each]
+    functions = [re.split(r"[/|]", each)[0] for each in parts]
     found: dict[str, float] = {}
-    for turn in range(_MOST):
-        for name in functions:
-            if turn >= len(said["functions"].get(name, ())):
+    for asked in (expressions, blocks, functions):
+        turns = itertools.zip_longest(*map(known.in_order, dict.fromkeys(asked)))
+        for row in itertools.chain.from_iterable(turns):
+            if row is None or (test := known.tests[row]) in found:
                 continue
-            test, took = said["tests"][said["functions"][name][turn]]
-            if test not in found and took <= seconds:
+            if (took := float(known.seconds[row])) <= seconds:
                 found[test] = took
                 seconds -= took
     return found
 
 
-def _read_map() -> dict[str, Any]:
-    """Return what `write_map` has written: tests with seconds, and tests of functions by place."""
-    return json.loads(gzip.decompress(_MAP.read_bytes()))
+@attrs.frozen(eq=False)
+class Reached:
+    """The tests that run each part of the packages, as `reached.npz` has them."""
+
+    tests: Sequence[str]
+    seconds: npt.NDArray[np.float32]
+    columns: Mapping[str, int]  # by key of a part
+    matrix: npt.NDArray[np.bool_]  # (tests, parts)
+
+    @classmethod
+    def read(cls) -> Reached:
+        """Return what `write` has written."""
+        with np.load(_MAP) as file:
+            tests, keys = (file[name].tobytes().decode().split("\n") for name in ("tests", "keys"))
+            matrix = np.unpackbits(file["matrix"], axis=1, count=len(keys)).astype(bool)
+            places = {key: at for at, key in enumerate(keys)}
+            return cls(tests, file["seconds"], places, matrix)
+
+    @classmethod
+    def write(cls, numbers: Mapping[str, int], tests: list[dict[str, Any]]) -> None:
+        """Keep which tests reach which parts, and how long each test takes."""
+        tests = sorted(tests, key=lambda each: each["test"])
+        matrix = np.zeros((len(tests), len(numbers)), bool)
+        for at, each in enumerate(tests):
+            matrix[at, np.array(each["reached"]) - 1] = True
+        used = matrix.any(0)
+        names = [name for at, name in enumerate(numbers) if used[at]]
+        np.savez_compressed(
+            _MAP,
+            tests=_as_bytes("\n".join(each["test"] for each in tests)),
+            seconds=np.array([each["took"] for each in tests], np.float32).round(2),
+            keys=_as_bytes("\n".join(_key(name) for name in names)),
+            matrix=np.packbits(matrix[:, used], axis=1),
+        )
+
+    def nearest(self, name: str) -> str:
+        """Return the part of this name, or, where the code is new, the one around it."""
+        while name and _key(name) not in self.columns:
+            name = max(name.rpartition("/")[0], name.rpartition("|")[0], key=len)
+        return name
+
+    def in_order(self, name: str) -> Sequence[int]:
+        """Return the places of the tests that run a part, short ones that run little first.
+
+        Such a test is about what it runs, and most of them fit into the time.
+        """
+        rows = np.flatnonzero(self.matrix[:, self.columns[_key(name)]])
+        cost = (_FIXED_S + self.seconds[rows]) * self.matrix[rows].sum(1)
+        return rows[np.argsort(cost, kind="stable")].tolist()
 
 
-def known_tests() -> list[str]:
-    """Return the tests that the map has."""
-    return [test for test, _ in _read_map()["tests"]]
+def _key(name: str) -> str:
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
+def _as_bytes(text: str) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 def learn(num_sessions: int) -> None:
@@ -110,49 +184,15 @@ def learn(num_sessions: int) -> None:
     numbers: dict[str, int] = {}
     modules: dict[str, dict[str, int]] = {}
     for module, path in sources().items():
-        for name in mutate.functions(path.read_text()):
-            numbers[f"{module}:{name}"] = len(numbers) + 1
-            modules.setdefault(module, {})[name] = len(numbers)
+        for part in mutate.parts(ast.parse(path.read_text())):
+            number = numbers.setdefault(f"{module}:{part.name}", len(numbers) + 1)
+            modules.setdefault(module, {})[part.name] = number
     folder = Path(tempfile.mkdtemp(prefix="quick-"))
     (folder / "learnt").mkdir()
     (folder / "run.json").write_text(json.dumps({"modules": modules, "seconds": 0, "order": []}))
     tests = ["-m", _NOT_ASKED, "packages", "integration-tests"]
     mutate.run_sessions(folder, len(numbers), num_sessions, tests, "drawn")
-    write_map(numbers, mutate.read(folder, "reach"))
-
-
-def write_map(numbers: Mapping[str, int], tests: list[dict[str, Any]]) -> None:
-    """Keep the tests of each function that are best at it, and the seconds of each test."""
-    tests = sorted(tests, key=lambda each: each["test"])
-    by_function = collections.defaultdict[int, list[int]](list)
-    for at, each in enumerate(tests):
-        for number in each["reached"]:
-            by_function[number].append(at)
-    functions = {}
-    for name, number in sorted(numbers.items()):
-        found = in_turns(by_function[number], tests)[:_MOST]
-        if found:
-            functions[name] = found
-    kept = sorted({at for found in functions.values() for at in found})
-    place = {at: index for index, at in enumerate(kept)}
-    said = {
-        "tests": [[tests[at]["test"], round(tests[at]["took"], 2)] for at in kept],
-        "functions": {name: [place[at] for at in found] for name, found in functions.items()},
-    }
-    # Without a time in it, so that equal maps are equal files.
-    _MAP.write_bytes(gzip.compress(json.dumps(said).encode(), mtime=0))
-
-
-def in_turns(found: Iterable[int], tests: list[dict[str, Any]]) -> list[int]:
-    """Order tests: in each file those first that run little and are short; files take turns."""
-    best = sorted(found, key=lambda at: (1 + tests[at]["took"]) * len(tests[at]["reached"]))
-    turns = collections.Counter[str]()
-    order = []
-    for place, at in enumerate(best):
-        path = tests[at]["test"].partition("::")[0]
-        order.append((turns[path], place, at))
-        turns[path] += 1
-    return [at for _, _, at in sorted(order)]
+    Reached.write(numbers, mutate.read(folder, "reach"))
 
 
 def main() -> int:
@@ -168,17 +208,18 @@ def main() -> int:
         return 0
     modules = {path: module for module, path in sources().items()}
     changed = changed_lines(options.against)
-    names = [
-        name
-        for path, lines in changed.items()
-        if path in modules
-        for name in functions_at(modules[path], path, lines)
-    ]
+    names = dict[str, None]()
+    for path, (before, now) in changed.items():
+        if path in modules:
+            # What was removed is known by its old name, what was added by what is around it.
+            old = _git("show", f"{options.against}:{path.relative_to(_ROOT)}") if before else ""
+            for source, lines in ((old, before), (path.read_text(), now)):
+                names.update(dict.fromkeys(parts_at(modules[path], source, lines)))
     own = [path for path in changed if path.name.startswith("test_")]
-    chosen = tests_of(names, _WORKERS * options.seconds)
+    chosen = tests_of([*names], _WORKERS * options.seconds)
     print(
-        f"{len(names)} functions and {len(own)} files of tests differ from {options.against}: "
-        f"{len(chosen)} tests run these functions"
+        f"{len(names)} parts of functions and {len(own)} files of tests differ from "
+        f"{options.against}: {len(chosen)} tests run these parts"
     )
     if not chosen and not own:
         return 0

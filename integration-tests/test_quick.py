@@ -1,8 +1,13 @@
-"""`hatch run quick` finds the functions that an edit is in, and tests that run them."""
+"""`hatch run quick` finds the parts of functions that an edit is in, and tests that run them."""
 
+import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import mutate
 import pytest
 import quick
 
@@ -15,6 +20,10 @@ def first(x):
     def inner():
         return x
 
+    if x > 1 and send(x):
+        return inner
+    elif x:
+        close()
     return inner
 
 
@@ -35,24 +44,50 @@ if LIMIT:
     def last():
         return 1
 """
+ARM, ELSE = "first/If x > 1 and send(x)", "first/If x > 1 and send(x)/else"
 EDITS = {
-    "a body": ({9}, ["m:first"]),
-    "a function within": ({7}, ["m:first"]),
-    "a decorator": ({4}, ["m:first"]),
-    "a setter": ({21}, ["m:Thing.name"]),
-    "two functions": ({6, 27}, ["m:first", "m:last"]),
-    "a constant": ({1}, ["m:first", "m:Thing.name", "m:last"]),
-    "a field beside a body": ({9, 13}, ["m:first", "m:Thing.name", "m:last"]),
+    "a statement": ({13}, ["first"]),
+    "a function within": ({7}, ["first/def inner"]),
+    "an arm": ({10}, [ARM]),
+    "an arm of an arm": ({12}, [f"{ELSE}/If x"]),
+    # Its call has effects, so it is not evaluated twice; the comparison within it may be.
+    "a condition": ({9}, ["first|x > 1", "first", ARM, ELSE]),
+    "a decorator": ({4}, ["first"]),
+    "a setter": ({25}, ["Thing.name"]),
+    "two functions": ({13, 31}, ["first", "last"]),
+    "a constant": ({1}, ["first", "last", "Thing.name"]),
+    "a field beside a body": ({13, 17}, ["first", "last", "Thing.name"]),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_in_the_functions_that_have_its_lines(edit: str, tmp_path: Path) -> None:
+def test_an_edit_is_in_the_parts_that_have_its_lines(edit: str) -> None:
     """A line outside of all functions may matter to each of the module."""
-    path = tmp_path / "m.py"
-    path.write_text(SOURCE)
     lines, expected = EDITS[edit]
-    assert sorted(quick.functions_at("m", path, lines)) == sorted(expected)
+    found = quick.parts_at("m", SOURCE, lines)
+    assert sorted(found) == sorted(f"m:{name}" for name in expected)
+    assert not any("|" in name for name in found[1:]), "expressions come first"
+
+
+def test_switches_leave_a_module_as_it_was_and_tell_what_is_run() -> None:
+    """`x >= 1` in place of `x > 1` matters to a test that passes 1."""
+    names = [each.name for each in mutate.parts(ast.parse(SOURCE))]
+    tree = mutate.with_switches(SOURCE, {name: at for at, name in enumerate(names)})
+    reached = set[str]()
+
+    def choose(number: int, changed: Callable[[], Any], original: Callable[[], Any]) -> Any:
+        reached.update({names[number]} if changed() != original() else ())
+        return original()
+
+    switches = SimpleNamespace(on=lambda at: reached.add(names[at]), choose=choose)
+    module = {"__mutant__": switches, "decorated": lambda f: f, "send": bool, "close": list}
+    exec(compile(tree, "m", "exec"), module)
+    first: Any = module["first"]
+
+    for value, parts in {2: [ARM], 1: ["first|x > 1", ELSE, f"{ELSE}/If x"]}.items():
+        reached.clear()
+        assert first(value)() == value
+        assert reached == {"first", "first/def inner", *parts}
 
 
 def test_tests_are_taken_until_the_time_is_spent() -> None:
@@ -65,7 +100,7 @@ def test_tests_are_taken_until_the_time_is_spent() -> None:
 
 def test_the_map_is_of_tests_that_exist() -> None:
     """Else learn it anew: `hatch run quick --learn`."""
-    tests = quick.known_tests()
+    tests = quick.Reached.read().tests
     texts = {file: Path(file) for file, _, _ in (test.partition("::") for test in tests)}
     names = {
         file: set(re.findall(r"def (test_\w+)", path.read_text())) if path.exists() else set()
