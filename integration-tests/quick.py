@@ -24,6 +24,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ _MAP: Final = Path(__file__).with_name("reached.npz")
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _WORKERS: Final = 2
 _FIXED_S: Final = 0.05  # that a test costs beside its own seconds
+_LEFT_BY_ARMS: Final = 0.5  # of the time: for tests that need not enter an arm of what is called
 _NOT_ASKED: Final = "not slow and not gpu"
 
 
@@ -92,29 +94,68 @@ def parts_at(module: str, source: str, lines: set[int]) -> list[str]:
     return [f"{module}:{name}" for name in sorted(chosen, key=chosen.__getitem__, reverse=True)]
 
 
+def called_at(source: str, lines: set[int]) -> set[str]:
+    """Return the names of functions that are called on these lines."""
+    calls = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)]
+    here = [
+        each.func for each in calls if lines & {*range(each.lineno, 1 + (each.end_lineno or 0))}
+    ]
+    return {getattr(each, "id", getattr(each, "attr", "")) for each in here}
+
+
+def arms_of(calls: AbstractSet[str]) -> list[str]:
+    """Return the parts of all functions of these names, in any module, but for their entries."""
+    found = []
+    for module, path in sources().items():
+        source = path.read_text()
+        if any(f"def {name}(" in source for name in calls):
+            inner = [each for each in mutate.parts(ast.parse(source)) if each.around]
+            names = {each.name: re.split(r"[/|]", each.name)[0] for each in inner}
+            found += [
+                f"{module}:{name}" for name, of in names.items() if of.rpartition(".")[2] in calls
+            ]
+    return found
+
+
 def tests_after(module: str, path: Path, lines: set[int], seconds: float) -> dict[str, float]:
     """Return the tests that run after an edit of these lines; see `tests_of`."""
-    return tests_of(parts_at(module, path.read_text(), lines), _WORKERS * seconds)
+    source = path.read_text()
+    names = parts_at(module, source, lines)
+    return tests_of(names, _WORKERS * seconds, called_at(source, lines))
 
 
-def tests_of(names: Sequence[str], seconds: float) -> dict[str, float]:
+def tests_of(
+    names: Sequence[str], seconds: float, calls: AbstractSet[str] = frozenset()
+) -> dict[str, float]:
     """Return tests that run these parts, and their seconds, which add up to `seconds` at most.
 
     First those of expressions, to which a change of them would give another value; then those that
-    enter the blocks; then those of the functions. Parts take turns.
+    enter the blocks, and before them, for a part of the time, those that also enter an arm of what
+    is called there; then those of the functions. Parts take turns.
     """
     known = Reached.read()
     parts = [*filter(None, map(known.nearest, names))]
     expressions = [each for each in parts if "|" in each]
     blocks = [each for each in parts if "|" not in each]
     functions = [re.split(r"[/|]", each)[0] for each in parts]
+    inside = {row for each in blocks for row in known.in_order(each)}
+    arms = [
+        [row for row in known.in_order(each) if row in inside]
+        for each in arms_of(calls)
+        if each in known
+    ]
     found: dict[str, float] = {}
-    for asked in (expressions, blocks, functions):
-        turns = itertools.zip_longest(*map(known.in_order, dict.fromkeys(asked)))
-        for row in itertools.chain.from_iterable(turns):
+    groups = [
+        (map(known.in_order, dict.fromkeys(expressions)), 0.0),
+        (arms, _LEFT_BY_ARMS * seconds),
+        (map(known.in_order, dict.fromkeys(blocks)), 0.0),
+        (map(known.in_order, dict.fromkeys(functions)), 0.0),
+    ]
+    for orders, left in groups:
+        for row in itertools.chain.from_iterable(itertools.zip_longest(*orders)):
             if row is None or (test := known.tests[row]) in found:
                 continue
-            if (took := float(known.seconds[row])) <= seconds:
+            if (took := float(known.seconds[row])) <= seconds - left:
                 found[test] = took
                 seconds -= took
     return found
@@ -155,9 +196,12 @@ class Reached:
             matrix=np.packbits(matrix[:, used], axis=1),
         )
 
+    def __contains__(self, name: str) -> bool:
+        return _key(name) in self.columns
+
     def nearest(self, name: str) -> str:
         """Return the part of this name, or, where the code is new, the one around it."""
-        while name and _key(name) not in self.columns:
+        while name and name not in self:
             name = max(name.rpartition("/")[0], name.rpartition("|")[0], key=len)
         return name
 
@@ -208,15 +252,16 @@ def main() -> int:
         return 0
     modules = {path: module for module, path in sources().items()}
     changed = changed_lines(options.against)
-    names = dict[str, None]()
+    names, calls = dict[str, None](), set[str]()
     for path, (before, now) in changed.items():
         if path in modules:
             # What was removed is known by its old name, what was added by what is around it.
             old = _git("show", f"{options.against}:{path.relative_to(_ROOT)}") if before else ""
             for source, lines in ((old, before), (path.read_text(), now)):
                 names.update(dict.fromkeys(parts_at(modules[path], source, lines)))
+                calls |= called_at(source, lines)
     own = [path for path in changed if path.name.startswith("test_")]
-    chosen = tests_of([*names], _WORKERS * options.seconds)
+    chosen = tests_of([*names], _WORKERS * options.seconds, calls)
     print(
         f"{len(names)} parts of functions and {len(own)} files of tests differ from "
         f"{options.against}: {len(chosen)} tests run these parts"

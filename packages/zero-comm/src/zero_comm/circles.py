@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import UNEVEN, blocking_torch_call, by_all_ranks, collective_call
+from .calls import UNEVEN, alone_in, blocking_torch_call, by_all_ranks, collective_call
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
@@ -208,8 +208,7 @@ def _describe(chain: Mapping[int, _Position]) -> str:
         for r in ranks
     ]
     alone = [
-        f"rank {rank} is in {chain[rank].call}, which must be called on all ranks, after as many "
-        "backwards and steps on each"
+        alone_in(rank, chain[rank].call)
         for rank in ranks
         if chain[rank].call and any(chain[r].call != chain[rank].call for r in ranks)
     ]

@@ -40,6 +40,16 @@ class Placements:
     grads: Placement
     optim: Placement
 
+    def __str__(self) -> str:
+        """Return the stage, which is the number of kinds that are sharded, and these kinds."""
+        kinds = {
+            "optimizer state": self.optim,
+            "gradients": self.grads,
+            "parameters": self.params,
+        }
+        sharded = [kind for kind, placement in kinds.items() if placement is Placement.SHARDED]
+        return f"{len(sharded)} (sharded: {', '.join(sharded) or 'nothing'})"
+
 
 REPLICATED, SHARDED = Placement
 STAGES: Final = {

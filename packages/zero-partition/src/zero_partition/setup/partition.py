@@ -575,7 +575,7 @@ def _describe(
     model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: ModelOffload
 ) -> dict[str, str]:
     """Return facts that ranks must agree on, by name; those of the optimizer are not among them."""
-    placements, backends = config.placements, residence.backends
+    backends = residence.backends
     of_groups = residence.routes.of_groups
     when = "deferred" if backends.is_delayed else "right away"
     early = [
@@ -585,9 +585,7 @@ def _describe(
     ]
     found = zlib.crc32(" ".join(early).encode())
     return {
-        "the stage, which says the placement of parameters": placements.params.value,
-        "the stage, which says the placement of gradients": placements.grads.value,
-        "the stage, which says the placement of optimizer state": placements.optim.value,
+        "the stage": str(config.placements),
         **{name: str(value) for name, value in asdict(config.limits).items()},
         **describe_parameters(plans, ""),
         **describe_others(plans, of_groups),
