@@ -292,7 +292,7 @@ DISAGREEMENTS: dict[Callable[[Group], None], str] = {
     _one_more_layer: r"only rank 2 has parameter '2\.weight'|rank 2 has parameter '2\.weight'",
     _another_dtype: r"parameter 'weight': rank 0 has .*float32.*rank 2 has .*bfloat16",
     _frozen_on_one: r"parameter 'bias': rank 0 has .*trainable.*rank 2 has .*frozen",
-    _another_stage: r"the stage: rank 0 has 1 \(sharded: optimizer state\), rank 2 has 3 \(sharded: ",
+    _another_stage: r"the stage: rank 0 has 1 \(sharded: opt.* state\), rank 2 has 3 \(sharded: ",
     _another_window: r"window: rank 0 has 2, rank 2 has 3",
     _another_optimizer: r"optimizer: rank 0 has AdamW, rank 2 has SGD",
     _another_weight_decay: r"weight_decay: rank 0 has 0\.1, rank 2 has 0\.2",

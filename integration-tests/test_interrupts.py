@@ -325,6 +325,53 @@ def test_a_backward_that_ran_out_of_memory_in_a_gather_may_be_run_again(group: G
     optimizer.zero_grad()
 
 
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+_AFTER: Final[dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], object]]] = {
+    "a step": lambda model, optimizer: optimizer.step(),
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "a forward": _train,
+    "a forward of a part": lambda model, optimizer: model[0](torch.ones(2, 4)).sum().backward(),
+    "a write": lambda model, optimizer: zero_engine.set_full_param(
+        model[0].weight, torch.ones(4, 4)
+    ),
+    "a read": lambda model, optimizer: zero_engine.full_state_dict(model),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(
+        {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+    ),
+    "release_buffers": lambda model, optimizer: zero_engine.release_buffers(model),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", _AFTER)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_follows_a_broken_forward_is_as_if_it_had_not_been(
+    group: Group, after: str, stage: int
+) -> None:
+    """Whatever is called first has to end the forward, which did not come to say that it ended."""
+
+    def run(is_broken: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage), group=group)
+        _train(model, optimizer)
+        model(torch.ones(2, 4)).sum().backward()
+        if is_broken:
+            ends = mock.patch.object(Schedule, "after_forward", side_effect=InterruptError)
+            with ends, pytest.raises(InterruptError):
+                model(torch.ones(2, 4))
+        _AFTER[after](model, optimizer)
+        _train(model, optimizer)
+        return zero_engine.full_state_dict(model)
+
+    assert are_equal([*run(True).values()], [*run(False).values()])
+
+
 def _interrupted_step(
     case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, interrupting: Interrupting
 ) -> list[Any]:

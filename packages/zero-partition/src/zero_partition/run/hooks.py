@@ -137,15 +137,18 @@ class ModuleCallWrapper(Bound):
 
     def _finish(self, raised: bool) -> ForwardCall | None:
         call, written = None, ""
-        if self.unit is not None:
-            if not (raised or is_in_backward()) and self.unit.depth == 1:
-                written = self.unit.find_written()
-            call = self.sharded.schedule.after_forward(self.unit, raised=raised)
-            if self.unit.placement is Placement.SHARDED and is_any_autocast_enabled():
-                # Autocast would keep a cast of every unit's parameters.
-                torch.clear_autocast_cache()
-        if self.is_model:
-            self.sharded.end_forward()
+        try:
+            if self.unit is not None:
+                if not (raised or is_in_backward()) and self.unit.depth == 1:
+                    written = self.unit.find_written()
+                call = self.sharded.schedule.after_forward(self.unit, raised=raised)
+                if self.unit.placement is Placement.SHARDED and is_any_autocast_enabled():
+                    # Autocast would keep a cast of every unit's parameters.
+                    torch.clear_autocast_cache()
+        finally:
+            # Guards are hidden until then, and a backward would take them for gradients dropped.
+            if self.is_model:
+                self.sharded.end_forward()
         if written:
             raise StateError(written)
         return call
