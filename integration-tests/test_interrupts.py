@@ -330,6 +330,11 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def _write_gathered(param: nn.Parameter) -> None:
+    with zero_engine.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        param.fill_(1.0)
+
+
 _AFTER: Final[dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], object]]] = {
     "a step": lambda model, optimizer: optimizer.step(),
     "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
@@ -337,6 +342,11 @@ _AFTER: Final[dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], object]
     "a forward of a part": lambda model, optimizer: model[0](torch.ones(2, 4)).sum().backward(),
     "a write": lambda model, optimizer: zero_engine.set_full_param(
         model[0].weight, torch.ones(4, 4)
+    ),
+    "a write inside a context": lambda model, optimizer: _write_gathered(model[0].weight),
+    "offload_states": lambda model, optimizer: (
+        zero_engine.offload_states(model),
+        zero_engine.reload_states(model),
     ),
     "a read": lambda model, optimizer: zero_engine.full_state_dict(model),
     "load_state_dict": lambda model, optimizer: model.load_state_dict(

@@ -657,6 +657,14 @@ class ShardedModel:
         self.schedule.reset()
         self.hide_guards(is_hidden=False)
 
+    def is_in_use(self, unit: Unit | None = None) -> bool:
+        """Return whether a forward or backward is running that uses a unit; any unit when None."""
+        if not is_in_backward():
+            self.end_broken_calls()
+        if unit is not None:
+            return self.schedule.is_in_use(unit)
+        return bool(self.forwards) or is_in_backward() or self.schedule.is_running
+
     def hide_guards(self, unit: Unit | None = None, *, is_hidden: bool) -> None:
         """Take guards out of `param.grad` during a forward, or put them back. Local.
 

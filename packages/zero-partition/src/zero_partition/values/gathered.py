@@ -135,7 +135,7 @@ class ShardedParams:
             self.sharded.refuse_own_ranks(f"{what} with modifier_rank={modifier_rank}")
         self.sharded.follow_shard_writes()
         for param_ref in self.param_refs:
-            if not is_for_reading and self.sharded.schedule.is_in_use(param_ref.unit):
+            if not is_for_reading and self.sharded.is_in_use(param_ref.unit):
                 raise StateError(
                     f"{what}: parameter {param_ref.name!r} cannot be modified while its unit "
                     f"{param_ref.unit.name!r} runs forward or backward (rank "

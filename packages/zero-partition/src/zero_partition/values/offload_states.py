@@ -26,7 +26,7 @@ from zero_partition.stand_in import (
     StateKind,
     View,
 )
-from zero_partition.torch_private import is_in_backward, plain_access, storage_key
+from zero_partition.torch_private import plain_access, storage_key
 
 
 @collective
@@ -145,7 +145,7 @@ def _check_idle(sharded: ShardedModel) -> None:
             f"{what}: state of this model is parked already: {kinds} (rank {rank}); call "
             "zero_engine.reload_states(model) first, and then park all that should be, at once"
         )
-    if sharded.forwards or is_in_backward() or sharded.schedule.is_running:
+    if sharded.is_in_use():
         raise StateError(
             f"{what} during a forward or backward of the model (rank {rank}); call it between them"
         )

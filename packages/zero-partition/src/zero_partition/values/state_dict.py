@@ -341,7 +341,7 @@ class _ModuleHooks(Bound):
                 value = state[name].detach() if exact is None else exact
                 state[name] = value.to("cpu" if goes_to_host else value.device, copy=True)
         for unit in dict.fromkeys(param_ref.unit for param_ref in given.values()):
-            if not self.sharded.schedule.is_in_use(unit):
+            if not self.sharded.is_in_use(unit):
                 unit.reshard()
 
     def before_load(  # noqa: PLR0917 (torch passes them by position)

@@ -193,7 +193,7 @@ class ParamValue(Value):
 
     def _check_free(self) -> None:
         unit = self.param_ref.unit
-        if self.sharded.schedule.is_in_use(unit):
+        if self.sharded.is_in_use(unit):
             raise self.refusal(
                 f" is in use by a forward or backward of its unit {unit.name!r} (rank "
                 f"{self.rank}); write it between steps"
