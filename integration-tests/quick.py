@@ -4,6 +4,7 @@ Parts of functions that differ from `--against` (a commit; HEAD when left out) a
 `reached.npz`, which has the tests that run each part: each function, each arm of a condition, and
 each comparison, with the tests to which another one would matter. Tests that are short and run few
 parts come first, and are taken until their seconds add up to `--seconds` for each of two workers.
+Where a function is called, tests that enter an arm of it have half of the time; decision 0070.
 Tests whose own file has changed run too. Further arguments go to pytest.
 
 `--learn` writes `reached.npz` anew: all tests that are not slow run once, with switches in all
@@ -244,7 +245,7 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     asked.add_argument("--against", default="HEAD", help="a commit; HEAD when left out")
     asked.add_argument("--seconds", type=float, default=45, help="of tests in each worker")
-    asked.add_argument("--learn", action="store_true", help="write reached.json.gz anew")
+    asked.add_argument("--learn", action="store_true", help="write reached.npz anew")
     options, others = asked.parse_known_args()
     if options.learn:
         # As many as workers, so that seconds are those of a later run.

@@ -98,6 +98,17 @@ def test_tests_are_taken_until_the_time_is_spent() -> None:
     assert len({test.partition("::")[0] for test in few}) > 1, "files take turns"
 
 
+def test_a_call_is_tested_where_it_does_something() -> None:
+    """Nearly all calls of this function return at once; some tests of the others are taken."""
+    step, calls = "zero_partition.run.sharded_model:ShardedModel.before_step", {"end_broken_calls"}
+    known = quick.Reached.read()
+    arms = [{*known.in_order(arm)} for arm in quick.arms_of(calls) if arm in known]
+    rare = {known.tests[row] for row in min(arms, key=len)}
+
+    assert rare & {*quick.tests_of([step], 20.0, calls)}
+    assert len(rare) < len(known.in_order(step)) / 10
+
+
 def test_the_map_is_of_tests_that_exist() -> None:
     """Else learn it anew: `hatch run quick --learn`."""
     tests = quick.Reached.read().tests
