@@ -625,7 +625,7 @@ def main() -> None:
         "--quick",
         type=float,
         nargs="?",
-        const=60,
+        const=50,
         metavar="SECONDS",
         help="in place of --tests: those of `hatch run quick`, so many seconds in each worker",
     )

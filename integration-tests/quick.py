@@ -244,7 +244,7 @@ def main() -> int:
     """Choose tests and run them, or learn which there are; return pytest's exit status."""
     asked = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     asked.add_argument("--against", default="HEAD", help="a commit; HEAD when left out")
-    asked.add_argument("--seconds", type=float, default=45, help="of tests in each worker")
+    asked.add_argument("--seconds", type=float, default=50, help="of tests in each worker")
     asked.add_argument("--learn", action="store_true", help="write reached.npz anew")
     options, others = asked.parse_known_args()
     if options.learn:

@@ -104,8 +104,7 @@ def alone_in(rank: int, call: str) -> str:
     """Return the advice for a call that a rank is in while its peers are elsewhere."""
     return (
         f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
-        "steps on each (with uneven batches: backward_without_batch(model) and a step on a rank "
-        "that has none)"
+        "steps on each"
     )
 
 
