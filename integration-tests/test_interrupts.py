@@ -368,7 +368,8 @@ def test_what_follows_a_broken_forward_is_as_if_it_had_not_been(
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage), group=group)
+        config = zero_engine.ZeroConfig(stage, min_unit_bytes=0)
+        zero_engine.shard(model, optimizer, config, group=group)
         _train(model, optimizer)
         model(torch.ones(2, 4)).sum().backward()
         if is_broken:
