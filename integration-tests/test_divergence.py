@@ -256,6 +256,23 @@ def test_a_call_that_one_rank_makes_alone_is_named(
             dist.barrier()
 
 
+@pytest.mark.cpu_only("on a device the call is a launch like others, and is named as it is made")
+def test_a_call_that_one_rank_made_alone_and_ended_is_named(group: Group) -> None:
+    """On one host it reads its peers' shards and ends; what ranks do next is no longer the same."""
+    group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
+    model, optimizer = _build(group, 3)
+    _loss(model, 0, group.rank, chosen=0).backward()
+    if group.rank == 0:
+        zero_engine.full_state_dict(model)
+    named = r"rank 0 has called full_state_dict\(\) more often than rank 1: call it on all ranks"
+    with pytest.raises(DivergenceError, match=named) as caught:
+        for step in range(3):
+            optimizer.step()
+            _loss(model, step, group.rank, chosen=0).backward()
+        rely_on(group)
+    assert "without_batch" not in str(caught.value)
+
+
 # ---- Ways that do not ----
 
 

@@ -69,6 +69,11 @@ def collective_call(thread: int | None = None) -> str:
         return _outermost(frame)
 
 
+def is_collective(call: str) -> bool:
+    """Return whether "save()" and the like is the name of such a function."""
+    return call in _COLLECTIVE.values()
+
+
 def call_in(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int]:
     """Return the outermost call of such a function, and its position; ("", -1) if there is none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -15,7 +16,14 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import UNEVEN, alone_in, blocking_torch_call, by_all_ranks, collective_call
+from .calls import (
+    UNEVEN,
+    alone_in,
+    blocking_torch_call,
+    by_all_ranks,
+    collective_call,
+    is_collective,
+)
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
@@ -78,6 +86,7 @@ class _Position:
     needs: Sequence[int] = ()
     # How often the rank has written that it is in a collective of torch's.
     beat: int = 0
+    called: Mapping[str, int] = field(factory=dict)  # see `Scope.called`
 
     def lacks(self, peer: _Position) -> bool:
         """Return whether that peer has yet to launch what this rank waits for."""
@@ -103,7 +112,12 @@ class CircleWatch(Watch):
         return f"{self.name}/{key}"
 
     def compare(self, what: str, *, at_once: bool, timeout_s: float | None) -> None:
-        """See `Watch`; what ranks launch meets by its key, so it cannot be taken for another."""
+        """See `Watch`; what ranks launch meets by its key, so it cannot be taken for another.
+
+        But a call of one rank alone may have ended, having read its peers' memory. So calls are
+        counted, for the error that comes later.
+        """
+        self.scope.called[what] = self.scope.called.get(what, 0) + 1
 
     def follow(self, recorded: Recorded) -> None:
         """See `Watch`; the counts by key are enough."""
@@ -159,7 +173,8 @@ class CircleWatch(Watch):
             return
         self._beat += 1
         launched, rank = self.launched(), self.scope.rank
-        mine = _Position(call.name, "", "", "", 0, rank, launched, "", call.needs, self._beat)
+        where = (call.name, "", "", "", 0, rank, launched, "", call.needs, self._beat)
+        mine = _Position(*where, called=self.scope.called)
         store.set(self.key_of(str(rank)), json.dumps(asdict(mine)))
 
     def _follow(self, mine: _Position, *, is_first: bool, thread: int) -> dict[int, _Position]:
@@ -195,7 +210,8 @@ class CircleWatch(Watch):
         call, launched = collective_call(thread), self.launched()
         doing = call if call and purpose.what == launch.operation else purpose.what
         what = (doing, launch.recorded.size, purpose.remedy)
-        return _Position(*what, key, launch.number, peer, launched, call)
+        where = (*what, key, launch.number, peer, launched, call)
+        return _Position(*where, called=self.scope.called)
 
 
 def _describe(chain: Mapping[int, _Position]) -> str:
@@ -212,9 +228,22 @@ def _describe(chain: Mapping[int, _Position]) -> str:
         for rank in ranks
         if chain[rank].call and any(chain[r].call != chain[rank].call for r in ranks)
     ]
-    remedies = dict.fromkeys(alone or [chain[rank].remedy for rank in ranks])
+    remedies = dict.fromkeys(
+        alone or _called_alone(chain) or [chain[rank].remedy for rank in ranks]
+    )
     text = "; ".join((*places, *filter(None, remedies)))
     return f"ranks wait for each other in different collectives, and none would ever end: {text}"
+
+
+def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
+    """Say which calls one rank has made more often than another, and what to do."""
+    return [
+        f"rank {one} has called {call} more often than rank {other}: call it on all ranks, not "
+        "inside `if rank == 0:`, after as many backwards and steps on each"
+        for one, other in itertools.permutations(sorted(chain), 2)
+        for call, count in chain[one].called.items()
+        if is_collective(call) and count > chain[other].called.get(call, 0)
+    ]
 
 
 def _describe_ended(rank: int, mine: _Position) -> str:

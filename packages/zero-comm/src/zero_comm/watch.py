@@ -141,6 +141,8 @@ class Scope:
     # Name of `Watch.counted_as` -> number of launches.
     launched: dict[str, int] = field(factory=dict)
     num_launched: int = 0
+    # Call of a user's that all ranks must make -> how often this rank has begun it.
+    called: dict[str, int] = field(factory=dict)
     # A ring of the last launches; None where there were fewer.
     recent: list[Any] = field(factory=lambda: [None] * NUM_RECENT)
 
