@@ -303,6 +303,36 @@ def test_a_rank_that_cannot_write_stops_all(group: Group, tmp_path: Path, failin
     assert _check_newest(tmp_path) == 3
 
 
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_save_in_the_background_leaves_nothing_behind(
+    group: Group, tmp_path: Path, failing: int | None
+) -> None:
+    """Whether a rank's disk is full or not: no descriptors, and no folder that is not complete."""
+    model, optimizer = _make(group)
+    _save_step(tmp_path, model, optimizer, 1)
+    system = FileSystem()
+    if group.rank == failing:
+        system = FileSystem(
+            write=Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        )
+    before = _num_descriptors()
+
+    saver = zero_engine.Saver(tmp_path, model, optimizer, system=system)
+    saver.save(step=2)
+    if failing is None:
+        saver.wait()
+    else:
+        why = f"rank {failing} failed.*"
+        expected = f"{'' if group.rank == failing else why}free some space"
+        with pytest.raises(FileError, match=expected):
+            saver.wait()
+
+    assert _num_descriptors() == before
+    if group.rank == 0:
+        complete = {"step-1", "latest"} if failing is not None else {"step-1", "step-2", "latest"}
+        assert {path.name for path in tmp_path.iterdir()} == complete
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """With what to do."""
     model, optimizer = _make(Group.solo())

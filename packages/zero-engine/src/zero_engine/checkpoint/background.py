@@ -314,6 +314,10 @@ class Saver:
             self._under_way.leave(kind)
 
 
+def _failed(rank: int, problem: str) -> str:
+    return f"a save in the background: rank {rank} failed: {problem}"
+
+
 @define(eq=False)
 class _Background:
     """One save, on a thread of its own."""
@@ -323,8 +327,9 @@ class _Background:
     copying: Copying | None
     timeout_s: float
     thread: Thread = field(init=False)
-    # Set when a rank has failed, so that rank 0 does not wait for more files.
+    # Set when a rank has failed, so that rank 0 does not wait for more files; `problem` says why.
     is_over: Event = field(factory=Event, init=False)
+    problem: str = field(default="", init=False)
     # Seconds without a change in the folder after which rank 0 takes other ranks for dead.
     idle_s: float = field(default=math.inf, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -340,17 +345,18 @@ class _Background:
         if writer.group.rank:
             self.thread.join()
         try:
-            problems = all_gather_json("" if self.error is None else "failed", group=writer.group)
+            own = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+            problems = all_gather_json(own, group=writer.group)
         except CommError as error:
             self.leave(type(error))
             raise
         # A rank whose disk is full tells of its failure only here: it cannot write a file.
-        if any(problems):
-            self.is_over.set()
+        for rank, problem in enumerate(problems):
+            if problem and not self.is_over.is_set():
+                self.problem = _failed(rank, problem)
+                self.is_over.set()
         self.thread.join()
-        if self.error is not None:
-            # Remove what other ranks may have written since. Their threads have ended by now.
-            writer.abandon()
+        self._clean_up()
 
         def look() -> dict[str, Any] | None:
             if self.error is not None:
@@ -368,8 +374,17 @@ class _Background:
         """
         self.idle_s = _APART_S if issubclass(kind, CommError) else _LEFT_S
         self.thread.join()
+        self._clean_up()
         if self.error is not None:
             _LOG.warning("a save in the background was given up: %s", self.error)
+
+    def _clean_up(self) -> None:
+        """Remove a save that has failed, once the other ranks write no more.
+
+        Else these would fail too, since the folder that they write to is gone.
+        """
+        if self.error is not None:
+            self.writer.abandon()
 
     def _run(self) -> None:
         writer = self.writer
@@ -381,8 +396,9 @@ class _Background:
             # The frames refer to the copies, whose memory would not be released.
             traceback.clear_frames(error.__traceback__)
             self.error = error
-        finally:
+        else:
             writer.abandon()
+        finally:
             writer.read_from([])
 
     def _write(self) -> None:
@@ -437,10 +453,10 @@ class _Background:
                         f"written for {self.idle_s:g} s, and training has ended here; is it alive?"
                     )
                 if self.is_over.wait(_POLL_S):
-                    raise FileError(f"{writer.path}: another rank failed to write its files")
+                    raise FileError(self.problem)
             said = json.loads(read_regular(at))
             if said["problem"]:
-                raise FileError(f"a save in the background: rank {rank} failed: {said['problem']}")
+                raise FileError(_failed(rank, said["problem"]))
             found.append(said["written"])
         for rank in range(writer.group.world_size):
             writer.asked.system.unlink(self._said_by(rank))
