@@ -222,10 +222,11 @@ class Part:
     around: str  # the name of the block that it is in; empty for a function
     lines: set[int]  # of the source, whose edit is one of this part
     body: list[ast.stmt] | None  # of a block
+    node: ast.expr | None = None  # of an expression
 
 
 def parts(tree: ast.Module) -> list[Part]:
-    """Return what a module's functions are made of; expressions' nodes get their `name`."""
+    """Return what a module's functions are made of."""
     found: list[Part] = []
 
     def enter(name: str, around: str, body: list[Any], *heads: Any) -> None:
@@ -252,8 +253,8 @@ def parts(tree: ast.Module) -> list[Part]:
             enter(at, block, node.body, *([of] if of else []))
             return
         if isinstance(node, ast.Compare | ast.BoolOp | ast.BinOp) and _is_pure(node):
-            node.name = f"{block}|{ast.unparse(node)}"  # type: ignore[union-attr]
-            found.append(Part(node.name, block, {*_lines(node)}, None))  # type: ignore[union-attr]
+            name = f"{block}|{ast.unparse(node)}"
+            found.append(Part(name, block, {*_lines(node)}, None, node))
         for each in ast.iter_child_nodes(node):
             walk(each, block)
 
@@ -284,25 +285,30 @@ def _is_pure(node: ast.AST) -> bool:
 
 
 class _Values(_Changes):
-    """Puts changes of the expressions that `parts` has named behind switches."""
+    """Puts changes of chosen expressions behind switches."""
 
-    def __init__(self, numbers: dict[str, int]) -> None:
+    def __init__(self, numbers: dict[ast.AST, int]) -> None:
         super().__init__({})
         self.numbers = numbers
 
     def _number(self, node: Any, what: str) -> int | None:
-        return self.numbers.get(getattr(node, "name", "")) if self.is_run else None
+        return self.numbers.get(node)
 
 
 def with_switches(source: str, numbers: dict[str, int]) -> ast.Module:
     """Return a module whose parts have switches: at the entry of a block, and on expressions."""
     tree = ast.parse(source)
+    of_nodes: dict[ast.AST, int] = {}
     for each in parts(tree):
-        if each.body is not None and each.name in numbers:
+        if each.name not in numbers:
+            continue
+        if each.node is not None:
+            of_nodes[each.node] = numbers[each.name]
+        if each.body is not None:
             first = each.body[0] if each.body else None
             is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
             each.body.insert(is_text, ast.Expr(_call("on", numbers[each.name])))
-    return ast.fix_missing_locations(_Values(numbers).visit(tree))
+    return ast.fix_missing_locations(_Values(of_nodes).visit(tree))
 
 
 def named(path: Path, change: str) -> tuple[str, str, str]:

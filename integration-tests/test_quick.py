@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mutate
+import numpy as np
 import pytest
 import quick
 
@@ -95,18 +96,49 @@ def test_tests_are_taken_until_the_time_is_spent() -> None:
     name = "zero_partition.run.unit:Unit.reshard"
     few, many = quick.tests_of([name], 2.0), quick.tests_of([name], 20.0)
     assert sum(few.values()) <= 2.0 < sum(many.values()) <= 20.0
-    assert len({test.partition("::")[0] for test in few}) > 1, "files take turns"
 
 
-def test_a_call_is_tested_where_it_does_something() -> None:
-    """Nearly all calls of this function return at once; some tests of the others are taken."""
-    step, calls = "zero_partition.run.sharded_model:ShardedModel.before_step", {"end_broken_calls"}
-    known = quick.Reached.read()
-    arms = [{*known.in_order(arm)} for arm in quick.arms_of(calls) if arm in known]
-    rare = {known.tests[row] for row in min(arms, key=len)}
+def test_tests_that_tell_the_most_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an edited line with a comparison and a call; the slowest test is the one that tells."""
+    (tmp_path / "m.py").write_text(CALLED)
+    path = tmp_path / "edited.py"
+    path.write_text(CALLER)
+    names = [
+        *(f"edited:{each.name}" for each in mutate.parts(ast.parse(CALLER))),
+        *(f"m:{each.name}" for each in mutate.parts(ast.parse(CALLED))),
+    ]
+    block = ["edited:run", "edited:run/If x"]
+    reached = {
+        "comparison": [*block, "edited:run/If x|x > 1"],
+        "arm": [*block, "m:called", "m:called/If x"],
+        "block": [*block, "m:called", "m:called/If x/else"],
+        "function": ["edited:run", "edited:run/If x/else"],
+        "elsewhere": ["m:called"],
+    }
+    took = {"comparison": 9.0, "arm": 8.0, "block": 7.0, "function": 6.0, "elsewhere": 5.0}
+    matrix = np.array([[name in parts for name in names] for parts in reached.values()])
+    columns = {quick._key(name): at for at, name in enumerate(names)}
+    known = quick.Reached([*reached], np.array([*took.values()], np.float32), columns, matrix)
+    monkeypatch.setattr(quick.Reached, "read", lambda: known)
+    monkeypatch.setattr(quick, "sources", lambda: {"m": tmp_path / "m.py", "edited": path})
 
-    assert rare & {*quick.tests_of([step], 20.0, calls)}
-    assert len(rare) < len(known.in_order(step)) / 10
+    assert [*quick.tests_after("edited", path, {3}, 100)] == [*reached][:4]
+    assert [*quick.tests_after("edited", path, {3}, 4.6)] == ["comparison"]
+
+
+CALLER = """\
+def run(x):
+    if x:
+        called(x > 1)
+"""
+CALLED = """\
+def called(x):
+    if x:
+        return 1
+    return 2
+"""
 
 
 def test_the_map_is_of_tests_that_exist() -> None:

@@ -105,14 +105,6 @@ def by_all_ranks(call: str) -> str:
     return f"{call} must be called on all ranks, not inside `if rank == 0:`"
 
 
-def alone_in(rank: int, call: str) -> str:
-    """Return the advice for a call that a rank is in while its peers are elsewhere."""
-    return (
-        f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
-        "steps on each"
-    )
-
-
 def blocking_torch_call() -> TorchCall | None:
     """Return the call of torch's that the main thread is in, if it needs other ranks to end."""
     with _frame_of(threading.main_thread().ident or 0) as frame:

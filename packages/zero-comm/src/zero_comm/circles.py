@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 import time
@@ -16,15 +15,9 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import (
-    UNEVEN,
-    alone_in,
-    blocking_torch_call,
-    by_all_ranks,
-    collective_call,
-    is_collective,
-)
+from .calls import UNEVEN, blocking_torch_call, by_all_ranks, collective_call, is_collective
 from .torch_private import num_gloo_devices
+from .traces import alone
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(proof): a rank that has waited long writes to the store which launch of which peer it lacks,
@@ -223,27 +216,28 @@ def _describe(chain: Mapping[int, _Position]) -> str:
         + (f" of {chain[r].size}" if is_alike and chain[r].size else "")
         for r in ranks
     ]
-    alone = [
-        alone_in(rank, chain[rank].call)
+    remedies = [
+        alone(rank, chain[rank].call)
         for rank in ranks
         if chain[rank].call and any(chain[r].call != chain[rank].call for r in ranks)
     ]
-    remedies = dict.fromkeys(
-        alone or _called_alone(chain) or [chain[rank].remedy for rank in ranks]
-    )
-    text = "; ".join((*places, *filter(None, remedies)))
+    remedies = remedies or _called_alone(chain) or [chain[rank].remedy for rank in ranks]
+    text = "; ".join((*places, *dict.fromkeys(filter(None, remedies))))
     return f"ranks wait for each other in different collectives, and none would ever end: {text}"
 
 
 def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
     """Say which calls one rank has made more often than another, and what to do."""
-    return [
-        f"rank {one} has called {call} more often than rank {other}: call it on all ranks, not "
-        "inside `if rank == 0:`, after as many backwards and steps on each"
-        for one, other in itertools.permutations(sorted(chain), 2)
-        for call, count in chain[one].called.items()
-        if is_collective(call) and count > chain[other].called.get(call, 0)
-    ]
+    found = []
+    for call in sorted({call for each in chain.values() for call in each.called}):
+        counts = {rank: chain[rank].called.get(call, 0) for rank in sorted(chain)}
+        most, least = (pick(counts, key=counts.__getitem__) for pick in (max, min))
+        if is_collective(call) and counts[most] > counts[least]:
+            found.append(
+                f"rank {most} has called {call} more often than rank {least}: call it on all "
+                "ranks, not inside `if rank == 0:`, after as many backwards and steps on each"
+            )
+    return found
 
 
 def _describe_ended(rank: int, mine: _Position) -> str:

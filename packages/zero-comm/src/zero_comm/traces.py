@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from attrs import frozen
 
-from .calls import UNEVEN, alone_in
+from .calls import UNEVEN
 from .watch import Purpose, Recorded
 
 CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
@@ -122,4 +122,7 @@ def alone(rank: int, call: str) -> str:
     """Say what to do where a rank is in a call, and waits for ranks that are not."""
     if not call:
         return CAUSES
-    return alone_in(rank, call)
+    return (
+        f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
+        "steps on each"
+    )

@@ -361,7 +361,7 @@ class OutsideUses:
             return pinned
         if param_ref in self._values:
             return self._values[param_ref]
-        is_inside = sharded.forwards > 0 or is_in_backward() or sharded.schedule.is_running
+        is_inside = sharded.is_running
         is_kept = is_inside or needs_grad
         is_alone = param_ref.group.world_size == 1 or param_ref.unit.unsharded_cache is not None
         if not is_kept and not is_alone:
@@ -661,9 +661,12 @@ class ShardedModel:
         """Return whether a forward or backward is running that uses a unit; any unit when None."""
         if not is_in_backward():
             self.end_broken_calls()
-        if unit is not None:
-            return self.schedule.is_in_use(unit)
-        return bool(self.forwards) or is_in_backward() or self.schedule.is_running
+        return self.is_running if unit is None else self.schedule.is_in_use(unit)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a forward or backward is running, or a forward is broken."""
+        return self.forwards > 0 or is_in_backward() or self.schedule.is_running
 
     def hide_guards(self, unit: Unit | None = None, *, is_hidden: bool) -> None:
         """Take guards out of `param.grad` during a forward, or put them back. Local.
