@@ -26,6 +26,7 @@ UNEVEN: Final = (
     "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
     "many, or backward_without_batch(model) and a step where one has no batch"
 )
+CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _CAUSES: Final = (
     "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
     f"the first error among all ranks; {UNEVEN}."
@@ -103,6 +104,16 @@ def causes() -> str:
 def by_all_ranks(call: str) -> str:
     """Return the advice for a call that only some ranks have made."""
     return f"{call} must be called on all ranks, not inside `if rank == 0:`"
+
+
+def alone(rank: int, call: str) -> str:
+    """Say what to do where a rank is in a call, and waits for ranks that are not."""
+    if not call:
+        return CAUSES
+    return (
+        f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
+        "steps on each"
+    )
 
 
 def blocking_torch_call() -> TorchCall | None:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import UNEVEN, blocking_torch_call, by_all_ranks, collective_call, is_collective
+from .calls import UNEVEN, alone, blocking_torch_call, by_all_ranks, collective_call, is_collective
 from .torch_private import num_gloo_devices
-from .traces import alone
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(proof): a rank that has waited long writes to the store which launch of which peer it lacks,
@@ -241,8 +240,8 @@ def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
 
 
 def _describe_ended(rank: int, mine: _Position) -> str:
-    alone = f"{by_all_ranks(mine.call)}; " if mine.call else ""
+    advice = f"{by_all_ranks(mine.call)}; " if mine.call else ""
     return (
         f"rank {rank} waits for rank {mine.peer} in {mine.doing}, but the program of rank "
-        f"{mine.peer} has ended: {alone}look for the first error among all ranks; {UNEVEN}"
+        f"{mine.peer} has ended: {advice}look for the first error among all ranks; {UNEVEN}"
     )

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, field, frozen
 
-from .calls import blocking_torch_call, causes, collective_call
+from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call
 from .errors import CommError, DivergenceError
 from .torch_private import backend_of, sequence_number
-from .traces import CAUSES, Trace, Traced, alone, difference
+from .traces import Trace, Traced, difference
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
 # NOTE(order): backends such as NCCL pair up the n-th collective of each rank, whatever it is, and

@@ -7,10 +7,9 @@ from typing import Final, NamedTuple
 
 from attrs import frozen
 
-from .calls import UNEVEN
+from .calls import CAUSES, alone
 from .watch import Purpose, Recorded
 
-CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _PARTED: Final = (
     "ranks launched different collectives, and each took, or waits for, what the other sent"
 )
@@ -115,14 +114,4 @@ def _described(sides: Mapping[int, Traced], purposes: Mapping[int, Purpose]) -> 
     return (
         f"{_PARTED}: as number {one.number} of this group, rank {first} in {doings[0]}, rank "
         f"{second} in {doings[1]}. {advice}"
-    )
-
-
-def alone(rank: int, call: str) -> str:
-    """Say what to do where a rank is in a call, and waits for ranks that are not."""
-    if not call:
-        return CAUSES
-    return (
-        f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
-        "steps on each"
     )
