@@ -8,10 +8,10 @@ those that give another value in it. Then each change is on while tests that rea
 fails: files take turns, and in each those come first that reach little and have seen most per
 second. Without the change that test must pass again, else the session begins anew. A change that no
 test sees within `--seconds` of tests is printed with its line. What runs at import is not changed,
-nor are messages. `equal_changes.toml` lists changes that make no difference, with reasons; they are
-not run. `--device sim`, with `simulated-device` on PYTHONPATH, runs tests on that device.
-With `--quick` each change is shown to the tests that `hatch run quick` runs after an edit of its
-line, and `--total 40` draws forty changes of all modules together.
+nor are messages. `equal_changes.toml` lists changes that make no difference, with reasons; others
+are drawn in their place. `--device sim`, with `simulated-device` on PYTHONPATH, runs tests on that
+device. With `--quick` each change is shown to the tests that `hatch run quick` runs after an edit
+of its line, and `--total 40` draws forty changes of all modules together.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ _COMPARES: Final = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
+# `strict=True` of zip and its like asserts. The others say how values travel, and not which.
+_KEYWORDS: Final = ("strict", "non_blocking", "mmap")
 _ARITHMETIC: Final = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -125,8 +127,7 @@ class _Changes(ast.NodeTransformer):
     visit_JoinedStr = visit_match_case = visit_Assert = visit_Raise
 
     def visit_keyword(self, node: ast.keyword) -> Any:
-        """`strict=True` of zip and its like asserts."""
-        return node if node.arg == "strict" else self.generic_visit(node)
+        return node if node.arg in _KEYWORDS else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
         node.value = node.value and self.visit(node.value)
@@ -575,6 +576,31 @@ def equal_changes() -> dict[tuple[str, str, str], str]:
     return {(each["file"], each["change"], each["line"]): each["why"] for each in said["change"]}
 
 
+def _draw(
+    draw: random.Random, modules: list[str], taken: dict[str, dict[int, int]], count: int
+) -> tuple[list[tuple[str, str, int, Path, str]], int]:
+    """Draw changes that are not `taken`; how many were passed over since they make no difference.
+
+    Of each its module as it was asked for, its module, number there, file and line.
+    """
+    found = [
+        (asked_for, name, at, path, line)
+        for asked_for in modules
+        for name, path in sources(asked_for).items()
+        for at, line in enumerate(changes(path.read_text(), {})[1])
+        if at not in taken.get(name, {})
+    ]
+    reasons, chosen, num_equal = equal_changes(), [], 0
+    for each in draw.sample(found, len(found)):
+        if len(chosen) == count:
+            break
+        if named(*each[3:]) in reasons:
+            num_equal += 1
+        else:
+            chosen.append(each)
+    return chosen, num_equal
+
+
 def _forget(folder: Path) -> None:
     """What is to be done again: tests that have changed, and changes that none has seen."""
     unseen = {each["number"] for each in read(folder, "results") if not each["by"]}
@@ -650,24 +676,16 @@ def main() -> None:
         import quick  # which imports this module
     draw = random.Random(args.seed)
     print(f"seed {args.seed}", flush=True)
-    lines, modules, equal, reasons = {}, {}, set[int](), equal_changes()
+    lines, modules, num_equal = {}, {}, 0
     of_quick = collections.defaultdict[tuple[str, float], list[int]](list)
     groups = [[each] for each in args.modules] if args.total is None else [args.modules]
     for group in groups:
-        found = {
-            (name, at): (asked_for, path, line)
-            for asked_for in group
-            for name, path in sources(asked_for).items()
-            for at, line in enumerate(changes(path.read_text(), {})[1])
-            if at not in modules.get(name, {})
-        }
-        count = min(args.total or args.count, len(found))
-        for (name, at), (asked_for, path, line) in draw.sample([*found.items()], count):
+        chosen, num_passed = _draw(draw, group, modules, args.total or args.count)
+        num_equal += num_passed
+        for asked_for, name, at, path, line in chosen:
             lines[len(lines) + 1] = (asked_for, f"{path.name}:{line}")
             modules.setdefault(name, {})[at] = len(lines)
-            if named(path, line) in reasons:
-                equal.add(len(lines))
-            elif args.quick:
+            if args.quick:
                 changed = {int(line.partition(":")[0])}
                 for test, took in quick.tests_after(name, path, changed, args.quick).items():
                     of_quick[test, took].append(len(lines))
@@ -689,11 +707,11 @@ def main() -> None:
         (folder / "reach-quick").write_text("\n".join(map(json.dumps, reach)))
     else:
         run_sessions(folder, len(lines), args.sessions, tests)
-    run["order"] = draw.sample(sorted({*lines} - equal), len(lines) - len(equal))
+    run["order"] = draw.sample([*lines], len(lines))
     (folder / "run.json").write_text(json.dumps(run))
     run_sessions(folder, len(lines), args.sessions, tests)
-    part = _report(args.modules, {each: lines[each] for each in run["order"]}, folder)
-    print(f"seed {args.seed}; {len(equal)} more make no difference")
+    part = _report(args.modules, lines, folder)
+    print(f"seed {args.seed}; {num_equal} more make no difference")
     sys.exit(part < (_ENOUGH_FOR_QUICK if args.quick else _ENOUGH))
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import zero_engine
 from residences import Blocks, Cell, cpu_adam, sharded
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, all_gather_json
 from zero_comm.testing import assert_close
 from zero_engine import Offload, ZeroConfig
@@ -60,6 +61,34 @@ def test_a_norm_is_that_of_what_is_stepped(tmp_path: Path, how: str, num_backwar
 
         expected = torch.cat([torch.flatten(grad * 1).double() for grad in grads]).norm()
         assert_close(found.double(), expected)
+        optimizer.zero_grad()
+
+
+class Again(Blocks):
+    """Its first block runs twice, each time with a backward of its own inside the model's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(b, t) tokens to (b, t, words) logits."""
+        first, second = self.blocks
+        x = checkpoint(first, self.embed(tokens) + self.frozen, use_reentrant=True)
+        x = checkpoint(first, second(x), use_reentrant=True)
+        return self.head(x).float()
+
+
+def test_a_norm_is_that_of_all_calls_of_a_block(tmp_path: Path) -> None:
+    """The first call's gradient is measured on its way; the second call's is added to it."""
+    cell = Cell(2, "disk", residence="poisoned")
+    with sharded(Group.solo(), cell, str(tmp_path), make=Again, make_optimizer=cpu_adam) as (
+        model,
+        optimizer,
+    ):
+        parity.loss_of(model, parity.batch(0, 0, 0)).backward()
+        plain = parity.build(Again)
+        parity.loss_of(plain, parity.batch(0, 0, 0)).backward()
+
+        found = zero_engine.clip_grad_norm_(model, 1e9)
+
+        assert_close(found.float(), nn.utils.clip_grad_norm_(plain.parameters(), 1e9).float())
         optimizer.zero_grad()
 
 

@@ -14,7 +14,7 @@ import zero_engine
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from zero_comm import Group
-from zero_comm.testing import assert_close
+from zero_comm.testing import assert_close, equal
 from zero_engine import Precision, ZeroConfig
 from zero_partition import StateError
 
@@ -209,6 +209,15 @@ def test_a_forward_that_writes_and_fails_raises_its_own_error(group: Group) -> N
         model(torch.ones(2, WIDTH))
 
 
+def test_a_write_of_a_failed_forward_is_named_by_the_next(group: Group) -> None:
+    """A loop that catches the error, for less memory say, would go on without the write."""
+    model, _ = _sharded(group, lambda: nn.Sequential(Writes(WRITES["under no_grad"])), 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, WIDTH + 1))
+    with pytest.raises(StateError, match=r"'0\.weight'.*changed in place, and the change is lost"):
+        model(torch.ones(2, WIDTH))
+
+
 def _double_if_frozen(weight: nn.Parameter) -> None:
     if not weight.requires_grad:
         weight.data = weight.data * 2
@@ -352,6 +361,21 @@ def test_a_forward_under_no_grad_may_share_its_autocast(group: Group, stage: int
             parity.finish_step(loss, optimizer)
         found.append(losses)
     assert found[0] == found[1]
+
+
+def test_values_set_within_autocast_are_those_of_the_next_forward(group: Group) -> None:
+    """Autocast remembers casts of parameters until it ends. Those of gathered values are dropped.
+
+    They would also take memory for a cast of every unit.
+    """
+    model, _ = _sharded(group, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), 3)
+    x, kind = torch.ones(2, WIDTH), torch.get_default_device().type
+    with torch.autocast(kind, torch.bfloat16):
+        model(x)
+        zero_engine.set_full_param(model[0].weight, torch.ones(WIDTH, WIDTH))
+        found = model(x)
+    with torch.autocast(kind, torch.bfloat16):
+        assert equal(found, model(x))
 
 
 class _Adjoint(torch.autograd.Function):

@@ -519,6 +519,10 @@ def test_a_checkpoint_has_no_place_for_buffers_of_experts(group: Group, tmp_path
     with pytest.raises(StateError, match="persistent=False"):
         zero_engine.save(tmp_path, model, optimizer, step=0)
     del model[0].experts[0].seen
+    hook = model[1].register_state_dict_post_hook(lambda module, state, *_: state.update(more=1))
+    with pytest.raises(StateError, match=r"modules change what state_dict\(\) gives"):
+        zero_engine.save(tmp_path, model, optimizer, step=0)
+    hook.remove()
     zero_engine.save(tmp_path, model, optimizer, step=0)
     with pytest.raises(FileError, match="its number among all"):
         zero_engine.export(tmp_path, tmp_path / "weights")

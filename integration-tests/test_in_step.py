@@ -96,6 +96,22 @@ def test_a_fused_step_unscales_and_clips_as_a_pass_of_its_own_does(
 
 
 @pytest.mark.ranks(1)
+def test_what_is_left_to_the_step_is_left_to_one_step(group: Group) -> None:
+    """A second step without a backward has the same gradients, and divides them by nothing."""
+    loops = [_Loop(group, 2, "adamw", in_step=in_step) for in_step in (True, False)]
+    for loop in loops:
+        loop.step(0)
+        (parity.loss_of(loop.model, parity.batch(1, 0, 0)) * _SCALE).backward()
+        report = unscale_and_clip_(loop.model, scale=_SCALE, in_step=loop.in_step)
+        assert report.is_in_step == loop.in_step
+        for _ in range(2):
+            loop.optimizer.step()
+
+    weights, expected = (loop.snapshot()[0] for loop in loops)
+    parity.assert_same_weights(weights, expected, what="two steps")
+
+
+@pytest.mark.ranks(1)
 def test_gradients_that_are_dropped_take_along_what_was_left_to_the_step(group: Group) -> None:
     """Else the next step, of other gradients, would be divided by a scale that they never had."""
     loop, other = (_Loop(group, 2, "adamw", in_step=True) for _ in range(2))

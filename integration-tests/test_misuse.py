@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import warnings
 from typing import Any
 
 import parity
@@ -14,7 +15,7 @@ import zero_engine
 import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
-from training import assert_weights_of, train
+from training import Interrupt, assert_weights_of, train
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
 from zero_engine import ChainedOptimizer
@@ -118,6 +119,24 @@ def test_a_gradient_that_is_dropped_while_it_is_reduced_stays_dropped(group: Gro
             _loss_of(each, step).backward()
         for param, its in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(param.grad, its.grad)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_gradients_that_a_failed_backward_takes_along_are_told_of(
+    group: Group, stage: int, num_before: int
+) -> None:
+    """At stage 0 they stay, as in plain torch. Above it a part may be reduced, and all go."""
+    _, model, _ = _sharded(group, stage)
+    for step in range(num_before):
+        _loss_of(model, step).backward()
+    with pytest.raises(KeyError, match="interrupted"):
+        model[1:](Interrupt.apply(model[0](torch.ones(4, WIDTH)))).sum().backward()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        _loss_of(model, 1)
+    told = [each for each in warned if "accumulated since zero_grad()" in str(each.message)]
+    assert len(told) == (num_before and stage > 0)
 
 
 class _Pauses(parity.PerParameter):

@@ -179,10 +179,26 @@ class _Block(nn.Module):
         return self.output(torch.tanh(self.linear(x)), x)
 
 
-class _Caller(nn.Module):
-    def __init__(self, output: Callable[..., Any], call: Callable[..., Tensor]) -> None:
+class _Scale(nn.Module):
+    """Its output is a view of what its first operator returns."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(output) for _ in range(5))
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight)[:]
+
+
+class _Caller(nn.Module):
+    def __init__(
+        self,
+        output: Callable[..., Any],
+        call: Callable[..., Tensor],
+        make: Callable[..., nn.Module] = _Block,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make(output) for _ in range(5))
         self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,9 +226,10 @@ def _both(block: nn.Module, x: Tensor) -> Tensor:
     return first + second
 
 
-USES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]]] = {
+USES: Final[dict[str, tuple[Any, ...]]] = {
     "in-place": (lambda h, x: h * 3, _scaled_in_place),
     "in-place-on-a-view": (lambda h, x: (h * 3).view(2, 2, 16).view(4, 16), _scaled_in_place),
+    "in-place-on-a-view-of-the-first": (None, _scaled_in_place, lambda _: _Scale()),
     "written-into-a-view": (lambda h, x: (h * 3).unsqueeze(0)[0], _written_into),
     "view-of-the-input": (lambda h, x: (h, x.view(2, 2, 16)), lambda b, x: _sum(*b(x))),
     "the-input-itself": (lambda h, x: (h, x), _both),

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import attrs
 import pytest
@@ -29,7 +29,7 @@ from attrs import define, field
 from torch import nn
 from zero_comm import CommError, Group
 from zero_engine import FileError
-from zero_engine.checkpoint import StopSignals
+from zero_engine.checkpoint import StopSignals, background
 from zero_engine.checkpoint.folder import Checkpoint
 from zero_engine.testing import FileSystem, save
 
@@ -360,6 +360,36 @@ def test_files_have_the_permissions_of_this_process(tmp_path: Path) -> None:
     folders = {name for name, mode in modes.items() if (tmp_path / name).is_dir()}
     assert {modes.pop(name) for name in folders} == {0o753}
     assert {*modes.values()} == {0o642}, modes
+
+
+def test_a_slow_rank_is_waited_for_while_the_program_runs(group: Group, tmp_path: Path) -> None:
+    """Only as a program ends is a rank given up that writes nothing for a while."""
+    model, optimizer = _make(group)
+
+    def write_slowly(file: int, view: Any) -> int:
+        time.sleep(0.2)
+        return os.write(file, view)
+
+    saver = zero_engine.Saver(
+        tmp_path, model, optimizer, system=FileSystem(write=write_slowly) if group.rank else REAL
+    )
+    with patch.object(background, "_AT_EXIT_S", 0.0):
+        saver.save(step=1)
+        saver.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "latest"}
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "rank-*.safetensors"])
+def test_what_is_left_of_a_checkpoint_is_replaced(tmp_path: Path, lost: str) -> None:
+    """A folder that is neither empty nor ours is refused; a damaged checkpoint is ours."""
+    model, optimizer = _make(Group.solo())
+    _save_step(tmp_path, model, optimizer, 1)
+    for path in [*(tmp_path / "step-1").glob(lost)]:
+        path.unlink()
+
+    _save_step(tmp_path, model, optimizer, 1)
+
+    assert _check_newest(tmp_path) == 1
 
 
 def test_what_a_dead_job_has_left_is_removed_and_holds_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_engine import FileError
 from zero_engine.checkpoint import open_weights
+from zero_engine.checkpoint.ranges import FileRun, TensorFile
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -61,6 +62,16 @@ def test_any_run_of_elements_is_what_was_written(tmp_path: Path, name: str) -> N
                 reader.read_into(memory, start)
                 assert torch.equal(memory.double(), expected.double()), (key, edges)
                 assert memory._version > version or not memory.numel()  # autograd hears of it
+
+
+def test_a_tensor_shorter_than_its_manifest_says_is_named(tmp_path: Path) -> None:
+    """What lies behind its end in the file is the start of another tensor."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(8), "b": torch.ones(8)}, path)
+    run = FileRun(TensorFile(path), "a", torch.float32, numel=16)
+    assert run.read(0, 8).sum() == 0
+    with pytest.raises(FileError, match=r"expected 'a' to have at least 9 elements of .*float32"):
+        run.read(4, 9)
 
 
 def test_folders_of_torchs_files_are_read_where_there_are_no_better_ones(tmp_path: Path) -> None:

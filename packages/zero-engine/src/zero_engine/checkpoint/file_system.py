@@ -221,7 +221,7 @@ class NewFile:
     num_bytes: int = field(default=0, init=False)
     crc32: int = field(default=0, init=False)
     _file: int = field(init=False)
-    _is_direct: bool = field(default=bool(_DIRECT), init=False)
+    _is_direct: bool = field(default=False, init=False)
     # The first block is being filled. The others are in the order of their last writes.
     _blocks: deque[memoryview] = field(init=False)
     # Bytes in the first block.
@@ -271,16 +271,18 @@ class NewFile:
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if self._is_direct:
+        if _DIRECT:
             try:
-                return self.system.open(self.path, flags | _DIRECT, 0o666)
+                file = self.system.open(self.path, flags | _DIRECT, 0o666)
             except OSError as error:
                 # EINVAL means that the file system has no O_DIRECT.
                 if error.errno != errno.EINVAL:
                     raise
-                self._is_direct = False
                 # The failed call may have created the file.
                 flags &= ~os.O_EXCL
+            else:
+                self._is_direct = True
+                return file
         return self.system.open(self.path, flags, 0o666)
 
     def _wait_for(self, num_left: int) -> None:

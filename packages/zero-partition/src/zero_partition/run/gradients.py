@@ -553,7 +553,6 @@ class BufferGradients:
     def expose_plain_grads(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(plain grads)."""
         self._has_closure = has_closure
-        self._plain_grads.clear()
         if self.parts:
             params = self.buffer.shard_params
             self._expose_plain_grads(i for i in self.structured if params[i].grad is self.parts[i])
