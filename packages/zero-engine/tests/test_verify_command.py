@@ -70,7 +70,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine:other", 1, "step 0, initial weight of 'weight'"),
         ("mine:nothing", 1, "expected MODULE:FUNCTION to call, got 'mine:nothing'"),
         ("mine:seed", 1, "expected a function that returns a dict or tuple of what"),
-        ("mine:lacking", 1, "missing a required argument: 'build_optimizer'; got 'build_model'"),
+        ("mine:lacking", 1, "missing 'build_optimizer', 'batches'; got 'build_model'"),
         ("mine:misspelt", 1, "got an unexpected keyword argument 'batch'; got 'build_model', "),
         ("mine:grouped", 1, "got multiple values for keyword argument 'group'"),
         ("nothing:same", 1, "No module named 'nothing'"),
