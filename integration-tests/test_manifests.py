@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,9 @@ import zero_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from zero_engine import FileError
+from zero_engine import ConfigError, FileError
 from zero_engine.checkpoint.folder import Checkpoint
+from zero_engine.checkpoint.limits import MOST_NESTED
 from zero_engine.testing import MANIFEST, unsealed, write_manifest
 from zero_partition import LoadError
 
@@ -177,6 +178,26 @@ def test_any_manifest_is_loaded_or_refused_by_name(changes: list[tuple[int, str,
             assert MANIFEST in str(error) or str(folder) in str(error), error
         except LoadError:
             pass  # it names what does not fit the model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: [x], lambda x: (x,), lambda x: {"key": x}],
+    ids=["list", "tuple", "dict"],
+)
+def test_values_in_values_are_saved_to_a_depth_and_no_further(
+    tmp_path: Path, wrap: Callable[[Any], Any]
+) -> None:
+    """Without a limit Python's own would be reached, by a reader if not by the writer."""
+    _, model, optimizer, _ = _saved()
+    extra: Any = 1
+    for _ in range(MOST_NESTED):
+        extra = wrap(extra)
+    path = zero_engine.save(tmp_path, model, optimizer, step=1, extra=extra).path
+    assert zero_engine.load(tmp_path, model, optimizer).extra == extra
+    with pytest.raises(ConfigError, match=f"at most {MOST_NESTED} values in values"):
+        zero_engine.save(tmp_path, model, optimizer, step=2, extra=wrap(extra))
+    assert path.exists()
 
 
 @pytest.mark.parametrize("serial", ["x", -1, 1.5, [], 2**70, {"$": "tensor"}])

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -137,6 +138,43 @@ def test_gradients_that_a_failed_backward_takes_along_are_told_of(
         _loss_of(model, 1)
     told = [each for each in warned if "accumulated since zero_grad()" in str(each.message)]
     assert len(told) == (num_before and stage > 0)
+
+
+class _Replaces(parity.PerParameter):
+    """Plain descent that puts the new values into memory of its own."""
+
+    needs_cut = "flat"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        param.data = param.data - group["lr"] * grad
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_may_put_its_own_memory_in_place(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
+    """The next forward, and what is gathered, have its values."""
+    plain = parity.build(_blocks)
+    model = copy.deepcopy(plain)
+    optimizer = _Replaces(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    expected = train(plain, _Replaces(plain.parameters(), lr=0.1), _loss_of, num_steps=3)
+    assert train(model, optimizer, _loss_of, num_steps=3) == expected
+    for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(zero_engine.full_param(param), its.detach())
+    zero_engine.save(tmp_path, model, optimizer, step=3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_is_added_without_a_forward_is_no_shard_yet(
+    group: Group, stage: int
+) -> None:
+    """A step would train it whole, on each rank alone."""
+    _, model, optimizer = _sharded(group, stage)
+    _loss_of(model, 0).backward()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(StateError, match=r"param group 1 .* shape \(3,\) that is no shard"):
+        optimizer.step()
 
 
 class _Pauses(parity.PerParameter):
