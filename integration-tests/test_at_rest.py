@@ -79,7 +79,7 @@ def test_a_gradient_is_whole_or_refuses_every_use(group: Group, stage: int) -> N
     sharded, clip = r"gradient is sharded.*optimizer\.param_groups", r"zero_engine\.clip_grad_norm_"
     for use, words in (
         (lambda: weight.grad + 1, sharded),
-        (weight.grad.norm, sharded),
+        (weight.grad.norm, clip),
         (lambda: weight.grad.mul_(weight), sharded),
         (weight.grad.tolist, sharded),
         (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), clip),

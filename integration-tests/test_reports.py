@@ -143,6 +143,26 @@ def test_a_call_that_one_rank_is_in_is_named_while_the_other_computes(
         assert re.search(rf"If rank 1 has yet to make it, see .*{re.escape(__file__)}:\d", verdict)
 
 
+@pytest.mark.cpu_only("on a device the call is a launch like others, and is named as it is made")
+def test_a_call_that_has_ended_is_named_as_the_error_names_it(group: Group, tmp_path: Path) -> None:
+    """On one host it reads its peers' shards and ends. Ranks differ in what they do next."""
+    model, optimizer = _trained(group, _full_grad, reads=True, patience_s=0.25)
+    if group.rank == 0:
+        zero_engine.full_state_dict(model)
+    with pytest.raises(CommError) as caught:
+        for _ in range(3):
+            optimizer.step()
+            _backward(model)
+    why = f"{type(caught.value).__name__}: {caught.value}"
+    _report(tmp_path, why, model, group)
+
+    if group.rank == 0:
+        _wait_for(tmp_path, 1)
+        verdict = failure.summary(tmp_path).splitlines()[-1]
+        ended = "look at rank 0 first: it has called full_state_dict() more often than rank 1"
+        assert verdict.startswith(ended)
+
+
 def test_a_rank_that_is_late_is_named_and_not_the_call_of_the_others(tmp_path: Path) -> None:
     """It has yet to launch what precedes the call, or most ranks are in the call."""
     launched = "[launched]\ncollectives = {}\n{} = {}, in flight\n[stacks]"

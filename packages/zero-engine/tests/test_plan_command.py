@@ -310,6 +310,9 @@ def test_activations_of_a_configuration_are_estimated_and_called_so(
     for wrong in (size[:2], [*size, "--activations-memory", "2MB"]):
         assert zero(*plan, *wrong) == 1
         assert "expected --batch-size with --sequence-length, or" in capsys.readouterr().err
+    shapes = ["--layers", "2", "--hidden", "64", "--world-size", "2"]
+    assert zero("plan", *shapes, *size) == 1
+    assert "expected a config.json with --batch-size and" in capsys.readouterr().err
 
 
 COMMAND = [sys.executable, "-m", "zero_engine"]

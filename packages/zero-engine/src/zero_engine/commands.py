@@ -184,6 +184,12 @@ def _room(
             )
         )
     if all(tokens):
+        if isinstance(model, GPTSize):
+            raise ConfigError(
+                "expected a config.json with --batch-size and --sequence-length, which estimate "
+                "activations of its model, got --layers and --hidden. transformers writes one: "
+                "LlamaConfig(...).save_pretrained('.'); or pass --activations-memory"
+            )
         say("estimating activations")
         dtype = None if config.precision is None else config.precision.params
         given = estimate_activations(

@@ -49,6 +49,8 @@ _NAMED: Final = {"agree": "comparing values of the ranks"}
 _OF_STEP: Final = ("step()", "clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_()")
 # Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
 _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
+# What an error says of a call that one rank has made more often than another.
+_ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank .*)")
 # Errors that another rank may have caused.
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
 
@@ -287,6 +289,10 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         return f"look at rank {first[0][1]} first: its error is no consequence of another rank's"
     if lone := _lone_call(reports, size):
         return lone
+    for report in reports.values():
+        # A call that has ended by now; the error of ranks that wait for each other names it.
+        if ended := _ENDED_CALL.search(report["report"]["why"]):
+            return f"look at rank {ended[1]} first: it {ended[2]}"
     if missing := [str(rank) for rank in range(size) if rank not in reports]:
         return f"look at rank {', '.join(missing)} first, of which there is no report"
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}

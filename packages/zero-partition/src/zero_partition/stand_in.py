@@ -294,6 +294,12 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
                 else:
                     func([tensor], *operands)
             return args[0]
+        if func in _NORMS:
+            raise StateError(
+                f"{name} was called on the gradient of a parameter whose gradient is sharded. To "
+                "clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of torch's "
+                "function; for the gradient whole, zero_engine.full_grad(param)"
+            )
         raise StateError(
             f"{name} was called on the gradient of a parameter whose gradient is sharded: at "
             "stages 1 to 3 backward reduces it, and after backward it is in "

@@ -32,9 +32,9 @@ KINDS: Final = {
     "slots_bytes": "slots",
     "secondary_bytes": "secondary shards",
     "reduction_bytes": "reduction",
-    "encoded_bytes": "encoded, on their way",
-    "loco_bytes": "kept by LoCo",
-    "scalars_bytes": "single numbers",
+    "encoded_bytes": "encoded",
+    "loco_bytes": "LoCo",
+    "scalars_bytes": "scalars",
 }
 
 
