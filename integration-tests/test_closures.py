@@ -13,6 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_engine import Offload
 
 
 class _LooksAhead(torch.optim.Optimizer):
@@ -71,3 +72,34 @@ def _evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num
     loss = parity.loss_of(model, parity.batch(number, 0, rank))
     loss.backward()
     return loss
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_layer_that_is_thawed_before_a_closure_trains_in_it(
+    group: Group, stage: int, place: str
+) -> None:
+    """The model is laid out anew in the closure's forward, in the middle of a step."""
+    if place == "host" and not stage:
+        return
+    curves = []
+    for way in ("ddp", "sharded"):
+        model: nn.Module = parity.build()
+        up = model.blocks[1].up.requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.NAdam([*params, *up.parameters()], lr=0.01)
+        if way == "sharded":
+            offload = Offload(optimizer="host") if place == "host" else None
+            config = ZeroConfig(stage, min_unit_bytes=0, offload=offload)
+            zero_engine.shard(model, optimizer, config, group=group)
+        losses = []
+        for number in range(4):
+            if number == 2:
+                up.requires_grad_(True)
+            # Another DDP, as one keeps the parameters that required gradients when it was made.
+            of = parity.as_ddp(model, group) if way == "ddp" else model
+            evaluate = partial(_evaluate, of, optimizer, group.rank)
+            losses.append(optimizer.step(partial(evaluate, number)).item())
+        curves.append(losses)
+
+    assert curves[0] == curves[1]

@@ -140,6 +140,29 @@ def test_gradients_that_a_failed_backward_takes_along_are_told_of(
     assert len(told) == (num_before and stage > 0)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_frozen_part_is_called_without_a_graph_and_then_in_one(group: Group, stage: int) -> None:
+    """As a frozen encoder is, of a batch and of prompts that train: the first call has no graph."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        encoder, prompts, head = model
+        return head(encoder(x) + encoder(prompts(x))).square().mean()
+
+    def make() -> nn.Module:
+        model = _blocks()
+        model[0].requires_grad_(False)
+        return model
+
+    plain = parity.build(make)
+    expected = train(plain, parity.adamw(plain), loss_of, num_steps=3)
+    model = parity.build(make)
+    optimizer = parity.adamw(model)
+    config = ZeroConfig(stage, min_unit_bytes=0)
+    zero_engine.shard(model, optimizer, config, group=group)
+    assert train(model, optimizer, loss_of, num_steps=3) == expected
+
+
 class _Replaces(parity.PerParameter):
     """Plain descent that puts the new values into memory of its own."""
 

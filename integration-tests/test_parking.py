@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -78,6 +79,44 @@ def test_a_model_built_in_init_can_park_all_of_it(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+
+
+def _shard_anew(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
+    zero_engine.unshard(model, optimizer)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+
+
+def _load(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
+    zero_engine.save(folder, model, optimizer, step=1)
+    zero_engine.load(folder, model, optimizer)
+
+
+def _load_whole(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
+    whole = zero_engine.full_optimizer_state_dict(model)
+    zero_engine.load_full_optimizer_state_dict(model, whole)
+
+
+def _set(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
+    param = model.blocks[0].up.weight
+    value = zero_engine.full_optimizer_state(param, "exp_avg")
+    zero_engine.set_full_optimizer_state(param, "exp_avg", value)
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("way", [_shard_anew, _load, _load_whole, _set])
+def test_state_can_be_parked_whichever_way_it_came(
+    group: Group, tmp_path: Path, stage: int, way: Callable[..., None]
+) -> None:
+    """Not if it is a view of other memory, for autograd or in truth."""
+    model, optimizer = _build(group, stage)
+    _step_of(model, optimizer, group)
+    way(model, optimizer, group, tmp_path, stage)
+    offload_and_reload(*ALL)(model)  # where a warning that something stays is an error
+    _step_of(model, optimizer, group)
+
+
 def test_forwards_and_backwards_go_on_while_what_they_do_not_need_is_parked(
     group: Group, stage: int
 ) -> None:

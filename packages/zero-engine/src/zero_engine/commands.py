@@ -284,22 +284,17 @@ def _verified(text: str, say: Callable[[str], object]) -> tuple[str, int]:
     ours = {"group": group, "progress": say}
     by_name, by_place = (given, ()) if isinstance(given, Mapping) else ({}, given)
     takes = inspect.signature(verify)
+    required = [name for name, each in takes.parameters.items() if each.default is each.empty]
     try:
         called = takes.bind_partial(*by_place, **by_name, **ours)
-        lacks = [
-            repr(name)
-            for name, each in takes.parameters.items()
-            if each.default is each.empty and name not in called.arguments
-        ]
-        problem = f"missing {', '.join(lacks)}" if lacks else ""
+        if lacks := [repr(name) for name in required if name not in called.arguments]:
+            raise TypeError(f"missing {', '.join(lacks)}")
     except TypeError as error:
-        problem = str(error)
-    if problem:
         raise ConfigError(
             f"{text}: expected a dict or tuple of what zero_engine.verify() takes, such as "
-            f"{_FOR_VERIFY}: {problem}; got "
+            f"{_FOR_VERIFY}: {error}; got "
             f"{', '.join(map(repr, by_name)) if by_name else f'{len(by_place)} values'}"
-        )
+        ) from error
     found = verify(*called.args, **called.kwargs)
     return str(found) if group.rank == 0 else "", int(not (found.is_equal or found.is_chosen))
 

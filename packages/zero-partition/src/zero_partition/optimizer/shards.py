@@ -234,7 +234,7 @@ def part_of_entry(
     part, shape = part_in_entry(param, key, value.shape, span, for_whole)
     if part.numel == value.numel() and tuple(value.shape) == shape:
         return value
-    return value.reshape(-1)[part.as_slice()].clone().view(shape)
+    return value.reshape(-1)[part.as_slice()].view(shape).clone()
 
 
 def part_in_entry(

@@ -97,7 +97,7 @@ class ModuleCallWrapper(Bound):
             raised = False
         finally:
             call = self._end(raised, is_compiled)
-        self._watch(output, call, first_node)
+        self._watch(output, call, first_node, (args, kwargs))
         output_dtype = self.sharded.output_dtype
         if self.is_model and output_dtype is not None:
             return converted_output(output, output_dtype)
@@ -154,8 +154,8 @@ class ModuleCallWrapper(Bound):
         return call
 
     @untraced
-    def _watch(self, output: Any, call: ForwardCall | None, first_node: int) -> None:
-        """Hook the outputs, to notice when backward reaches the call."""
+    def _watch(self, output: Any, call: ForwardCall | None, first_node: int, given: Any) -> None:
+        """Hook the outputs, to notice when backward reaches the call; it was `given` these."""
         if is_in_functional_transform():
             return
         tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
@@ -168,7 +168,12 @@ class ModuleCallWrapper(Bound):
                 if tensor.grad_fn is not None:
                     _hook(tensor, hook, first_node)
                     is_hooked = True
-            if call is not None and not is_hooked:
+            # A frozen unit that is given nothing with a graph makes none.
+            if (
+                call is not None
+                and not is_hooked
+                and (call.unit.trains or any(tensor.requires_grad for tensor in tensors_in(given)))
+            ):
                 self.sharded.schedule.note_unreachable(call.unit)
 
     def _check_transform(self) -> None:

@@ -783,17 +783,29 @@ class ShardedModel:
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward reads what the optimizer has written, and its writes come after."""
+        stepped = self
 
         def evaluate() -> Any:
-            if self._has_written():
-                self.publish_params(is_sharded=self.shards_state)
-                self._published = self._shard_versions()
+            nonlocal stepped
+            if stepped._has_written():
+                stepped.publish_params(is_sharded=stepped.shards_state)
+                stepped._published = stepped._shard_versions()
             result = closure()
-            self.begin_write()
-            self.update()
+            if (now := stepped._follow_layout()) is stepped:
+                stepped.begin_write()
+            else:
+                # The closure's forward has laid the model out anew, as after an unfreeze.
+                stepped = now
+                stepped.before_step(has_closure=True)
+            stepped.update()
             return result
 
         return evaluate
+
+    def _follow_layout(self) -> ShardedModel:
+        """Return what the model's parameters are sharded by now. Local."""
+        found = (find_param_ref(param) for param in self.model.parameters())
+        return next((param_ref.sharded for param_ref in found if param_ref is not None), self)
 
     def take_gradients(self) -> None:
         """Keep this rank's part of whole gradients that the user put into `param.grad`. Local."""

@@ -283,6 +283,11 @@ class Unit:
             if memory.data_ptr() == address:
                 tensor.data = tensor.data.clone()
 
+    @property
+    def trains(self) -> bool:
+        """Return whether a parameter requires a gradient now."""
+        return any(param.requires_grad for param in self._params)
+
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():

@@ -1,0 +1,497 @@
+"""Calls in any order: after each, a sharded training is where a plain one is.
+
+A walk draws calls that users make around a training, and makes each in plain torch and on every
+rank. All ranks see one batch, so that the mean of their gradients is any of them. Values are
+float64, as gradients that wait are added up in another order. ZERO_WALK is a seed, which a failure
+prints; ZERO_WALK_CALLS is the number of calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import parity
+import pytest
+import torch
+import zero_engine
+from attrs import define, field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import Interrupt
+from zero_comm import Group
+from zero_comm.testing import assert_close
+from zero_engine import Offload, ZeroConfig
+from zero_partition import StateError
+
+WIDTH: Final = 8
+SEED: Final = int(os.environ.get("ZERO_WALK", "0"))
+NUM_CALLS: Final = int(os.environ.get("ZERO_WALK_CALLS", "50"))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Net(nn.Module):
+    """Blocks, parameters of the model's own, of which one is frozen, and one that has no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x * self.gain + self.shift
+
+
+@define(eq=False)
+class _Run:
+    """A training; `group` is None for the plain one."""
+
+    group: Group | None
+    folder: Path
+    offload: Offload | None
+    stage: int
+    model: Any = field(init=False)
+    optimizer: Any = field(init=False)
+    number: int = 0  # of the call
+    saved: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        self.model = parity.build(_Net).double()
+        # Ours on the host has no float64.
+        make = torch.optim.AdamW if self.offload is None else torch.optim.NAdam
+        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        self.shard()
+
+    def shard(self) -> None:
+        if self.group is not None:
+            config = ZeroConfig(self.stage, min_unit_bytes=0, window=2, offload=self.offload)
+            zero_engine.shard(self.model, self.optimizer, config, group=self.group)
+
+    def x(self, more: int = 0) -> Tensor:
+        return torch.randn(
+            2, WIDTH, generator=torch.Generator().manual_seed(9 * self.number + more)
+        ).double()
+
+    def loss(self, more: int = 0) -> Tensor:
+        return self.model(self.x(more)).square().mean()
+
+    @property
+    def chosen(self) -> nn.Parameter:
+        """A parameter that trains and has state, another in each call."""
+        of_blocks = [param for block in self.model.blocks for param in block.parameters()]
+        return (*of_blocks, self.model.gain)[self.number % 13]
+
+    def read(self, param: nn.Parameter) -> Tensor:
+        if self.group is None:
+            return param.detach().clone()
+        return zero_engine.full_param(param)
+
+    def no_sync(self) -> Any:
+        return nullcontext() if self.group is None else zero_engine.no_sync(self.model)
+
+
+# ---- Calls ----
+
+
+def _train(run: _Run) -> Any:
+    loss = run.loss()
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def _accumulate(run: _Run) -> Any:
+    with run.no_sync():
+        run.loss(1).backward()
+    run.loss(2).backward()
+    run.loss(3).backward()
+    run.optimizer.step()
+    run.model.zero_grad()
+
+
+def _end_in_no_sync(run: _Run) -> Any:
+    with run.no_sync():
+        run.loss(1).backward()
+        run.loss(2).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _keep_gradients(run: _Run) -> Any:
+    """They are there in the next call, whatever that is."""
+    run.loss().backward()
+
+
+def _step(run: _Run) -> Any:
+    """With what gradients there are."""
+    run.optimizer.step()
+
+
+def _zero(run: _Run) -> Any:
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+def _drop(run: _Run) -> Any:
+    run.model.zero_grad()
+
+
+def _evaluate(run: _Run) -> Any:
+    run.model.eval()
+    with torch.inference_mode() if run.number % 2 else torch.no_grad():
+        found = run.model(run.x()).clone()
+    run.model.train()
+    return found
+
+
+def _call_part(run: _Run) -> Any:
+    with torch.no_grad():
+        return run.model.blocks[run.number % 3](run.x())
+
+
+def _train_part(run: _Run) -> Any:
+    loss = run.model.blocks[run.number % 3](run.x()).square().mean()
+    if loss.requires_grad:
+        loss.backward()
+    return loss
+
+
+def _fail_in_forward(run: _Run) -> Any:
+    def fail(*_: Any) -> None:
+        raise KeyError("interrupted")
+
+    hook = run.model.blocks[run.number % 3].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="interrupted"):
+        run.loss()
+    hook.remove()
+
+
+def _fail_in_backward(run: _Run) -> Any:
+    def fail(_: Any, args: Any) -> Any:
+        return (Interrupt.apply(args[0]),)
+
+    hook = run.model.blocks[1 + run.number % 2].register_forward_pre_hook(fail)
+    with suppress(KeyError):  # none, where the blocks before it are frozen
+        run.loss().backward()
+    hook.remove()
+    run.optimizer.zero_grad()
+
+
+def _two_forwards(run: _Run) -> Any:
+    loss = run.loss(1) + run.loss(2)
+    loss.backward()
+    return loss
+
+
+def _retain(run: _Run) -> Any:
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _closure(run: _Run) -> Any:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    return run.optimizer.step(closure)
+
+
+def _clip(run: _Run) -> Any:
+    loss = run.loss()
+    loss.backward()
+    if run.group is None:
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    else:
+        norm = zero_engine.clip_grad_norm_(run.model, 0.1)
+    run.optimizer.step()
+    return norm.float()
+
+
+def _clip_value(run: _Run) -> Any:
+    run.loss().backward()
+    if run.group is None:
+        nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+    else:
+        zero_engine.clip_grad_value_(run.model, 0.01)
+
+
+def _unscale(run: _Run) -> Any:
+    run.optimizer.zero_grad()
+    (run.loss() * 8).backward()
+    if run.group is None:
+        for param in run.model.parameters():
+            if param.grad is not None:
+                param.grad /= 8
+    else:
+        assert zero_engine.unscale_and_clip_(run.model, scale=8.0).is_finite
+    run.optimizer.step()
+
+
+def _edit_gradients(run: _Run) -> Any:
+    """Of all parameters, as a loop of gradient noise does."""
+    run.loss().backward()
+    if run.group is None:
+        for param in run.model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5).add_(0.125)
+    else:
+        zero_engine.update_full_grads(
+            run.model.parameters(), lambda _, grad: grad.mul_(0.5).add_(0.125)
+        )
+
+
+def _freeze(run: _Run) -> Any:
+    """What is frozen keeps its state, and is thawed by the next such call of it."""
+    run.optimizer.zero_grad()
+    block = run.model.blocks[run.number % 3]
+    block.requires_grad_(not block.up.weight.requires_grad)
+
+
+def _take_gradients(run: _Run) -> Any:
+    """By autograd.grad, which accumulates nowhere."""
+    x = run.x().requires_grad_()
+    return torch.autograd.grad(run.model(x).square().mean(), x)[0]
+
+
+def _read_in_context(run: _Run) -> Any:
+    given = nullcontext()
+    if run.group is not None:
+        given = zero_engine.GatheredParameters(run.model)
+    with given:
+        return torch.cat([param.detach().flatten() for param in run.model.parameters()])
+
+
+def _recompute(run: _Run) -> Any:
+    run.model.recomputes = not run.model.recomputes
+
+
+def _read(run: _Run) -> Any:
+    return run.read(run.chosen)
+
+
+def _read_all(run: _Run) -> Any:
+    if run.group is None:
+        return copy.deepcopy(run.model.state_dict())
+    found = zero_engine.full_state_dict(run.model)
+    return found if run.group.rank == 0 else None
+
+
+def _read_gradient(run: _Run) -> Any:
+    try:
+        grad = run.chosen.grad if run.group is None else zero_engine.full_grad(run.chosen)
+    except StateError as error:  # where plain torch has None
+        assert "there are no gradients now" in str(error)
+        return None
+    return None if grad is None else grad.clone()
+
+
+def _read_state(run: _Run) -> Any:
+    if run.group is None:
+        state = run.optimizer.state.get(run.chosen, {})
+        return state["exp_avg"].clone() if "exp_avg" in state else None
+    try:
+        return zero_engine.full_optimizer_state(run.chosen, "exp_avg")
+    except StateError as error:
+        assert "no step has had a gradient for it yet" in str(error)
+        return None
+
+
+def _write(run: _Run) -> Any:
+    value = run.read(run.chosen) * 0.5
+    if run.group is None:
+        run.chosen.data.copy_(value)
+    else:
+        zero_engine.set_full_param(run.chosen, value)
+
+
+def _write_gathered(run: _Run) -> Any:
+    given = nullcontext()
+    if run.group is not None:
+        given = zero_engine.GatheredParameters([run.chosen, run.model.gain], modifier_rank=0)
+    with given, torch.no_grad():
+        run.chosen.mul_(0.9)
+        run.model.gain.add_(0.1)
+
+
+def _write_gradient(run: _Run) -> Any:
+    run.loss().backward()
+    if not run.chosen.requires_grad:
+        return
+    value = torch.full_like(run.read(run.chosen), 0.25)
+    if run.group is None:
+        run.chosen.grad = value
+    else:
+        zero_engine.set_full_grad(run.chosen, value)
+
+
+def _write_state(run: _Run) -> Any:
+    before = _read_state(run)
+    if before is None:
+        return
+    if run.group is None:
+        run.optimizer.state[run.chosen]["exp_avg"].copy_(before * 2)
+    else:
+        zero_engine.set_full_optimizer_state(run.chosen, "exp_avg", before * 2)
+
+
+def _write_shards(run: _Run) -> Any:
+    """Weight decay by hand, of what the optimizer has; a shard learns of a freeze later."""
+    if not all(param.requires_grad for param in run.model.blocks.parameters()):
+        return
+    with torch.no_grad():
+        for group in run.optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    param.mul_(0.99)
+
+
+def _load_weights(run: _Run) -> Any:
+    state = {
+        name: value * 0.9
+        for name, value in parity.build(_Net, seed=run.number).state_dict().items()
+    }
+    run.model.load_state_dict(state)
+
+
+def _change_lr(run: _Run) -> Any:
+    for group in run.optimizer.param_groups:
+        group["lr"] = 1e-2 if group["lr"] < 1e-2 else 5e-3
+
+
+def _save(run: _Run) -> Any:
+    if run.group is None:
+        run.saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    else:
+        zero_engine.save(run.folder, run.model, run.optimizer, step=run.number)
+        run.saved = True
+
+
+def _load(run: _Run) -> Any:
+    run.optimizer.zero_grad()
+    # With offload, state of what is frozen now stays as it is: not mended yet.
+    is_frozen = not all(param.requires_grad for param in run.model.blocks.parameters())
+    if run.saved is None or (is_frozen and run.offload is not None):
+        return
+    if run.group is None:
+        model, optimizer = copy.deepcopy(run.saved)
+        run.model.load_state_dict(model)
+        run.optimizer.load_state_dict(optimizer)
+    else:
+        zero_engine.load(run.folder, run.model, run.optimizer)
+
+
+def _shard_anew(run: _Run) -> Any:
+    run.optimizer.zero_grad()
+    if run.group is not None:
+        zero_engine.unshard(run.model, run.optimizer)
+        if run.number % 2:
+            _train(run)
+        run.shard()
+    elif run.number % 2:
+        _train(run)
+
+
+def _park(run: _Run) -> Any:
+    if run.group is not None:
+        zero_engine.offload_states(run.model)
+        zero_engine.reload_states(run.model)
+
+
+def _release(run: _Run) -> Any:
+    if run.group is not None:
+        zero_engine.release_buffers(run.model)
+
+
+def _convert(run: _Run) -> Any:
+    run.model.to(torch.get_default_device()).double().train()
+
+
+CALLS: Final[dict[str, Callable[[_Run], Any]]] = {
+    name[1:]: call
+    for name, call in list(globals().items())
+    if name[:1] == "_" and getattr(call, "__annotations__", {}).get("run") == "_Run"
+}
+
+
+def _assert_same(found: Any, expected: Any, what: str) -> None:
+    if found is None and isinstance(expected, dict):
+        return  # on another rank than 0
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for name, value in expected.items():
+            _assert_same(found[name], value, f"{what}: {name}")
+    else:
+        assert (found is None) == (expected is None), what
+        if expected is not None:
+            assert_close(
+                found.detach(),
+                expected.detach(),
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda m: f"{what}: {m}",
+            )
+
+
+RESIDENCES: Final[dict[str, dict[str, Any] | None]] = {
+    "device": None,
+    "host": {"optimizer": "host"},
+    "host-params": {"optimizer": "host", "params": "host"},
+    "disk": {"optimizer": "disk"},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "residence"),
+    [
+        *((stage, "device") for stage in range(4)),
+        *((stage, "host") for stage in (1, 2, 3)),
+        *((2, "disk"), (3, "disk"), (3, "host-params")),
+    ],
+)
+@pytest.mark.drawn(2)
+def test_calls_in_any_order_do_what_they_do_in_plain_torch(
+    group: Group, tmp_path: Path, stage: int, residence: str
+) -> None:
+    """Other tests make each call by itself. Here it meets what the calls before it left behind."""
+    draw = random.Random(SEED)
+    walk = [draw.choice([*CALLS]) for _ in range(NUM_CALLS)]
+    offload = RESIDENCES[residence]
+    if offload is not None:
+        path = {"path": tmp_path / f"{group.rank}"} if residence == "disk" else {}
+        for each in path.values():
+            each.mkdir()
+        offload = Offload(**offload, **path)
+    plain, run = (_Run(of, tmp_path / "run", offload, stage) for of in (None, group))
+    for number, name in enumerate(walk):
+        what = f"ZERO_WALK={SEED}: call {number}, {name}, after {walk[max(0, number - 6) : number]}"
+        for each in (plain, run):
+            each.number = number
+        expected = CALLS[name](plain)
+        try:
+            found = CALLS[name](run)
+        except Exception as error:
+            raise AssertionError(what) from error
+        _assert_same(found, expected, what)
+        if number % 10 == 9:
+            _assert_same(_read_all(run), _read_all(plain), f"{what}: weights")
