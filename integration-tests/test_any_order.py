@@ -389,9 +389,7 @@ def _save(run: _Run) -> Any:
 
 def _load(run: _Run) -> Any:
     run.optimizer.zero_grad()
-    # With offload, state of what is frozen now stays as it is: not mended yet.
-    is_frozen = not all(param.requires_grad for param in run.model.blocks.parameters())
-    if run.saved is None or (is_frozen and run.offload is not None):
+    if run.saved is None:
         return
     if run.group is None:
         model, optimizer = copy.deepcopy(run.saved)

@@ -300,6 +300,45 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
 
 
 @needs_high_water
+@pytest.mark.parametrize("residence", RESIDENCES)
+def test_state_of_what_is_frozen_is_saved_and_loaded(
+    group: Group, tmp_path: Path, residence: str
+) -> None:
+    """A layer that is thawed later goes on with the state that it had."""
+
+    def begin(name: str) -> tuple[nn.Module, torch.optim.Optimizer, ZeroConfig]:
+        (folder := tmp_path / f"{name}-{group.rank}").mkdir()
+        model = _build()
+        config = ZeroConfig(3, min_unit_bytes=0, offload=RESIDENCES[residence](folder))
+        return model, _adamw(model), config
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
+        _steps(Run(model, print, print), optimizer, *numbers)
+
+    model, optimizer, config = begin("first")
+    zero_engine.shard(model, optimizer, config, group=group)
+    train(model, optimizer, 0, 1)
+    zero_engine.unshard(model, optimizer)
+    next(model.children()).requires_grad_(False)
+    zero_engine.shard(model, optimizer, config, group=group)
+    zero_engine.save(tmp_path / "run", model, optimizer, step=2)
+    other, its_optimizer, its_config = begin("second")
+    next(other.children()).requires_grad_(False)
+    zero_engine.shard(other, its_optimizer, its_config, group=group)
+    zero_engine.load(tmp_path / "run", other, its_optimizer)
+
+    for each, of_each in ((model, optimizer), (other, its_optimizer)):
+        next(each.children()).requires_grad_(True)
+        train(each, of_each, 2, 3)
+
+    plain = _build()
+    train(plain, _adamw(plain), 0, 1, 2, 3)
+    for each in (model, other):
+        found = zero_engine.full_state_dict(each)
+        for name, value in found.items():  # on rank 0
+            assert_close(value, plain.state_dict()[name])
+
+
 def test_no_rank_holds_a_model_that_is_laid_out_anew() -> None:
     """Beside what rests: shards of parameters twice, and a unit with its state.
 

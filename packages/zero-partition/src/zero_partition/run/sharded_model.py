@@ -1044,6 +1044,12 @@ class ShardedModel:
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
+            # A parameter may have a gradient of a backward before it was frozen.
+            for param in self._frozen:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
 
     def drop_gradients_of(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
         """Do what `zero_grad()` of one of several optimizers does, which leaves the others'."""

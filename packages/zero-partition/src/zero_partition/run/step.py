@@ -140,14 +140,16 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
         """Replace these entries; other entries of the shard stay."""
-        if shard in self._others:
-            self._others[shard].update(state)
-        else:
+        if shard in self.target_of:
             self.offload.write({self.target_of[shard]: state}, replaces=False)
+        else:
+            self._others.setdefault(shard, {}).update(state)
 
     def __delitem__(self, shard: Any) -> None:
-        """Forget a shard's state; its master stays."""
-        raise TypeError("offloaded optimizer state cannot be deleted for one shard")
+        """Forget the state of a shard that is not stepped; others cannot be deleted."""
+        if shard in self.target_of:
+            raise TypeError("offloaded optimizer state cannot be deleted for one shard")
+        del self._others[shard]
 
     def __contains__(self, shard: object) -> bool:
         """Return whether a shard has state."""

@@ -180,18 +180,16 @@ class LocalState:
         if offload is None:
             return self.read(param_refs)
         started = set(offload.started(besides=(MASTER,)))
-        targets = {
-            p: target
-            for p in param_refs
-            if (target := _target_of(p)) is not None and target in started
-        }
+        targets = _targets_of(param_refs)
+        kept = states_in_optimizer(self.sharded, [p for p in param_refs if p not in targets])
+        targets = {p: target for p, target in targets.items() if target in started}
         found = offload.describe(targets.values())
         entries = {p: flat_entries(found[target]) for p, target in targets.items()}
         # Masters of the partition's are values of parameters, and no entries.
         for param_ref, target in targets.items():
             if offload.hides_master(target):
                 entries[param_ref].pop(MASTER, None)
-        return {param_ref: entries.get(param_ref, {}) for param_ref in param_refs}
+        return {p: entries[p] if p in entries else kept.get(p, {}) for p in param_refs}
 
     def read(self, param_refs: Sequence[ParamRef], names: Collection[str] | None = None) -> States:
         """Return each parameter's entries: as they are in memory, or host copies of offloaded ones.
@@ -201,17 +199,19 @@ class LocalState:
         offload = self.sharded.residence.offload
         if offload is None:
             return states_in_optimizer(self.sharded, param_refs)
-        targets = {p: target for p in param_refs if (target := _target_of(p)) is not None}
+        targets = _targets_of(param_refs)
         keys = None if names is None else {keys_of_entry(name)[0] for name in names}
         found = offload.read(targets.values(), keys) if targets else {}
-        return {p: flat_entries(found[targets[p]]) if p in targets else {} for p in param_refs}
+        kept = states_in_optimizer(self.sharded, [p for p in param_refs if p not in targets])
+        return {p: flat_entries(found[targets[p]]) if p in targets else kept[p] for p in param_refs}
 
     def write(self, states: States) -> None:
         """Make these the states of their parameters; `EntryPart`s in them are read now."""
         offload = self.sharded.residence.offload
         if offload is not None:
-            self._write_offloaded(offload, states)
-            return
+            targets = _targets_of(states)
+            self._write_offloaded(offload, {p: states[p] for p in targets})
+            states = {p: state for p, state in states.items() if p not in targets}
         group_of = {
             param: (member, group)
             for member in members_of(self.sharded.optimizer)
@@ -245,10 +245,10 @@ class LocalState:
         """
         entries = [
             (target, key, of_param.get(key))
-            for param_ref, of_param in states.items()
-            if (target := _target_of(param_ref)) is not None
-            # A frozen parameter may be in a param group, and is not stepped.
-            and self.sharded.residence.is_stepped(target)
+            for param_ref, target in _targets_of(states).items()
+            # One in no param group is not stepped.
+            if self.sharded.residence.is_stepped(target)
+            for of_param in (states[param_ref],)
             # The empty key stands for a state without entries, which is written, too.
             for key in of_param or ("",)
         ]
@@ -274,13 +274,16 @@ class LocalState:
             started |= first.keys()
 
 
-def _target_of(param_ref: ParamRef) -> nn.Parameter | None:
-    """Return the target that an optimizer offload steps for it; None without an offload."""
-    return (
-        param_ref.buffer.offloaded_params[param_ref.position]
+def _targets_of(param_refs: Iterable[ParamRef]) -> dict[ParamRef, nn.Parameter]:
+    """Return the targets that an optimizer offload steps for them.
+
+    Frozen parameters have none. They may have state, in the optimizer, of steps before.
+    """
+    return {
+        param_ref: param_ref.buffer.offloaded_params[param_ref.position]
+        for param_ref in param_refs
         if param_ref.buffer.offloaded_params
-        else None
-    )
+    }
 
 
 def gather_state_info(
