@@ -425,6 +425,85 @@ def _convert(run: _Run) -> Any:
     run.model.to(torch.get_default_device()).double().train()
 
 
+def _save_in_background(run: _Run) -> Any:
+    """And train meanwhile."""
+    if run.group is None:
+        run.saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        _train(run)
+        return
+    with zero_engine.Saver(run.folder, run.model, run.optimizer) as saver:
+        saver.save(step=run.number)
+        _train(run)
+    run.saved = True
+
+
+def _train_parked(run: _Run) -> Any:
+    """Forward and backward need no optimizer state."""
+    if run.group is not None:
+        zero_engine.offload_states(run.model, {"optim"})
+    loss = run.loss()
+    loss.backward()
+    if run.group is not None:
+        zero_engine.reload_states(run.model)
+    run.optimizer.step()
+    return loss
+
+
+def _reload_state(run: _Run) -> Any:
+    run.optimizer.zero_grad()
+    if run.group is None:
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    else:
+        zero_engine.load_full_optimizer_state_dict(
+            run.model, zero_engine.full_optimizer_state_dict(run.model)
+        )
+
+
+def _coalesce(run: _Run) -> Any:
+    given = nullcontext() if run.group is None else zero_engine.coalesce_reduction(run.model)
+    with given:
+        run.loss(1).backward()
+        run.loss(2).backward()
+
+
+def _generate(run: _Run) -> Any:
+    given = nullcontext() if run.group is None else zero_engine.unsharded(run.model)
+    with given, torch.no_grad():
+        return run.model(run.model(run.x()))
+
+
+def _fail_in_no_sync(run: _Run) -> Any:
+    with suppress(KeyError), run.no_sync():
+        run.loss(1).backward()
+        raise KeyError
+    run.optimizer.zero_grad()
+
+
+def _drop_one(run: _Run) -> Any:
+    run.loss().backward()
+    run.chosen.grad = None
+
+
+def _without_grad(run: _Run) -> Any:
+    """A loss that some blocks do not take part in."""
+    loss = (run.model.blocks[0](run.x()) * run.model.gain).sum()
+    loss.backward()
+
+
+def _local_write(run: _Run) -> Any:
+    if run.group is None:
+        run.chosen.data.mul_(0.5)
+    elif run.stage:
+        local = zero_engine.local_param(run.chosen)
+        zero_engine.set_local_param(run.chosen, local * 0.5)
+    else:
+        zero_engine.set_full_param(run.chosen, run.read(run.chosen) * 0.5)
+
+
+def _reads_many(run: _Run) -> Any:
+    return torch.cat([run.read(p).flatten() for p in run.model.parameters()])
+
+
 CALLS: Final[dict[str, Callable[[_Run], Any]]] = {
     name[1:]: call
     for name, call in list(globals().items())

@@ -98,6 +98,13 @@ def _load_whole(model: Any, optimizer: Any, group: Group, folder: Path, stage: i
     zero_engine.load_full_optimizer_state_dict(model, whole)
 
 
+def _thaw(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
+    model.blocks[0].requires_grad_(False)
+    _shard_anew(model, optimizer, group, folder, stage)
+    model.blocks[0].requires_grad_(True)
+    _step_of(model, optimizer, group)
+
+
 def _set(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> None:
     param = model.blocks[0].up.weight
     value = zero_engine.full_optimizer_state(param, "exp_avg")
@@ -105,7 +112,7 @@ def _set(model: Any, optimizer: Any, group: Group, folder: Path, stage: int) -> 
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-@pytest.mark.parametrize("way", [_shard_anew, _load, _load_whole, _set])
+@pytest.mark.parametrize("way", [_shard_anew, _load, _load_whole, _set, _thaw])
 def test_state_can_be_parked_whichever_way_it_came(
     group: Group, tmp_path: Path, stage: int, way: Callable[..., None]
 ) -> None:

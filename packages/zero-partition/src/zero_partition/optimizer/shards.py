@@ -29,6 +29,7 @@ from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ParameterPlan, Span
 from zero_partition.run.step import has_state, refuse_parameter
 from zero_partition.run.unit import Unit
+from zero_partition.torch_private import base_of
 
 # NOTE(entries): an entry of a shard's state is one of four things, and its shape says which.
 # One value for the whole parameter: what is no tensor, has no dim, or is called "step".
@@ -232,7 +233,9 @@ def part_of_entry(
     if not isinstance(value, Tensor) or is_wrapper(value):
         return value
     part, shape = part_in_entry(param, key, value.shape, span, for_whole)
-    if part.numel == value.numel() and tuple(value.shape) == shape:
+    is_whole = part.numel == value.numel() and tuple(value.shape) == shape
+    # A view would keep the memory that it is a view of.
+    if is_whole and base_of(value) is None:
         return value
     return value.reshape(-1)[part.as_slice()].view(shape).clone()
 
