@@ -396,7 +396,8 @@ def _load(run: _Run) -> Any:
         run.model.load_state_dict(model)
         run.optimizer.load_state_dict(optimizer)
     else:
-        zero_engine.load(run.folder, run.model, run.optimizer)
+        report = zero_engine.load(run.folder, run.model, run.optimizer)
+        assert report.num_tensors == report.num_tensors_saved
 
 
 def _shard_anew(run: _Run) -> Any:
