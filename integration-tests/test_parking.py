@@ -78,7 +78,6 @@ def test_a_model_built_in_init_can_park_all_of_it(group: Group) -> None:
     parking.assert_same_bits(group, build, offload_and_reload(*ALL))
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
@@ -124,6 +123,7 @@ def test_state_can_be_parked_whichever_way_it_came(
     _step_of(model, optimizer, group)
 
 
+@pytest.mark.parametrize("stage", parity.STAGES)
 def test_forwards_and_backwards_go_on_while_what_they_do_not_need_is_parked(
     group: Group, stage: int
 ) -> None:
