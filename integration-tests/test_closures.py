@@ -13,6 +13,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_comm.testing import assert_close
 from zero_engine import Offload
 
 
@@ -102,4 +103,5 @@ def test_a_layer_that_is_thawed_before_a_closure_trains_in_it(
             losses.append(optimizer.step(partial(evaluate, number)).item())
         curves.append(losses)
 
-    assert curves[0] == curves[1]
+    # A device's optimizer rounds in another order than the host's.
+    assert_close(curves[0], curves[1], rtol=1e-3, atol=1e-3)
