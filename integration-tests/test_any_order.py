@@ -485,13 +485,13 @@ def _drop_one(run: _Run) -> Any:
     run.chosen.grad = None
 
 
-def _without_grad(run: _Run) -> Any:
-    """A loss that some blocks do not take part in."""
+def _use_one_block(run: _Run) -> Any:
+    """The others have no part in the loss."""
     loss = (run.model.blocks[0](run.x()) * run.model.gain).sum()
     loss.backward()
 
 
-def _local_write(run: _Run) -> Any:
+def _write_local(run: _Run) -> Any:
     if run.group is None:
         run.chosen.data.mul_(0.5)
     elif run.stage:
@@ -501,7 +501,7 @@ def _local_write(run: _Run) -> Any:
         zero_engine.set_full_param(run.chosen, run.read(run.chosen) * 0.5)
 
 
-def _reads_many(run: _Run) -> Any:
+def _read_many(run: _Run) -> Any:
     return torch.cat([run.read(p).flatten() for p in run.model.parameters()])
 
 

@@ -299,7 +299,6 @@ def test_what_is_unfrozen_and_added_to_the_optimizer_trains(
             assert_close(value, expected_average.values[name])
 
 
-@needs_high_water
 @pytest.mark.parametrize("residence", RESIDENCES)
 def test_state_of_what_is_frozen_is_saved_and_loaded(
     group: Group, tmp_path: Path, residence: str
@@ -339,6 +338,7 @@ def test_state_of_what_is_frozen_is_saved_and_loaded(
             assert_close(value, plain.state_dict()[name])
 
 
+@needs_high_water
 def test_no_rank_holds_a_model_that_is_laid_out_anew() -> None:
     """Beside what rests: shards of parameters twice, and a unit with its state.
 

@@ -298,7 +298,8 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             raise StateError(
                 f"{name} was called on the gradient of a parameter whose gradient is sharded. To "
                 "clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of torch's "
-                "function; for the gradient whole, zero_engine.full_grad(param)"
+                "function; for the gradient whole, zero_engine.full_grad(param). If an optimizer's "
+                "step called it, that optimizer was built after shard(): build it before"
             )
         raise StateError(
             f"{name} was called on the gradient of a parameter whose gradient is sharded: at "

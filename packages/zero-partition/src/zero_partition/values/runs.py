@@ -210,7 +210,7 @@ class LocalState:
         offload = self.sharded.residence.offload
         if offload is not None:
             targets = _targets_of(states)
-            self._write_offloaded(offload, {p: states[p] for p in targets})
+            self._write_offloaded(offload, {target: states[p] for p, target in targets.items()})
             states = {p: state for p, state in states.items() if p not in targets}
         group_of = {
             param: (member, group)
@@ -238,19 +238,20 @@ class LocalState:
             else:
                 member.state.pop(owner, None)
 
-    def _write_offloaded(self, offload: OptimizerOffload, states: States) -> None:
-        """Write states to the optimizer offload; see NOTE(batches).
+    def _write_offloaded(
+        self, offload: OptimizerOffload, states: Mapping[nn.Parameter, Mapping[str, Any]]
+    ) -> None:
+        """Write states, by target, to the optimizer offload; see NOTE(batches).
 
-        The first entries of a parameter that are written replace all that it had.
+        The first entries of a target that are written replace all that it had.
         """
         entries = [
-            (target, key, of_param.get(key))
-            for param_ref, target in _targets_of(states).items()
+            (target, key, state.get(key))
+            for target, state in states.items()
             # One in no param group is not stepped.
             if self.sharded.residence.is_stepped(target)
-            for of_param in (states[param_ref],)
             # The empty key stands for a state without entries, which is written, too.
-            for key in of_param or ("",)
+            for key in state or ("",)
         ]
         started: set[nn.Parameter] = set()
         for batch in in_batches(
