@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +21,17 @@ import pytest
 import torch
 import zero_engine
 from attrs import define, field
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from training import Interrupt
 from zero_comm import Group
 from zero_comm.testing import assert_close
 from zero_engine import Offload, ZeroConfig
 from zero_partition import StateError
+from zero_partition.plan import slots
+from zero_partition.run import hooks
 
 WIDTH: Final = 8
 SEED: Final = int(os.environ.get("ZERO_WALK", "0"))
@@ -44,7 +48,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks, parameters of the model's own, of which one is frozen, and one that has no use."""
+    """Blocks, parameters of the model's own, a frozen one and one that has no use among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +56,13 @@ class _Net(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(3))
+        self.late = nn.Parameter(torch.ones(WIDTH))  # the optimizer gets it later
         self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        return x * self.gain + self.shift
+        return x * self.gain * self.late + self.shift
 
 
 @define(eq=False)
@@ -68,16 +73,24 @@ class _Run:
     folder: Path
     offload: Offload | None
     stage: int
+    is_chained: bool
     model: Any = field(init=False)
     optimizer: Any = field(init=False)
     number: int = 0  # of the call
     saved: Any = None
+    is_complete: bool = False
+    average: Any = None
 
     def __attrs_post_init__(self) -> None:
         self.model = parity.build(_Net).double()
         # Ours on the host has no float64.
         make = torch.optim.AdamW if self.offload is None else torch.optim.NAdam
-        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        params = [param for param in self.model.parameters() if param is not self.model.late]
+        if self.is_chained:
+            made = make(params[:5], lr=1e-2), torch.optim.RAdam(params[5:], lr=1e-2)
+            self.optimizer = zero_engine.ChainedOptimizer(*made)
+        else:
+            self.optimizer = make(params, lr=1e-2)
         self.shard()
 
     def shard(self) -> None:
@@ -264,6 +277,7 @@ def _edit_gradients(run: _Run) -> Any:
 def _freeze(run: _Run) -> Any:
     """What is frozen keeps its state, and is thawed by the next such call of it."""
     run.optimizer.zero_grad()
+    run.average = None
     block = run.model.blocks[run.number % 3]
     block.requires_grad_(not block.up.weight.requires_grad)
 
@@ -379,12 +393,61 @@ def _change_lr(run: _Run) -> Any:
         group["lr"] = 1e-2 if group["lr"] < 1e-2 else 5e-3
 
 
+def _add_group(run: _Run) -> Any:
+    """Once; what was saved before has a group less."""
+    if not run.is_complete:
+        run.is_complete, run.saved = True, None
+        optimizer = run.optimizer.optimizers[0] if run.is_chained else run.optimizer
+        optimizer.add_param_group({"params": [run.model.late], "lr": 2e-3})
+
+
+def _start_average(run: _Run) -> Any:
+    if run.group is None:
+        run.average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    else:
+        run.average = zero_engine.ShardedAverage(run.model, decay=0.75)
+
+
+def _update_average(run: _Run) -> Any:
+    if run.average is None:
+        return None
+    if run.group is None:
+        run.average.update_parameters(run.model)
+        return run.average.module.state_dict()
+    run.average.update()
+    return run.average.full_state_dict() or None
+
+
+def _evaluate_average(run: _Run) -> Any:
+    if run.average is None:
+        return None
+    with torch.no_grad():
+        if run.group is None:
+            return run.average.module(run.x())
+        with run.average.swap():
+            return run.model(run.x())
+
+
 def _save(run: _Run) -> Any:
     if run.group is None:
         run.saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     else:
         zero_engine.save(run.folder, run.model, run.optimizer, step=run.number)
         run.saved = True
+
+
+def _export(run: _Run) -> Any:
+    if run.group is None:
+        return copy.deepcopy(run.model.state_dict())
+    saved = run.folder.with_name(f"weights-{run.number}")
+    zero_engine.save(saved, run.model, step=run.number)
+    if run.group.rank:
+        return None
+    out = saved / "weights"
+    zero_engine.export(saved, out, max_shard_bytes=4096 if run.number % 2 else 10**9)
+    return {
+        name: value for path in out.glob("*.safetensors") for name, value in load_file(path).items()
+    }
 
 
 def _load(run: _Run) -> Any:
@@ -402,6 +465,7 @@ def _load(run: _Run) -> Any:
 
 def _shard_anew(run: _Run) -> Any:
     run.optimizer.zero_grad()
+    run.average = None
     if run.group is not None:
         zero_engine.unshard(run.model, run.optimizer)
         if run.number % 2:
@@ -531,8 +595,21 @@ def _assert_same(found: Any, expected: Any, what: str) -> None:
             )
 
 
+@contextmanager
+def _no_free_memory_kept() -> Iterator[None]:
+    """Memory and gradients move as they do on a device."""
+    before = slots._KEEPERS, hooks.SMALL_BYTES
+    slots._KEEPERS, hooks.SMALL_BYTES = set(), 256
+    try:
+        yield
+    finally:
+        slots._KEEPERS, hooks.SMALL_BYTES = before
+
+
 RESIDENCES: Final[dict[str, dict[str, Any] | None]] = {
     "device": None,
+    "given back": None,
+    "chained": None,
     "host": {"optimizer": "host"},
     "host-params": {"optimizer": "host", "params": "host"},
     "disk": {"optimizer": "disk"},
@@ -545,6 +622,7 @@ RESIDENCES: Final[dict[str, dict[str, Any] | None]] = {
         *((stage, "device") for stage in range(4)),
         *((stage, "host") for stage in (1, 2, 3)),
         *((2, "disk"), (3, "disk"), (3, "host-params")),
+        *((2, "given back"), (3, "given back"), (2, "chained"), (3, "chained")),
     ],
 )
 @pytest.mark.drawn(2)
@@ -560,7 +638,13 @@ def test_calls_in_any_order_do_what_they_do_in_plain_torch(
         for each in path.values():
             each.mkdir()
         offload = Offload(**offload, **path)
-    plain, run = (_Run(of, tmp_path / "run", offload, stage) for of in (None, group))
+    is_chained = residence == "chained"
+    plain, run = (_Run(of, tmp_path / "run", offload, stage, is_chained) for of in (None, group))
+    with _no_free_memory_kept() if residence == "given back" else nullcontext():
+        _walk(walk, plain, run)
+
+
+def _walk(walk: list[str], plain: _Run, run: _Run) -> None:
     for number, name in enumerate(walk):
         what = f"ZERO_WALK={SEED}: call {number}, {name}, after {walk[max(0, number - 6) : number]}"
         for each in (plain, run):

@@ -349,6 +349,78 @@ def test_no_rank_holds_a_model_that_is_laid_out_anew() -> None:
             assert rise <= 1.1 * shards + 3 * unit, (rise, shards, unit)
 
 
+def _save_and_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    zero_engine.save(folder, model, optimizer, step=1)
+    zero_engine.load(folder, model, optimizer)
+
+
+def _save_in_background(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    with zero_engine.Saver(folder, model, optimizer) as saver:
+        saver.save(step=1)
+    zero_engine.load(folder, model, optimizer)
+
+
+def _load_whole_state(model: nn.Module, _: torch.optim.Optimizer, __: Path) -> None:
+    state = zero_engine.full_optimizer_state_dict(model)
+    zero_engine.load_full_optimizer_state_dict(model, state)
+
+
+def _reshard(model: nn.Module, optimizer: torch.optim.Optimizer, _: Path) -> None:
+    """With a configuration, so that it is laid out anew."""
+    sharded = find_sharded(model)
+    assert sharded is not None
+    zero_engine.unshard(model, optimizer)
+    zero_engine.shard(model, optimizer, ZeroConfig(1, min_unit_bytes=0), group=sharded.group)
+
+
+AFTER_A_GROUP: Final[dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], object]]] = {
+    "save and load": _save_and_load,
+    "save in background": _save_in_background,
+    "whole state": _load_whole_state,
+    "unshard": _reshard,
+    "park": lambda model, *_: (
+        zero_engine.offload_states(model),
+        zero_engine.reload_states(model),
+    ),
+    "clip": lambda model, *_: zero_engine.clip_grad_norm_(model, 1.0),
+    "zero_grad": lambda _, optimizer, __: optimizer.zero_grad(),
+    "report": lambda model, *_: zero_engine.memory_report(model),
+}
+
+
+@pytest.mark.parametrize("is_chained", [False, True], ids=["alone", "chained"])
+@pytest.mark.parametrize("call", AFTER_A_GROUP)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.drawn(3)
+def test_a_param_group_is_added_before_any_call(
+    group: Group, tmp_path: Path, stage: int, call: str, is_chained: bool
+) -> None:
+    """Until the next forward the optimizer has the model's own parameter, and no shard of it."""
+
+    def train(shard: Callable[..., object], act: Callable[..., object]) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        first = optimizer = _adamw(model[0])
+        if is_chained:
+            optimizer = zero_engine.ChainedOptimizer(first, _momentum(model[1]))
+        shard(model, optimizer)
+        for step in range(4):
+            if step == 2:
+                first.add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})
+                act(model, optimizer, tmp_path / "run")
+            model(torch.ones(4, WIDTH) * (step + 1) / 10).square().sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        return model
+
+    config = ZeroConfig(stage, min_unit_bytes=0)
+    plain = train(lambda *_: None, lambda *_: None)
+    model = train(lambda *of: zero_engine.shard(*of, config, group=group), AFTER_A_GROUP[call])
+    found = zero_engine.full_state_dict(model)
+    for name, value in found.items():
+        assert_close(value, plain.state_dict()[name])
+
+
 def _thaw_a_layer(group: Group) -> tuple[int, int, int]:
     """Measure the forward that follows; also bytes of shards, and of a unit with its state."""
     with giving_memory_back():

@@ -42,7 +42,13 @@ class ChainedOptimizer(torch.optim.Optimizer):
             )
         self.optimizers = optimizers
         self._is_built = self._is_stepping = False
-        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len({*map(id, params)}) < len(params):
+            raise ValueError(
+                "ChainedOptimizer: a parameter is in param groups of two of these optimizers; "
+                "leave it to one of them"
+            )
+        super().__init__(self.param_groups, {})
         self._is_built = True
         for optimizer in optimizers if self._steps_all else ():
             optimizer.register_step_pre_hook(self._check_step)
@@ -56,14 +62,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         """Ignore what torch's constructor sets: each optimizer has its own state."""
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the param groups of the optimizers, in their order: a new list of their dicts."""
+        return [group for o in self.optimizers for group in o.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        """Ignore what torch's constructor sets: each optimizer has its own groups."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise StateError: a group is added to one of the optimizers before they are chained."""
-        if self._is_built:
+        """Raise StateError: a group is added to one of the optimizers."""
+        if self._is_built:  # torch's constructor gives those that there are
             raise StateError(
-                "ChainedOptimizer.add_param_group(): add it to one of the optimizers before "
-                "chaining them"
+                "ChainedOptimizer.add_param_group(): which of its optimizers shall update these "
+                "parameters? Call add_param_group() of that one"
             )
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -99,7 +113,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        self.param_groups = [group for o in self.optimizers for group in o.param_groups]
 
     def _check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:

@@ -376,11 +376,12 @@ def _fits(numel: int, limit: int | None) -> bool:
 # was not refused yet. Such memory stays as long as they exist.
 
 Owner = TypeVar("Owner")
+_KEEPERS: Final = {"cpu"}  # types of devices
 
 
 def keeps_free_memory(device: torch.device) -> bool:
     """Return whether memory unused until the next step stays allocated; see NOTE(free memory)."""
-    return device.type == "cpu"
+    return device.type in _KEEPERS
 
 
 @define(eq=False)

@@ -650,8 +650,15 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
 
 
 def names_by_owner(sharded: ShardedModel) -> dict[int, str]:
-    """Return the names of parameters, by the id of the optimizer's parameter for each. Local."""
-    return {id(owner_of(param_ref)): param_ref.name for param_ref in sharded.param_refs}
+    """Return the names of parameters, by the id of the optimizer's parameter for each. Local.
+
+    Between `add_param_group` and the next forward that is the model's own.
+    """
+    return {
+        id(owner): param_ref.name
+        for param_ref in sharded.param_refs
+        for owner in (param_ref.param, owner_of(param_ref))
+    }
 
 
 def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
