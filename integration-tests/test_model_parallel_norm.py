@@ -55,6 +55,24 @@ def test_the_norm_covers_the_model_and_counts_what_is_replicated_once(
     assert_close(grad, whole.matrix.grad.chunk(2, dim=1)[model_group.rank])
 
 
+def test_parts_of_other_sizes_agree_on_a_norm(group: Group) -> None:
+    """Stages of a pipeline have different numbers of buffers, so that their own tags differ."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))) for depth in (1, 3)]
+    for stage in stages:
+        stage(torch.ones(1, 4)).sum().backward()
+    expected = nn.utils.get_total_norm([p.grad for stage in stages for p in stage.parameters()])
+
+    model, alone = stages[group.rank], Group.solo(group.device)
+    model.zero_grad()
+    for param in model.parameters():
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+    zero_engine.shard(model, None, ZeroConfig(1), group=alone)
+    model(torch.ones(1, 4)).sum().backward()
+    across = group.by_messages("this test asks for it")
+    assert_close(zero_engine.clip_grad_norm_(model, 1e9, across=across), expected)
+
+
 def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(group: Group) -> None:
     """Ranks of one model that disagree about a step hold parts that do not fit from there on."""
     for culprit in range(2):

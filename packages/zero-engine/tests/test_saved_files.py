@@ -183,3 +183,13 @@ def test_a_file_is_on_disk_before_it_is_closed_and_closed_on_errors(
         save(tmp_path, model, step=2, system=system)
     assert not names
     assert not any("fsync" in of_file for of_file in calls.values())
+
+
+def test_what_another_job_may_still_write_is_left_alone(tmp_path: Path) -> None:
+    """It makes its folder first, and then the lock by which one knows that it lives."""
+    for name, age_s in (("young", 10), ("old", 3600)):
+        folder = tmp_path / f".{name}.partial-0"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    zero_engine.save(tmp_path, _bytes(8), step=1)
+    assert sorted(path.name for path in tmp_path.glob(".*.partial-0")) == [".young.partial-0"]
