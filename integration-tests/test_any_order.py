@@ -32,6 +32,7 @@ from zero_engine import Offload, ZeroConfig
 from zero_partition import StateError
 from zero_partition.plan import slots
 from zero_partition.run import hooks
+from zero_partition.seams import find_sharded
 
 WIDTH: Final = 8
 SEED: Final = int(os.environ.get("ZERO_WALK", "0"))
@@ -48,7 +49,10 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks, parameters of the model's own, a frozen one and one that has no use among them."""
+    """Blocks, of which one's bias is used outside, and parameters of the model's own.
+
+    One is frozen, and one has no use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +66,7 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        x = x + self.blocks[0].down.bias / 2
         return x * self.gain * self.late + self.shift
 
 
@@ -655,5 +660,8 @@ def _walk(walk: list[str], plain: _Run, run: _Run) -> None:
         except Exception as error:
             raise AssertionError(what) from error
         _assert_same(found, expected, what)
+        sharded = find_sharded(run.model)
+        assert sharded is not None
+        assert not sharded.outside.num_bytes, what
         if number % 10 == 9:
             _assert_same(_read_all(run), _read_all(plain), f"{what}: weights")

@@ -73,6 +73,16 @@ def test_parts_of_other_sizes_agree_on_a_norm(group: Group) -> None:
     assert_close(zero_engine.clip_grad_norm_(model, 1e9, across=across), expected)
 
 
+def test_a_rank_that_has_the_model_alone_counts_all_of_it(group: Group) -> None:
+    """With one rank of tensor parallelism nothing is marked as split, and all is the norm's."""
+    alone = Group.solo(group.device)
+    model = nn.Linear(4, 4)
+    zero_engine.shard(model, None, ZeroConfig(0), group=alone)
+    model(torch.ones(1, 4)).sum().backward()
+    expected = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    assert_close(zero_engine.clip_grad_norm_(model, 1e9, across=alone), expected)
+
+
 def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(group: Group) -> None:
     """Ranks of one model that disagree about a step hold parts that do not fit from there on."""
     for culprit in range(2):

@@ -157,6 +157,8 @@ def _trains_as_plain(
     def loss_and_evaluation(model: nn.Module, step: int) -> Tensor:
         with torch.no_grad():
             evaluated = _plain_loss(model, step)
+        sharded = find_sharded(model)
+        assert sharded is None or not sharded.outside.num_bytes, "only a graph keeps them"
         return loss_of(model, step) + evaluated
 
     run = partial(train, loss_of=loss_and_evaluation, num_steps=3)
