@@ -256,6 +256,27 @@ def test_collectives_in_another_order_are_found(group: Group) -> None:
             all_gather_flat(out, splits=(numel,) * group.world_size, group=group).wait()
 
 
+LONE_CALLS: Final[dict[str, Any]] = {
+    "full_state_dict": lambda model, *_: zero_engine.full_state_dict(model),
+    "full_param": lambda model, *_: zero_engine.full_param(model[0].weight),
+    "save": lambda *of: zero_engine.save(of[2], *of[:2], step=1),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("call", LONE_CALLS)
+def test_a_call_that_one_rank_makes_alone_is_found(
+    group: Group, tmp_path: Path, call: str, stage: int
+) -> None:
+    """On one host it may read its peers' memory, and end without them."""
+    model, optimizer = _sharded(group, stage)
+    _step(model, optimizer)
+    with pytest.raises(AgreementError, match=rf"rank 0 has {call}\(\), rank 1 has"):
+        if group.rank == 0:
+            LONE_CALLS[call](model, optimizer, tmp_path / "run")
+        _step(model, optimizer)
+
+
 LOST: Final[dict[str, tuple[Any, str]]] = {
     "params": (SanitizerError, r"unit '.*', parameters .*\(rank \d\).*crc32"),
     "optimizer": ((StoreError, TornStepError), r"optimizer-.*crc32"),

@@ -32,6 +32,8 @@ _CAUSES: Final = (
     f"the first error among all ranks; {UNEVEN}."
 )
 _COLLECTIVE: Final[dict[CodeType, str]] = {}
+# Thread -> the thread that waits for it, and whose call it is part of.
+_CALLERS: Final[dict[int, int]] = {}
 # Functions that lie between two of torch's where a mode, such as a default device's, sees calls.
 _OF_MODES: Final = ("__torch_function__", "handle_torch_function")
 # Each group has a thread that reads frames: none may allow collections while another one reads.
@@ -64,10 +66,22 @@ def collective_call(thread: int | None = None) -> str:
     Args:
         thread: Another one; the own when None.
     """
-    if thread is None:
+    asked = threading.get_ident() if thread is None else thread
+    if asked == (of := _CALLERS.get(asked, asked)) and thread is None:
         return _outermost(sys._getframe())
-    with _frame_of(thread) as frame:
+    with _frame_of(of) as frame:
         return _outermost(frame)
+
+
+@contextmanager
+def in_call_of(thread: int) -> Iterator[None]:
+    """A context in which this thread's collectives are part of the call that another is in."""
+    own = threading.get_ident()
+    _CALLERS[own] = thread
+    try:
+        yield
+    finally:
+        del _CALLERS[own]
 
 
 def is_collective(call: str) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial, wraps
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from .agreement import check_agreement
+from .calls import in_call_of
 from .group import Group
 from .shared_host.peer_memory import any_peers
 from .watch import Purpose
@@ -57,16 +58,23 @@ class CompareLaunches:
         """Traffic is counted right before each launch."""
         name, _, numels, *rest = args
         if named.get("calls", 1) and name != "agree":
-            self.number += 1
             purpose = group.purposes.get(named.get("tag", 0))
             # Sizes are not compared in a gather to one rank, where each counts what it sends.
             size = "" if name == "gather" else f", {numels} elements of {rest[-2]} bytes"
             codec = f", encoded as {rest[-1]}" if rest[-1] else ""
             subject = "no unit" if purpose is None else repr(purpose.subject)
-            what = f"{name} of {subject}{size}{codec}"
-            group.purposes[_TAG] = Purpose(f"{what} (collective {self.number})")
-            _compare({f"collective {self.number}": what}, group)
+            self.compare(f"{name} of {subject}{size}{codec}", group)
         call(*args, **named)
+
+    def compare(self, what: str, group: Group) -> None:
+        """Compare what ranks are about to do. Collective.
+
+        Raises:
+            AgreementError: They are about to do different things.
+        """
+        self.number += 1
+        group.purposes[_TAG] = Purpose(f"{what} (collective {self.number})")
+        _compare({f"collective {self.number}": what}, group)
 
 
 def _compare(said: dict[str, str], group: Group) -> None:
@@ -76,10 +84,12 @@ def _compare(said: dict[str, str], group: Group) -> None:
         check()
         return
     future: Future[None] = Future()
+    caller = get_ident()
 
     def run() -> None:
         try:
-            future.set_result(check())
+            with in_call_of(caller):
+                future.set_result(check())
         except BaseException as error:
             future.set_exception(error)
 

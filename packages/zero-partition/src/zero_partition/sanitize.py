@@ -54,13 +54,14 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     - Before each step: shards and masters in memory were changed through our functions only, and
       replicated parameters are equal on all ranks. An optimizer's state is not checked.
     - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
-    - What ranks launch is compared before they do: see `zero_comm.sanitize.CompareLaunches`.
+    - What ranks launch, and calls that all ranks must make, are compared before they begin: see
+      `zero_comm.sanitize.CompareLaunches`.
 
     Forward, backward and step then raise SanitizerError, which names unit, parameter and rank; or
     zero_comm.AgreementError, where ranks launch different collectives.
     """
     checks = _Checks(sharded.whole.rank)
-    check_calls(sharded, "before_step after_step end_write", checks)
+    check_calls(sharded, "before_step after_step end_write compare_launches", checks)
     for unit in sharded.units:
         verbs = "start_unshard unshard reshard leave_slot give_up_slot release_slot _take_slot"
         verbs += " keep_views"
@@ -76,7 +77,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     checks.announce(sharded)
     # These checks stay, since ranks forget models at different times.
     for each in (group, *sharded.routes.groups):
-        check_calls(each, "count", CompareLaunches())
+        check_calls(each, "count", checks.launches if each is sharded.whole else CompareLaunches())
     if sharded.exposure is not None:
         # Reads are counted, too, though they are not collective.
         sharded.exposure.count_on(evolve(sharded.group))
@@ -87,6 +88,8 @@ class _Checks:
     """Checksums and slot contents of one model on one rank, with which values are compared."""
 
     rank: int
+    # On the group of all ranks that train the model.
+    launches: CompareLaunches = field(factory=CompareLaunches)
     # Names of all parameters; buffer index -> position of its first parameter there.
     names: list[str] = field(factory=list)
     first: dict[int, int] = field(factory=dict)
@@ -239,6 +242,13 @@ class _Checks:
             slot.memory.fill_(_POISON)
             self.idle[slot] = ref(slot.memory)
         call()
+
+    def compare_launches(
+        self, call: _Call, model: ShardedModel, what: str, *, at_once: bool = False
+    ) -> None:
+        """Compare a call that all ranks must make: alone it may only read its peers' memory."""
+        self.launches.compare(what, model.whole)
+        call(what, at_once=at_once)
 
     # ---- Stored values ----
 
