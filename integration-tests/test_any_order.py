@@ -236,12 +236,12 @@ def _closure(run: _Run) -> Any:
 
 
 def _clip(run: _Run) -> Any:
-    loss = run.loss()
+    loss, norm_type = run.loss(), (2.0, float("inf"), 1.0)[run.number % 3]
     loss.backward()
     if run.group is None:
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, norm_type)
     else:
-        norm = zero_engine.clip_grad_norm_(run.model, 0.1)
+        norm = zero_engine.clip_grad_norm_(run.model, 0.1, norm_type)
     run.optimizer.step()
     return norm.float()
 
@@ -487,8 +487,14 @@ def _park(run: _Run) -> Any:
 
 
 def _release(run: _Run) -> Any:
+    if run.number % 2:
+        run.optimizer.zero_grad()
+        run.model.zero_grad()
     if run.group is not None:
         zero_engine.release_buffers(run.model)
+        report = zero_engine.memory_report(run.model)
+        assert not report.slots_bytes + report.reduction_bytes * (run.number % 2)
+        assert not report.gradients_bytes * (run.number % 2)
 
 
 def _convert(run: _Run) -> Any:

@@ -20,7 +20,8 @@ import zero_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from zero_engine import ConfigError, FileError
+from zero_comm import Group
+from zero_engine import ConfigError, FileError, ZeroConfig
 from zero_engine.checkpoint.folder import Checkpoint
 from zero_engine.checkpoint.limits import MOST_NESTED
 from zero_engine.testing import MANIFEST, unsealed, write_manifest
@@ -211,3 +212,10 @@ def test_a_manifest_that_says_nonsense_stops_no_save(serial: Any) -> None:
     assert zero_engine.load(folder, model, optimizer).path == path
     with pytest.raises(FileError, match=rf"{MANIFEST}: serial: expected a number.*load another"):
         zero_engine.load(folder, model, optimizer, tag=TAG)
+
+
+def test_a_manifest_says_at_which_stage_it_was_saved(group: Group, tmp_path: Path) -> None:
+    for stage in range(4):
+        model, _ = zero_engine.shard(nn.Linear(4, 4), None, ZeroConfig(stage), group=group)
+        path = zero_engine.save(tmp_path, model, step=stage).path
+        assert unsealed(path / MANIFEST)["stage"] == stage

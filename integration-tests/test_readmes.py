@@ -227,6 +227,30 @@ EXPLAINING: Final = [
 ]
 
 
+def test_the_table_of_collective_calls_has_every_function_in_its_row() -> None:
+    """What only some ranks call waits for the others, so a reader looks a function up there."""
+    page = (ROOT / "docs/guides/hangs.md").read_text()
+    table = page.split("## Calls that all ranks must make")[1].split("\n## ")[0]
+    rows = dict.fromkeys(("all", "any"), "")
+    for line in table.splitlines():
+        if line.startswith(("| `", "| forward")):
+            functions, ranks = line.strip("| ").split(" | ")
+            rows[re.match(r"\w+", ranks).group()] += functions  # type: ignore[union-attr]
+    of = {ranks: set(re.findall(r"`([\w.]+)`", text)) for ranks, text in rows.items()}
+    public = {name: getattr(zero_engine, name) for name in zero_engine.__all__}
+    functions = {name for name, value in public.items() if inspect.isfunction(value)}
+    assert functions <= of["all"] | of["any"]
+    for name in functions & of["any"]:
+        assert "Local." in inspect.getdoc(public[name]), name  # type: ignore[operator]
+    for name in functions & of["all"]:
+        said = inspect.getdoc(public[name]) or ""
+        assert re.search(r"[Cc]ollective|[Ee]very rank|all ranks", said) or name in LOCAL_ON_ALL
+
+
+# They send nothing, but ranks that differ in them are no longer equal.
+LOCAL_ON_ALL: Final = {"clip_grad_value_", "set_local_optimizer_state", "release_buffers"}
+
+
 def test_every_word_of_ours_is_explained_and_some_page_leads_there() -> None:
     """A word that no page needs is one too many; 25 are many."""
     text = (ROOT / "docs/vocabulary.md").read_text()

@@ -218,6 +218,7 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
         "betas": (0.9, 0.95),
         "lr": torch.tensor(1e-3, dtype=torch.float64),
         "milestones": {3: 1, 6: 2},
+        "marked": {"$": "dict"},
         "$": [None, True, "é", float("inf"), 0.1 + 0.2],
         "flags": torch.tensor([[True], [False]]),
         "nothing": torch.empty(0, 2, dtype=torch.bfloat16),

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Final
 
-from .__about__ import __version__
-
 if TYPE_CHECKING:
     import torch
 
@@ -208,6 +206,16 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("folder", metavar="FOLDER", help="where they are: what ZERO_REPORT says")
 
 
+class _Version(argparse.Action):
+    """Prints versions and which compiled code is in use: an installation may lack a compiler."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .commands import versions  # noqa: PLC0415
+
+        print(versions())
+        parser.exit()
+
+
 _COMMANDS: Final = (_add_export, add_plan, _add_report, _add_verify)
 
 
@@ -223,7 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Plan the memory of a training, verify its numbers, export its checkpoints, "
         "and compare the reports of its ranks after an error.",
     )
-    parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="and which compiled code is in use"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in _COMMANDS:
         add(commands)

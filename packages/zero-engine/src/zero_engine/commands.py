@@ -18,6 +18,7 @@ from typing import Any, Final
 import attrs
 import torch
 import zero_comm
+import zero_offload
 from zero_comm import Loco
 from zero_offload import StoreError
 from zero_partition import PartitionError, Precision, Wire
@@ -45,6 +46,7 @@ from zero_engine.planning.tables import (
     save_picture,
 )
 
+from .__about__ import __version__
 from .config import ZeroConfig
 from .errors import ConfigError, FileError
 from .offload import Offload
@@ -65,6 +67,16 @@ _FOR_VERIFY: Final = (
     '{"build_model": ..., "build_optimizer": ..., "batches": ..., "config": ZeroConfig(...)}'
 )
 _SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")
+
+
+def versions() -> str:
+    """Return the versions of this package and of torch, and which compiled code is in use."""
+    lacks = zero_comm.native_status()
+    codecs = f"plain torch, because {lacks}" if lacks else "compiled"
+    return (
+        f"zero-engine {__version__}, torch {torch.__version__}\n"
+        f"{zero_offload.native_status()}\ncodecs on the CPU: {codecs}"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.reports import as_table
 
 from .options import Room
-from .plan import plan
+from .plan import Plan, plan
 from .sources import GPTSize
 from .tables import bounds_of, in_units
 
@@ -137,25 +137,32 @@ def plan_states(
                 "stage 0, where the optimizer updates the parameters themselves; pass --stage 1, "
                 "or --no-masters"
             ) from error
-    planned = plan(block, attrs.evolve(config, stage=1), world_size=1, **arguments)
-    report = planned.memory.before_step
-    params, grads, state = (
-        getattr(report, f"{kind}_bytes") / planned.numel
-        for kind in ("params", "gradients", "optimizer")
+    at_one, at_three = (
+        plan(block, attrs.evolve(config, stage=stage), world_size=num_ranks, **arguments)
+        for stage, num_ranks in ((1, 1), (3, min(world_size, 2)))
     )
+    params, grads, state = _bytes_per_param(at_one)
     # At stage 1 a rank has all gradients, until they are reduced at the end of backward.
     sharded = (grads + state) / world_size
     per_param = (
         params + grads + state,
         params + grads + sharded,
         params + sharded,
-        params / world_size + sharded,
+        # A device may keep masters and no parameters.
+        sum(_bytes_per_param(at_three)) / world_size,
     )
     return StatesPlan(
         numel=numel,
         world_size=world_size,
-        optimizer=planned.optimizer,
-        dtypes=planned.dtypes,
+        optimizer=at_one.optimizer,
+        dtypes=at_one.dtypes,
         room=room,
         stages=tuple(StageStates.of(stage, per_param[stage], numel, room) for stage in stages),
     )
+
+
+def _bytes_per_param(planned: Plan) -> tuple[float, ...]:
+    """Return bytes of parameters, gradients and optimizer state, of all ranks together."""
+    report = planned.memory.before_step
+    kinds = report.params_bytes, report.gradients_bytes, report.optimizer_bytes
+    return tuple(num_bytes * planned.world_size / planned.numel for num_bytes in kinds)
