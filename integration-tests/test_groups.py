@@ -231,6 +231,7 @@ def test_experts_with_numbers_of_their_own_go_on_however_they_are_spread(
         report = zero_engine.load(tmp_path, found, its_optimizer)
         assert report is not None
         assert (report.missing, report.unexpected) == ((), ())
+        assert report.num_tensors == report.num_tensors_saved
         _check_equal(found, expected)
 
 
@@ -246,7 +247,8 @@ def test_experts_of_the_same_names_go_on_in_as_many_groups(
     expected = _whole(model)
     found, its_optimizer = _sharded(group, 2, ZeroConfig(3 - stage))
     _spoil(found)
-    zero_engine.load(tmp_path, found, its_optimizer)
+    report = zero_engine.load(tmp_path, found, its_optimizer)
+    assert report.num_tensors == report.num_tensors_saved
     _check_equal(found, expected)
     other, its_optimizer = _sharded(group, 4, ZeroConfig(stage))
     with pytest.raises(LoadError, match="another one in each of the 4 groups"):

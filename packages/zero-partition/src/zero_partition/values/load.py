@@ -718,9 +718,9 @@ def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
     index, (names, others) = next((i, pair) for i, pair in pairs if {*pair[0]} != {*pair[1]})
     lacking = [name for name in names if name not in others]
     extra = [name for name in others if name not in names]
+    differ = [f"expected also {lacking}"] * bool(lacking) + [f"expected no {extra}"] * bool(extra)
     return (
-        f"param group {index}: expected also {lacking}, and not {extra}; is it the optimizer of "
-        "the same parameters?"
+        f"param group {index}: {' and '.join(differ)}; is it the optimizer of the same parameters?"
     )
 
 
