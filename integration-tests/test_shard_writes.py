@@ -11,7 +11,7 @@ import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
-from zero_engine import Precision, ZeroConfig
+from zero_engine import Offload, Precision, ZeroConfig
 from zero_partition import StateError
 
 WIDTH: Final = 5
@@ -122,6 +122,28 @@ def test_a_write_outside_the_step_is_everybodys(group: Group, stage: int) -> Non
             weights = zero_engine.full_state_dict(model)
             for key, value in weights.items():
                 assert_close(value, plain.state_dict()[key])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_write_to_what_is_offloaded_is_refused(group: Group, stage: int) -> None:
+    """The optimizer's parameters are without values then, and a write went nowhere."""
+    model, optimizer = _build()
+    config = ZeroConfig(
+        stage,
+        min_unit_bytes=0,
+        precision=Precision(params=torch.bfloat16),
+        offload=Offload(optimizer="host"),
+    )
+    zero_engine.shard(model, optimizer, config, group=group)
+    before = zero_engine.full_param(model[0].weight)
+    # Offloaded state cannot be written, so there is no average to swap.
+    for name in WRITES.keys() - {"swapped"}:
+        with pytest.raises(StateError, match=r"offloaded.*state.*set_full_param\(param, value\)"):
+            WRITES[name](optimizer)
+            raise AssertionError(name)
+    assert equal(zero_engine.full_param(model[0].weight), before)
+    model(_x().bfloat16()).float().square().sum().backward()
+    optimizer.step()
 
 
 READS: Final[dict[str, Callable[[nn.Parameter], object]]] = {

@@ -430,13 +430,11 @@ class ShardOfParam(Tensor):
                 "value, param.as_subclass(torch.Tensor)"
             )
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if attribute == "data" and name == "__set__":
-            model.begin_shard_write()
-        else:
-            is_write &= name not in _NO_WRITES
-            written = tensors_among(args[:1] if is_write else kwargs.get("out"))
-            if any(isinstance(tensor, ShardOfParam) for tensor in written):
-                model.begin_shard_write()
+        is_write &= name not in _NO_WRITES
+        is_write |= attribute == "data" and name == "__set__"
+        among = tensors_among(args[:1] if is_write else kwargs.get("out"))
+        if written := [tensor for tensor in among if isinstance(tensor, ShardOfParam)]:
+            model.begin_shard_write(written)
         with plain_access():
             result = func(*args, **kwargs)
             for view in tensors_among(result) if attribute in ("", "data") else ():

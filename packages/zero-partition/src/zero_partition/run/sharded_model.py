@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -45,6 +45,7 @@ from zero_partition.torch_private import (
     own_parameters,
     pipeline_that_splits_backward,
     plain_access,
+    storage_key,
     version_of,
     will_accumulate,
 )
@@ -882,15 +883,32 @@ class ShardedModel:
         if self.residence.param_offload is not None:
             self.residence.param_offload.flush()
 
-    def begin_shard_write(self) -> None:
-        """Prepare for a write to the optimizer's shards outside of its step.
+    def begin_shard_write(self, written: Sequence[Tensor]) -> None:
+        """Prepare for a write to these shards of the optimizer's, or views, outside of its step.
 
         Examples are a clamp, weight decay by hand, a hook that runs after the step, or an optimizer
         that swaps weights for evaluation. All ranks write to the same parameters, in one order.
         Collective where shards are exposed.
+
+        Raises:
+            StateError: The shards' values are offloaded, and the change would be lost; or the model
+                runs.
         """
         no = (ModelPhase.BACKWARD, ModelPhase.FORWARD, ModelPhase.GATHERED)
         self.require("a write to the optimizer's parameters", no=no)
+        with plain_access():
+            memory = {storage_key(tensor.untyped_storage()) for tensor in written}
+            for buffer in self.buffers:
+                # The shards of a buffer without memory view one element.
+                element = storage_key(buffer.shard_params[0].untyped_storage())
+                if buffer.main_shard.memory is None and element in memory:
+                    raise StateError(
+                        "a write to a shard in the optimizer's param groups, of "
+                        f"{buffer.plan.params[0].name!r} or a parameter of the same unit: the "
+                        "values are in offloaded optimizer state, and the change would be lost "
+                        f"(rank {self.whole.rank}). Write to the model's parameter: "
+                        "zero_engine.set_full_param(param, value), or set_local_param(param, part)"
+                    )
         if not self.is_shard_written:
             self.begin_write()
             self._set_shard_written(is_written=True)
