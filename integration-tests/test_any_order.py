@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import parity
 import pytest
@@ -27,8 +28,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from training import Interrupt
 from zero_comm import Group
-from zero_comm.testing import assert_close
-from zero_engine import Offload, ZeroConfig
+from zero_comm.testing import assert_close, equal
+from zero_engine import Offload, Precision, ZeroConfig
 from zero_partition import StateError
 from zero_partition.plan import slots
 from zero_partition.run import hooks
@@ -60,7 +61,8 @@ class _Net(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(3))
-        self.late = nn.Parameter(torch.ones(WIDTH))  # the optimizer gets it later
+        # The optimizer gets it later.
+        self.late = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,7 +163,12 @@ def _keep_gradients(run: _Run) -> Any:
 
 def _step(run: _Run) -> Any:
     """With what gradients there are."""
-    run.optimizer.step()
+    try:
+        run.optimizer.step()
+    except StateError as error:
+        assert "call the model before this step" in str(error)  # after add_param_group
+        run.loss()
+        run.optimizer.step()
 
 
 def _zero(run: _Run) -> Any:
@@ -376,7 +383,8 @@ def _write_state(run: _Run) -> Any:
 
 def _write_shards(run: _Run) -> Any:
     """Weight decay by hand, of what the optimizer has; a shard learns of a freeze later."""
-    is_elsewhere = run.offload is not None and torch.get_default_device().type != "cpu"
+    is_device = torch.get_default_device().type not in slots._KEEPERS
+    is_elsewhere = run.offload is not None and is_device
     if is_elsewhere or not all(param.requires_grad for param in run.model.blocks.parameters()):
         return  # the error for offloaded values has a test of its own
     with torch.no_grad():
@@ -402,7 +410,8 @@ def _change_lr(run: _Run) -> Any:
 def _add_group(run: _Run) -> Any:
     """Once; what was saved before has a group less."""
     if not run.is_complete:
-        run.is_complete, run.saved = True, None
+        run.is_complete, run.saved, run.average = True, None, None
+        run.model.late.requires_grad_()
         optimizer = run.optimizer.optimizers[0] if run.is_chained else run.optimizer
         optimizer.add_param_group({"params": [run.model.late], "lr": 2e-3})
 
@@ -608,19 +617,25 @@ def _assert_same(found: Any, expected: Any, what: str) -> None:
 
 
 @contextmanager
-def _no_free_memory_kept() -> Iterator[None]:
-    """Memory and gradients move as they do on a device."""
-    before = slots._KEEPERS, hooks.SMALL_BYTES
-    slots._KEEPERS, hooks.SMALL_BYTES = set(), 256
-    try:
+def _as_on_a_device() -> Iterator[None]:
+    """Memory and gradients move as they do where the host has other memory."""
+
+    def backends_of(offload: Offload | None, _: torch.device, **others: Any) -> Any:
+        return zero_engine.offload.backends_of(offload, torch.device("meta"), **others)
+
+    with (
+        mock.patch.object(slots, "_KEEPERS", set()),
+        mock.patch.object(hooks, "SMALL_BYTES", 256),
+        mock.patch.object(zero_engine.sharding, "backends_of", backends_of),
+    ):
         yield
-    finally:
-        slots._KEEPERS, hooks.SMALL_BYTES = before
 
 
 RESIDENCES: Final[dict[str, dict[str, Any] | None]] = {
     "device": None,
-    "given back": None,
+    "as on a device": None,
+    "host of a device": {"optimizer": "host"},
+    "host-params of a device": {"optimizer": "host", "params": "host"},
     "chained": None,
     "host": {"optimizer": "host"},
     "host-params": {"optimizer": "host", "params": "host"},
@@ -634,7 +649,8 @@ RESIDENCES: Final[dict[str, dict[str, Any] | None]] = {
         *((stage, "device") for stage in range(4)),
         *((stage, "host") for stage in (1, 2, 3)),
         *((2, "disk"), (3, "disk"), (3, "host-params")),
-        *((2, "given back"), (3, "given back"), (2, "chained"), (3, "chained")),
+        *((2, "as on a device"), (3, "as on a device"), (2, "chained"), (3, "chained")),
+        *((1, "host of a device"), (3, "host of a device"), (3, "host-params of a device")),
     ],
 )
 @pytest.mark.drawn(2)
@@ -652,7 +668,7 @@ def test_calls_in_any_order_do_what_they_do_in_plain_torch(
         offload = Offload(**offload, **path)
     is_chained = residence == "chained"
     plain, run = (_Run(of, tmp_path / "run", offload, stage, is_chained) for of in (None, group))
-    with _no_free_memory_kept() if residence == "given back" else nullcontext():
+    with _as_on_a_device() if "a device" in residence else nullcontext():
         _walk(walk, plain, run)
 
 
@@ -670,5 +686,34 @@ def _walk(walk: list[str], plain: _Run, run: _Run) -> None:
         sharded = find_sharded(run.model)
         assert sharded is not None
         assert not sharded.outside.num_bytes, what
+        if name == "train" and not slots._KEEPERS:
+            report = zero_engine.memory_report(run.model)
+            assert not (report.slots_bytes + report.reduction_bytes + report.gradients_bytes), what
         if number % 10 == 9:
             _assert_same(_read_all(run), _read_all(plain), f"{what}: weights")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_memory_is_given_back_16_bits_train_as_where_it_is_kept(
+    group: Group, stage: int
+) -> None:
+    """A gather rounds the masters then, and no 16-bit shard is kept."""
+    found, params_bytes = [], []
+    for context in (nullcontext, _as_on_a_device):
+        with context():
+            model = parity.build(_Net)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            precision = Precision(params=torch.bfloat16)
+            config = ZeroConfig(stage, min_unit_bytes=0, precision=precision)
+            zero_engine.shard(model, optimizer, config, group=group)
+            for step in range(3):
+                model(torch.full((2, WIDTH), 0.1 * step + group.rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            report = zero_engine.memory_report(model)
+            assert bool(report.slots_bytes + report.reduction_bytes) == (context is nullcontext)
+            found.append(zero_engine.full_state_dict(model))
+            params_bytes.append(report.params_bytes)
+    assert (params_bytes[1] < params_bytes[0]) == (stage == 3)
+    for name, value in found[0].items():
+        assert equal(value, found[1][name]), name
