@@ -30,6 +30,7 @@ from training import Interrupt
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
 from zero_engine import Offload, Precision, ZeroConfig
+from zero_engine.testing import host_apart
 from zero_partition import StateError
 from zero_partition.plan import slots
 from zero_partition.run import hooks
@@ -619,14 +620,10 @@ def _assert_same(found: Any, expected: Any, what: str) -> None:
 @contextmanager
 def _as_on_a_device() -> Iterator[None]:
     """Memory and gradients move as they do where the host has other memory."""
-
-    def backends_of(offload: Offload | None, _: torch.device, **others: Any) -> Any:
-        return zero_engine.offload.backends_of(offload, torch.device("meta"), **others)
-
     with (
         mock.patch.object(slots, "_KEEPERS", set()),
         mock.patch.object(hooks, "SMALL_BYTES", 256),
-        mock.patch.object(zero_engine.sharding, "backends_of", backends_of),
+        host_apart(has_gradients=True),
     ):
         yield
 

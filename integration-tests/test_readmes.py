@@ -227,6 +227,10 @@ EXPLAINING: Final = [
 ]
 
 
+# They send nothing, but ranks that differ in them are no longer equal.
+LOCAL_ON_ALL: Final = {"clip_grad_value_", "set_local_optimizer_state", "release_buffers"}
+
+
 def test_the_table_of_collective_calls_has_every_function_in_its_row() -> None:
     """What only some ranks call waits for the others, so a reader looks a function up there."""
     page = (ROOT / "docs/guides/hangs.md").read_text()
@@ -245,10 +249,6 @@ def test_the_table_of_collective_calls_has_every_function_in_its_row() -> None:
     for name in functions & of["all"]:
         said = inspect.getdoc(public[name]) or ""
         assert re.search(r"[Cc]ollective|[Ee]very rank|all ranks", said) or name in LOCAL_ON_ALL
-
-
-# They send nothing, but ranks that differ in them are no longer equal.
-LOCAL_ON_ALL: Final = {"clip_grad_value_", "set_local_optimizer_state", "release_buffers"}
 
 
 def test_every_word_of_ours_is_explained_and_some_page_leads_there() -> None:

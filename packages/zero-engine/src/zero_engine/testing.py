@@ -109,15 +109,16 @@ def blocked_copies() -> Iterator[Event]:
 
 
 @contextmanager
-def host_apart() -> Iterator[None]:
+def host_apart(*, has_gradients: bool = False) -> Iterator[None]:
     """Let `shard` and `plan` treat the host as another memory than a CPU device. Local.
 
-    State that an `Offload` puts on the host is then offloaded, except gradients, which stay on the
-    device.
+    State that an `Offload` puts on the host is then offloaded. Gradients stay on the device, unless
+    `has_gradients`.
     """
 
     def apart(offload: Offload | None, _: torch.device) -> OffloadBackends:
-        return attrs.evolve(backends_of(offload, torch.device("meta")), gradients=None)
+        found = backends_of(offload, torch.device("meta"))
+        return found if has_gradients else attrs.evolve(found, gradients=None)
 
     with (
         mock.patch.object(_shard, "backends_of", apart),

@@ -54,8 +54,8 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     - Before each step: shards and masters in memory were changed through our functions only, and
       replicated parameters are equal on all ranks. An optimizer's state is not checked.
     - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
-    - What ranks launch, and calls that all ranks must make, are compared before they begin: see
-      `zero_comm.sanitize.CompareLaunches`.
+    - What ranks launch, and calls that read values of other ranks, are compared before they begin:
+      see `zero_comm.sanitize.CompareLaunches`.
 
     Forward, backward and step then raise SanitizerError, which names unit, parameter and rank; or
     zero_comm.AgreementError, where ranks launch different collectives.
@@ -246,7 +246,7 @@ class _Checks:
     def compare_launches(
         self, call: _Call, model: ShardedModel, what: str, *, at_once: bool = False
     ) -> None:
-        """Compare a call that all ranks must make: alone it may only read its peers' memory."""
+        """Compare a call that all ranks must make: alone it might only read its peers' memory."""
         self.launches.compare(what, model.whole)
         call(what, at_once=at_once)
 

@@ -376,7 +376,8 @@ def _fits(numel: int, limit: int | None) -> bool:
 # was not refused yet. Such memory stays as long as they exist.
 
 Owner = TypeVar("Owner")
-_KEEPERS: Final = {"cpu"}  # types of devices
+# Types of devices whose free memory stays allocated.
+_KEEPERS: Final = {"cpu"}
 
 
 def keeps_free_memory(device: torch.device) -> bool:

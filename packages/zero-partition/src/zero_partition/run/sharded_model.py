@@ -896,12 +896,12 @@ class ShardedModel:
         """
         no = (ModelPhase.BACKWARD, ModelPhase.FORWARD, ModelPhase.GATHERED)
         self.require("a write to the optimizer's parameters", no=no)
+        offloaded = [buffer for buffer in self.buffers if buffer.main_shard.memory is None]
         with plain_access():
-            memory = {storage_key(tensor.untyped_storage()) for tensor in written}
-            for buffer in self.buffers:
-                # The shards of a buffer without memory view one element.
-                element = storage_key(buffer.shard_params[0].untyped_storage())
-                if buffer.main_shard.memory is None and element in memory:
+            memory = {storage_key(tensor.untyped_storage()) for tensor in written if offloaded}
+            for buffer in offloaded:
+                # The shards of such a buffer view one element.
+                if storage_key(buffer.shard_params[0].untyped_storage()) in memory:
                     raise StateError(
                         "a write to a shard in the optimizer's param groups, of "
                         f"{buffer.plan.params[0].name!r} or a parameter of the same unit: the "
