@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Interrupt
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
-from zero_engine import Offload, Precision, ZeroConfig
+from zero_engine import Offload, Precision, Wire, ZeroConfig
 from zero_engine.testing import host_apart
 from zero_partition import StateError
 from zero_partition.plan import slots
@@ -82,6 +82,7 @@ class _Run:
     offload: Offload | None
     stage: int
     is_chained: bool
+    wire: Wire
     model: Any = field(init=False)
     optimizer: Any = field(init=False)
     number: int = 0  # of the call
@@ -103,7 +104,8 @@ class _Run:
 
     def shard(self) -> None:
         if self.group is not None:
-            config = ZeroConfig(self.stage, min_unit_bytes=0, window=2, offload=self.offload)
+            options: dict[str, Any] = {"offload": self.offload, "wire": self.wire}
+            config = ZeroConfig(self.stage, min_unit_bytes=0, window=2, **options)
             zero_engine.shard(self.model, self.optimizer, config, group=self.group)
 
     def x(self, more: int = 0) -> Tensor:
@@ -655,6 +657,39 @@ def test_calls_in_any_order_do_what_they_do_in_plain_torch(
     group: Group, tmp_path: Path, stage: int, residence: str
 ) -> None:
     """Other tests make each call by itself. Here it meets what the calls before it left behind."""
+    _compare(group, tmp_path, stage, residence)
+
+
+@pytest.mark.cpu_only("the same over gloo's messages, where ranks do not read memory")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.drawn(1)
+def test_calls_in_any_order_over_messages(group: Group, tmp_path: Path, stage: int) -> None:
+    """Gathers are collectives there, which a call might launch on one rank alone."""
+    _compare(parity.by_messages(), tmp_path, stage, "device")
+
+
+@pytest.mark.parametrize(
+    ("stage", "wire", "residence"),
+    [
+        (3, Wire(levels=2, secondary=True), "device"),
+        (3, Wire(levels=2, secondary=True), "host-params"),
+        (1, Wire(levels=2, replicas=True), "device"),
+        (3, Wire(levels=2, replicas=True), "host"),
+    ],
+    ids=["secondary", "secondary-host", "replicas-1", "replicas-3-host"],
+)
+@pytest.mark.ranks(4)
+@pytest.mark.drawn(1)
+def test_calls_in_any_order_on_two_nodes(
+    group: Group, tmp_path: Path, stage: int, wire: Wire, residence: str
+) -> None:
+    """Copies of shards have to follow every change."""
+    _compare(group, tmp_path, stage, residence, wire)
+
+
+def _compare(
+    group: Group, tmp_path: Path, stage: int, residence: str, wire: Wire | None = None
+) -> None:
     draw = random.Random(SEED)
     walk = [draw.choice([*CALLS]) for _ in range(NUM_CALLS)]
     offload = RESIDENCES[residence]
@@ -664,7 +699,10 @@ def test_calls_in_any_order_do_what_they_do_in_plain_torch(
             each.mkdir()
         offload = Offload(**offload, **path)
     is_chained = residence == "chained"
-    plain, run = (_Run(of, tmp_path / "run", offload, stage, is_chained) for of in (None, group))
+    plain, run = (
+        _Run(of, tmp_path / "run", offload, stage, is_chained, wire or Wire())
+        for of in (None, group)
+    )
     with _as_on_a_device() if "a device" in residence else nullcontext():
         _walk(walk, plain, run)
 
