@@ -153,7 +153,7 @@ IN_ORDER: dict[Callable[[Group], None], str] = {
 # Where ranks read each other's memory, gathers need nobody there; reductions and steps do.
 READS: dict[Callable[[Group], None], str] = {
     **{way: PARTINGS[way] for way in (_a_batch_less, _no_backward, _clips_alone)},
-    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .* in waiting to write to the weights",
+    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .* in writing to the weights",
 }
 
 
@@ -247,7 +247,10 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         with pytest.raises(DivergenceError, match=named) as caught:
             call(model, optimizer, str(tmp_path / "run"))
         assert re.search(r"rank 1 (waits for rank 0 )?in ", str(caught.value))
-        assert "without_batch" not in str(caught.value)
+        # Uneven batches look the same where the other rank trains on.
+        both = r"steps on each; if all ranks call it, every rank must run as many backwards"
+        is_in_model = elsewhere is _in_next_forward and not reads
+        assert bool(re.search(both, str(caught.value))) == is_in_model
         assert time.monotonic() - began < SOON_S
     with contextlib.suppress(RuntimeError):  # its peer cannot go on, and may hear it from torch
         if group.rank == 1:

@@ -204,7 +204,9 @@ def test_no_rank_holds_the_whole_of_what_it_loads(tmp_path: Path) -> None:
         found = fresh.run(_measure_loading, folder=str(tmp_path), timeout_s=90.0)
 
     for rank, (rise, largest) in enumerate(found):
-        assert rise <= 1.1 * (file_bytes / 2 + largest) + (0 if rank else file_bytes)
+        # Pages of torch's libraries that are first used here count too; builds for CUDA have more.
+        code = 2**23
+        assert rise <= 1.1 * (file_bytes / 2 + largest) + code + (0 if rank else file_bytes)
 
 
 def _measure_loading(group: Group, folder: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -128,6 +128,21 @@ def alone(rank: int, call: str) -> str:
         f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
         "steps on each"
     )
+
+
+def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> str:
+    """Say what to do where ranks wait in different collectives; "" if that is not known.
+
+    Args:
+        calls: Rank -> the call that it is in, and that all ranks must make; "" if none.
+        remedies: Rank -> remedy for its collective; "" if none.
+    """
+    differ = len({*calls.values()}) > 1
+    lone = "; ".join(alone(rank, call) for rank, call in calls.items() if call and differ)
+    others = [remedy for rank, remedy in remedies.items() if not (calls[rank] and differ)]
+    text = "; ".join(dict.fromkeys(filter(None, others)))
+    # With uneven batches, one rank has come to a call that the others come to later.
+    return f"{lone}; if all ranks call it, {text}" if lone and text else lone or text
 
 
 def blocking_torch_call() -> TorchCall | None:

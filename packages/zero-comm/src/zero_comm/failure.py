@@ -31,8 +31,8 @@ SWITCH: Final = "ZERO_REPORT"
 ASKED: Final = "SIGUSR1"
 Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
 _MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
-# Id of the process that writes reports, and the time of its first `install`; zeros before that.
-_process = (0, 0.0)
+# Id of the process that writes reports; 0 before its first `install`.
+_process = 0
 
 
 def install(model: Any, group: Group, write: Write) -> None:
@@ -49,9 +49,9 @@ def install(model: Any, group: Group, write: Write) -> None:
     global _process
     if os.environ.get(SWITCH) == "off":
         return
-    before, _process = _process, (os.getpid(), _process[1] or time.time())
+    before, _process = _process, os.getpid()
     _MODELS[model] = group
-    if before[0]:
+    if before:
         return
 
     def around(hook: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,11 +78,14 @@ def install(model: Any, group: Group, write: Write) -> None:
 
 
 def started() -> float:
-    """Return when this process began to write reports, in seconds since the epoch. Local.
+    """Return when this process was started, in seconds since the epoch. Local.
 
-    It is 0.0 if the process writes none.
+    Ranks of a job are started together, and one may write a report before another can.
     """
-    return _process[1]
+    # Of Linux, in ticks since it was booted; the name before it may have spaces.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks
 
 
 def _listen(write: Write) -> None:
@@ -123,7 +126,7 @@ def _report(why: str, write: Write) -> Path | None:
     """Write a report; return its path, None if this process writes none."""
     path = Path(os.environ.get(SWITCH) or ".") / f"zero-report-rank{rank_of_job()}.txt"
     try:
-        if _process[0] == os.getpid():
+        if _process == os.getpid():
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, why, dict(_MODELS))
             return path

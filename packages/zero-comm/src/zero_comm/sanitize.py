@@ -11,11 +11,14 @@ from weakref import WeakKeyDictionary
 
 from .agreement import check_agreement
 from .calls import in_call_of
+from .errors import AgreementError
 from .group import Group
 from .shared_host.peer_memory import any_peers
 from .watch import Purpose
 
-_TAG: Final = -1  # no other collective has it
+# No other collective has this tag, or one of the next below it. A report shows so many launches.
+_TAG: Final = -1
+_NUM_TAGS: Final = 16
 # Object -> the checks around its methods.
 _CHECKS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
@@ -47,39 +50,42 @@ def _checked(method: Callable[..., Any], verb: str) -> Callable[..., Any]:
 class CompareLaunches:
     """Ranks tell each other what they launch on a group, before they do; see `check_calls`.
 
-    Operation, numels, bytes of an element, codec and subject are compared; dtypes are not, nor are
+    Operation, numels, bytes of an element, codec and purpose are compared; dtypes are not, nor are
     control traffic and what other `Group` objects launch. Where ranks launch different things, the
     launch raises AgreementError on all of them.
     """
 
-    number = 0
+    number = 0  # of comparisons; equal on ranks that have passed them
 
     def count(self, call: Callable[..., None], group: Group, *args: Any, **named: Any) -> None:
         """Traffic is counted right before each launch."""
         name, _, numels, *rest = args
         if named.get("calls", 1) and name != "agree":
-            purpose = group.purposes.get(named.get("tag", 0))
+            purpose = group.purposes.get(named.get("tag", 0), Purpose("no known purpose"))
             # Sizes are not compared in a gather to one rank, where each counts what it sends.
-            size = "" if name == "gather" else f", {numels} elements of {rest[-2]} bytes"
+            size = "" if name == "gather" else f" of {numels} elements of {rest[-2]} bytes"
             codec = f", encoded as {rest[-1]}" if rest[-1] else ""
-            subject = "no unit" if purpose is None else repr(purpose.subject)
-            self.compare(f"{name} of {subject}{size}{codec}", group)
+            self.compare(f"{purpose.what} ({name}{size}{codec})", group, purpose.remedy)
         call(*args, **named)
 
-    def compare(self, what: str, group: Group) -> None:
+    def compare(self, what: str, group: Group, remedy: str) -> None:
         """Compare what ranks are about to do. Collective.
 
         Raises:
-            AgreementError: They are about to do different things.
+            AgreementError: They are about to do different things; ends with this rank's remedy.
         """
         self.number += 1
-        group.purposes[_TAG] = Purpose(f"{what} (collective {self.number})")
-        _compare({f"collective {self.number}": what}, group)
+        tag = _TAG - self.number % _NUM_TAGS
+        group.purposes[tag] = Purpose(what, remedy)
+        try:
+            _compare({"the next collective": what}, group, tag)
+        except AgreementError as error:
+            raise AgreementError(f"{error}; {remedy}" if remedy else str(error)) from None
 
 
-def _compare(said: dict[str, str], group: Group) -> None:
+def _compare(said: dict[str, str], group: Group, tag: int) -> None:
     """Collective. Meanwhile peers may wait for this rank to read what they have launched before."""
-    check = partial(check_agreement, said, group=group, tag=_TAG, timeout_s=None)
+    check = partial(check_agreement, said, group=group, tag=tag, timeout_s=None)
     if (peers := any_peers()) is None:
         check()
         return

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from attrs import frozen
 
-from .calls import CAUSES, alone
+from .calls import CAUSES, advice
 from .watch import Purpose, Recorded
 
 _PARTED: Final = (
@@ -106,12 +106,12 @@ def _described(sides: Mapping[int, Traced], purposes: Mapping[int, Purpose]) -> 
     doings = [one.what, other.what]
     if one.what == other.what:
         doings = [f"{each.what} of {each.size}" for each in (one, other)]
-    remedies = [alone(rank, each.call) for rank, each in sorted(sides.items()) if each.call]
-    if one.call == other.call:
-        tags = [each.tag for each in (one, other) if each.tag in purposes]
-        remedies = [purposes[tag].remedy for tag in tags if tag is not None]
-    advice = "; ".join(dict.fromkeys(filter(None, remedies))) or CAUSES
+    remedies = {
+        rank: purposes[each.tag].remedy if each.tag in purposes else ""
+        for rank, each in sorted(sides.items())
+    }
+    calls = {rank: each.call for rank, each in sorted(sides.items())}
     return (
         f"{_PARTED}: as number {one.number} of this group, rank {first} in {doings[0]}, rank "
-        f"{second} in {doings[1]}. {advice}"
+        f"{second} in {doings[1]}. {advice(calls, remedies) or CAUSES}"
     )

@@ -45,12 +45,12 @@ _FRAME: Final = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
 _NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
 # Collectives without a purpose of their own: operation -> words for it.
 _NAMED: Final = {"agree": "comparing values of the ranks"}
-# Calls of each step.
-_OF_STEP: Final = ("step()", "clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_()")
 # Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
 _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 # What an error says of a call that one rank has made more often than another.
-_ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank .*)")
+_ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank \d+: [^;]*)")
+# What it says where a peer's process or program is over.
+_HAS_ENDED: Final = re.compile(r"(its process|(process|program) of rank \d+( \(\d+\))?) has ended")
 # Errors that another rank may have caused.
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
 
@@ -263,19 +263,15 @@ def _describe_lone(
 ) -> str:
     alone, rest = (f"rank {', '.join(map(str, those))}" for those in (ranks, others))
     place = reports[ranks[0]]["report"]["call"].partition(" at ")[2]
-    cause = "`if rank == 0:` around it"
-    if call in _OF_STEP:
-        cause += ", or another number of batches or steps on each rank"
     line = (
         f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
-        f"must make this call, after as many backwards and steps; the usual cause is {cause}"
+        "must make this call, after as many backwards and steps; the usual causes are `if rank == "
+        "0:` around it, and uneven batches: backward_without_batch(model) where a rank has none"
     )
     first = others[0]
     if first not in reports:
         return f"{line}. If {rest} was killed before it made the call, look there"
-    if reports[first]["report"]["why"] == ASKED:
-        return f"{line}. If {rest} has yet to make it, see what it does at {_place(reports[first])}"
-    return line
+    return f"{line}. If {rest} makes it later, see what it does at {_place(reports[first])}"
 
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
@@ -294,9 +290,22 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         if ended := _ENDED_CALL.search(report["report"]["why"]):
             return f"look at rank {ended[1]} first: it {ended[2]}"
     if missing := [str(rank) for rank in range(size) if rank not in reports]:
-        return f"look at rank {', '.join(missing)} first, of which there is no report"
+        line = f"look at rank {', '.join(missing)} first, of which there is no report"
+        went_on = [
+            f"rank {rank} at {_place(report)}"
+            for rank, report in sorted(reports.items())
+            if _HAS_ENDED.search(report["report"]["why"])
+        ]
+        if went_on:
+            line += f"; if it was not killed, it ended while others went on: {went_on[0]}"
+        return line
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():
         if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "no rank":
             return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for no rank"
-    return "no rank stands out: compare the lines above, and [stacks] in the reports"
+    places = {rank: _place(report) for rank, report in sorted(reports.items())}
+    said = ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
+    return (
+        f"no rank stands out: {said}; look for a line up to these that "
+        "not all ranks run, or run a few steps with ZERO_SANITIZE=1"
+    )

@@ -12,6 +12,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 from zero_comm import Group, all_gather_json
+from zero_comm.calls import by_all_ranks, is_collective
 from zero_comm.sanitize import CompareLaunches, check_calls
 
 from .errors import SanitizerError
@@ -247,12 +248,19 @@ class _Checks:
         self, call: _Call, model: ShardedModel, what: str, *, at_once: bool = False
     ) -> None:
         """Compare a call that all ranks must make: alone it might only read its peers' memory."""
-        self.launches.compare(what, model.whole)
+        self.compare(what, model)
         call(what, at_once=at_once)
+
+    def compare(self, what: str, model: ShardedModel) -> None:
+        remedy = by_all_ranks(what)
+        if not is_collective(what):
+            remedy = model.whole.purposes[model.reducer.control_tag].remedy
+        self.launches.compare(what, model.whole, remedy)
 
     # ---- Stored values ----
 
     def before_step(self, call: _Call, model: ShardedModel, **named: Any) -> None:
+        self.compare("optimizer.step()", model)
         now = {} if model.parked is not None else self.sums(model)
         changed = [
             (name, self.ranks_of(model, name))
