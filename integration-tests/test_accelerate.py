@@ -711,7 +711,7 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> No
             ZeroAccelerator()
     with _environment(group):
         PartialState()  # sees one process, without cpu=True
-        with pytest.raises(ConfigError, match="expected WORLD_SIZE=2 processes, got 1"):
+        with pytest.raises(ConfigError, match="expected the 2 processes of WORLD_SIZE, got 1"):
             ZeroAccelerator()
 
     with _environment(group):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from training import Interrupt, assert_weights_of, train
 from zero_comm import Group
 from zero_comm.testing import assert_close, equal
-from zero_engine import ChainedOptimizer
+from zero_engine import ChainedOptimizer, ConfigError
 from zero_partition import PartitionError, ShardedParamError, StateError
 from zero_partition.seams import find_sharded
 
@@ -55,6 +55,69 @@ def test_an_optimizer_that_is_built_after_shard_is_told_so(group: Group, stage: 
 
     with pytest.raises(StateError, match=r"(?s)built after shard\(\).*shard\(model, optimizer\)"):
         late.step()
+
+
+MODEL = r"expected a model, which is a torch.nn.Module, got a value of type AdamW; .* order"
+# Call -> what it says where its arguments are in another order, or of another kind.
+MISTAKEN: dict[str, tuple[Any, type[Exception], str]] = {
+    "save": (lambda m, o: zero_engine.save("run", o, m, step=1), StateError, MODEL),
+    "save-first": (lambda m, o: zero_engine.save(m, o, step=1), StateError, MODEL),
+    "load": (lambda m, o: zero_engine.load("run", o, m), StateError, MODEL),
+    "load-first": (
+        lambda m, o: zero_engine.load(m, "run"),
+        ConfigError,
+        r"load\(\): expected the path of a folder first, got a value of type Sequential$",
+    ),
+    "saver": (lambda m, o: zero_engine.Saver("run", o, m), StateError, MODEL),
+    "saver-first": (
+        zero_engine.Saver,
+        ConfigError,
+        r"Saver\(\): expected the path of a folder first, got a value of type Sequential$",
+    ),
+    "unshard": (lambda m, o: zero_engine.unshard(o, m), StateError, MODEL),
+    "offload": (lambda m, o: zero_engine.offload_states(o), StateError, MODEL),
+    "average": (lambda m, o: zero_engine.ShardedAverage(o, decay=0.9), StateError, MODEL),
+    "no_sync": (lambda m, o: zero_engine.no_sync(2).__enter__(), StateError, "got 2; are the arg"),
+    "clip": (
+        lambda m, o: zero_engine.clip_grad_norm_(1.0, m),
+        StateError,
+        "expected a sharded model, its optimizer or some of its parameters first, got 1.0",
+    ),
+    "full_param": (lambda m, o: zero_engine.full_param(m), StateError, "got a value of type Seq"),
+    "shard": (
+        lambda m, o: zero_engine.shard(o, m),
+        ConfigError,
+        r"expected model to be a Module, got a value of type AdamW; call shard\(model, optimizer,",
+    ),
+    "shard-config": (
+        lambda m, o: zero_engine.shard(m, o, {"stage": 3}),
+        ConfigError,
+        r"expected config to be a ZeroConfig, got {'stage': 3}; .*ZeroConfig.from_deepspeed\(\)",
+    ),
+    "field": (
+        lambda m, o: ZeroConfig(3, offload_optimizer=True),
+        ConfigError,
+        "ZeroConfig.offload_optimizer: unknown; did you mean 'offload'",
+    ),
+    "dtype": (
+        lambda m, o: zero_engine.Precision(params="bf16"),
+        PartitionError,
+        "expected a floating-point torch.dtype, such as torch.bfloat16, got 'bf16'",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", MISTAKEN)
+def test_a_mistaken_argument_is_told_before_anything_is_done(call: str) -> None:
+    """Also that of the wrong place; the error shows no whole model or configuration."""
+    _, model, optimizer = _sharded(Group.solo(), 3)
+    act, error, text = MISTAKEN[call]
+    with pytest.raises(error, match=text) as caught:
+        act(model, optimizer)
+    assert len(str(caught.value)) < 400
+
+    _loss_of(model, 0).backward()
+    optimizer.step()
 
 
 # ---- Gradients ----

@@ -19,7 +19,7 @@ from zero_comm import AnyRanks, collective, failure
 from zero_comm.logs import warn_user
 from zero_offload import DiskSettings
 from zero_partition import partition, unpartition
-from zero_partition.plan import Placement, ranks_of
+from zero_partition.plan import Placement, ranks_of, shown
 from zero_partition.seams import SeparateOptimizers, ShardedModel, find_sharded, members_of
 
 from .checks import default_group, own_masters
@@ -102,8 +102,9 @@ def shard(
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", str(kind))
             raise ConfigError(
-                f"shard(): expected {name} to be a {expected}, got {value!r} of type "
-                f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
+                f"shard(): expected {name} to be a {expected}, got {shown(value)}; call "
+                "shard(model, optimizer, ZeroConfig(stage=3)); for a configuration of DeepSpeed's, "
+                "ZeroConfig.from_deepspeed() or initialize()"
             )
     if group is None:
         group = default_group(model, timeout_s=config.timeout_s)

@@ -119,10 +119,10 @@ def _offload(
     model: nn.Module, kinds: Collection[StateKind], backup: Backup, *, non_blocking: bool
 ) -> None:
     """Offload states and, if blocking, return memory that torch or malloc caches to the machine."""
+    sharded = find_sharded(model)  # an error if it is no module
     seams.offload_states(model, backup, kinds, non_blocking=non_blocking)
     if non_blocking:
         return
-    sharded = find_sharded(model)
     if sharded is not None and sharded.group.device.type != "cpu":
         torch.accelerator.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -302,11 +302,11 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
                 "step called it, that optimizer was built after shard(): build it before"
             )
         raise StateError(
-            f"{name} was called on the gradient of a parameter whose gradient is sharded: at "
-            "stages 1 to 3 backward reduces it, and after backward it is in "
-            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. If an optimizer's "
-            "step called it, that optimizer was built after shard() and steps no shards: build it "
-            "before, and pass it, shard(model, optimizer). To read the gradient whole, "
+            f"{name} was called on the gradient of a parameter whose gradient is sharded, as "
+            "gradients are at stages 1 to 3. If an optimizer's step called it, that optimizer was "
+            "built after shard() and steps no shards: build it before, and pass it, "
+            "shard(model, optimizer). After backward the gradient is in "
+            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
             "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
             "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
             "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). An "

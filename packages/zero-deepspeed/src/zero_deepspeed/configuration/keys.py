@@ -530,8 +530,10 @@ def _nearest(path: str) -> str | None:
     section, inside = _siblings(path)
     name = path.removeprefix(section)
     close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.5)
-    if close:
-        return inside[close[0]]
+    initials = "".join(word[:1] for word in name.lower().split("_"))  # of "learning_rate": "lr"
+    for each in (*close, initials):
+        if each in inside:
+            return inside[each]
     names = {other.rpartition(".")[2]: other for other in _PLACES}
     elsewhere = difflib.get_close_matches(name, names, n=1)
     return names[elsewhere[0]] if elsewhere else None

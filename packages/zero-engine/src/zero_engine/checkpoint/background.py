@@ -25,12 +25,13 @@ from zero_comm import AnyRanks, CommError, all_gather_json, collective
 from zero_offload import HostArena
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
+from zero_partition.seams import find_sharded
 
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.torch_private import version_of
 
 from .file_system import FILE_SYSTEM, FileSystem, naming, read_regular
-from .folder import run_on_all_ranks
+from .folder import check_folder, run_on_all_ranks
 from .pipeline import CheckpointRanks
 from .save import begin, sharded_of
 from .writer import CheckpointWriter, SaveReport, SaveRequest, WriteBatch
@@ -220,6 +221,8 @@ class Saver:
         stages: AnyRanks | None = None,
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
+        check_folder("Saver()", folder)
+        find_sharded(model)  # an error if it is no module
         self._model, self._optimizer = model, optimizer
         self._ask = partial(
             SaveRequest,

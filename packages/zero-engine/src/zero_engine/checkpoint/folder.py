@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, final
 from attrs import frozen
 from torch import Tensor
 from zero_comm import Group, all_gather_json
+from zero_partition.plan import shown
 from zero_partition.seams import AbstractRangeReader, SplitReader, StateSource
 
 from zero_engine.errors import ConfigError, FileError
@@ -273,7 +274,7 @@ def _find_damage(path: Path, facts: FileFacts, folder: OpenFolder, ahead: Execut
 def check_folder(where: str, folder: Any) -> None:
     """Raise ConfigError unless `folder` is a path; an empty one is the working directory."""
     if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
+        raise ConfigError(f"{where}: expected the path of a folder first, got {shown(folder)}")
 
 
 def on_all(act: Callable[[], T], *, what: str, group: Group, timeout_s: float | None = None) -> T:

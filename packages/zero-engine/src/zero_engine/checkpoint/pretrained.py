@@ -101,7 +101,7 @@ def open_weights(
         if not found:
             raise FileError(
                 f"{path}: expected a folder with one of {', '.join(_IN_FOLDER)}, found none; name "
-                "the files themselves"
+                "the files themselves, or call zero_engine.load() for a checkpoint of save()"
             )
         path = found[0]
     return _read_index(path) if path.suffix == ".json" else dict(_read_file(path))

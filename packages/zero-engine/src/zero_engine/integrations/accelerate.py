@@ -85,7 +85,7 @@ class ZeroAccelerator(Accelerator):
         processes, dtype = os.environ.get("WORLD_SIZE", "1"), self.mixed_precision
         if int(processes) > self.num_processes:
             raise ConfigError(
-                f"ZeroAccelerator: expected WORLD_SIZE={processes} processes, got "
+                f"ZeroAccelerator: expected the {processes} processes of WORLD_SIZE, got "
                 f"{self.num_processes}; a PartialState made before it on CPUs needs cpu=True"
             )
         is_unscaled = dtype == "fp16" and self.scaler is None

@@ -35,6 +35,7 @@ from zero_partition.plan.stages import (
     check_names,
     names_fields,
     nearest,
+    shown,
 )
 from zero_partition.plan.wire import Routes, ranks_of, whole_of, wire_of
 
@@ -66,6 +67,7 @@ __all__ = [
     "nearest",
     "plan_gathers",
     "ranks_of",
+    "shown",
     "whole_of",
     "wire_of",
 ]

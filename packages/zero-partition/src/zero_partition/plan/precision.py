@@ -24,7 +24,7 @@ def _is_factor(value: Any) -> bool:
 
 
 _FLOATING: Final = expects(
-    "a floating-point torch.dtype",
+    "a floating-point torch.dtype, such as torch.bfloat16",
     lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
 )
 _FACTOR: Final = expects(

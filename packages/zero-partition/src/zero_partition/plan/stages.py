@@ -98,10 +98,25 @@ def check_names(
             )
 
 
+def shown(value: object) -> str:
+    """Return a value as an error shows it: if its `repr` is long, by its type."""
+    text = repr(value)
+    return (
+        text
+        if len(text) <= _LONGEST and "\n" not in text
+        else f"a value of type {type(value).__name__}"
+    )
+
+
+_LONGEST: Final = 60
+
+
 def nearest(name: Any, known: Iterable[str]) -> str | None:
     """Return the known name that is nearest to a mistyped one; None if none is near."""
     by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    lower = str(name).lower()
+    found = difflib.get_close_matches(lower, by_lower, n=1)
+    found = found or [each for each in by_lower if lower.startswith(f"{each}_")]
     return by_lower[found[0]] if found else None
 
 

@@ -22,7 +22,7 @@ from zero_partition.dtensors import local_of, localized
 from zero_partition.errors import ShardedParamError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.precision import ModulePrecision
-from zero_partition.plan.stages import Placement
+from zero_partition.plan.stages import Placement, shown
 from zero_partition.stand_in import Bound, GradientGuard, ShardedParam, StateKind
 from zero_partition.torch_private import (
     base_of,
@@ -661,7 +661,16 @@ def _hook_optimizer(
 
 
 def find_sharded(model: nn.Module) -> ShardedModel | None:
-    """Return the `ShardedModel` that `partition` made of this model, None if there is none."""
+    """Return the `ShardedModel` that `partition` made of this model, None if there is none.
+
+    Raises:
+        StateError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise StateError(
+            f"expected a model, which is a torch.nn.Module, got {shown(model)}; are the arguments "
+            "in the order of the function's documentation?"
+        )
     for hook in forward_pre_hooks(model).values():
         if isinstance(hook, WrapperGuard) and hook.wrapper.is_model:
             return hook.wrapper.sharded
@@ -674,11 +683,11 @@ def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> Sh
     Raises:
         StateError: It was not partitioned.
     """
-    if isinstance(model_or_optimizer, nn.Module):
-        sharded = find_sharded(model_or_optimizer)
-    else:
+    if isinstance(model_or_optimizer, torch.optim.Optimizer):
         hooks = step_pre_hooks(model_or_optimizer).values()
         sharded = next((hook.sharded for hook in hooks if isinstance(hook, BeforeStep)), None)
+    else:
+        sharded = find_sharded(model_or_optimizer)
     if sharded is None:
         raise StateError(
             f"expected a model or optimizer that was sharded, got a "

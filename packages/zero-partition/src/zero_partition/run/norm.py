@@ -13,6 +13,7 @@ from zero_comm import AnyRanks, Group, collective
 
 from zero_partition.dtensors import local_of
 from zero_partition.errors import StateError
+from zero_partition.plan.stages import shown
 from zero_partition.stand_in import ParamShard, StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
@@ -90,7 +91,7 @@ def clip_grad_norm_(
         RuntimeError: See `error_if_nonfinite`.
     """
     sharded, chosen = _chosen(model_or_optimizer, "clip_grad_norm_()")
-    norm_type = float(norm_type)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type or math.isnan(norm_type):
         raise StateError(
             f"expected norm_type to be the order of a norm, such as 2, 1 or inf, got {norm_type}"
@@ -208,6 +209,11 @@ def _chosen(given: Sharded, what: str) -> tuple[ShardedModel, set[int] | None]:
         if sharded.optimizer is given:
             return sharded, None
         return sharded, {id(param) for group in given.param_groups for param in group["params"]}
+    if not isinstance(given, Tensor | Iterable):
+        raise StateError(
+            f"{what}: expected a sharded model, its optimizer or some of its parameters first, got "
+            f"{shown(given)}"
+        )
     params = [given] if isinstance(given, Tensor) else list(given)
     owners = [
         param.sharded() if isinstance(param, ParamShard) else param_ref_of(param, what=what).sharded

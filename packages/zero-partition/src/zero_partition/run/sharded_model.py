@@ -23,7 +23,7 @@ from zero_partition.errors import ShardedParamError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import ParameterPlan, Piece, Span
-from zero_partition.plan.stages import Placement, Placements
+from zero_partition.plan.stages import Placement, Placements, shown
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
     GradientGuard,
@@ -163,11 +163,13 @@ def param_ref_of(param: Tensor, *, what: str) -> ParamRef:
     """
     param_ref = find_param_ref(param) if isinstance(param, Tensor) else None
     if param_ref is None:
-        got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
+        got = shown(param)
+        if isinstance(param, Tensor):
+            got = f"a {type(param).__name__} of shape {tuple(param.shape)}"
         raise StateError(
-            f"{what}: expected a Parameter of a sharded model, got a {type(param).__name__} "
-            f"({got}) that belongs to none; pass the model's own object, such as "
-            "model.layer.weight, not a copy, a view or the optimizer's shard"
+            f"{what}: expected a Parameter of a sharded model, got {got} that belongs to none; "
+            "pass the model's own object, such as model.layer.weight, not a copy, a view or the "
+            "optimizer's shard"
         )
     return param_ref
 

@@ -209,7 +209,10 @@ def _fill(targets: Iterable[Target]) -> None:
 
 def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     kinds = (("missing", missing), ("unexpected", unexpected))
-    return [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
+    found = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
+    if unexpected and {name.removeprefix("module.") for name in unexpected} & {*missing}:
+        found.append("names begin with 'module.', which DistributedDataParallel adds: remove it")
+    return found
 
 
 def find_misfits(
