@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -170,13 +171,17 @@ def look(pools: dict[int, RankPool], name: str, stage: int, place: str) -> tuple
     return first, max((abs(a - b) / max(1.0, abs(b)) for a, b in pairs), default=0.0)
 
 
+def _shorten(words: str) -> str:
+    return textwrap.shorten(words, 160, placeholder=" ...")
+
+
 def _row(name: str, seen: dict[tuple[int, str], tuple[Outcome, float]]) -> str:
     device, host = (seen[3, place][0] for place in ("device", "host"))
     if device.kind == "refused":
         reason = re.sub(r"^\w+Error: (a \w+ (cannot work on shards: )?)?", "", device.words)
-        return f"| `{name}` | refused | | {reason.split('. Stage 0')[0][:160]} |"
+        return f"| `{name}` | refused | | {_shorten(reason.split('. Stage 0')[0])} |"
     assert device.kind == "trains", (name, device)
-    words = "" if host.kind == "trains" else re.sub(r"^\w+Error: ", "", host.words)[:160]
+    words = "" if host.kind == "trains" else _shorten(re.sub(r"^\w+Error: ", "", host.words))
     return f"| `{name}` | {device.cuts} | {'refused' if words else 'yes'} | {words} |"
 
 

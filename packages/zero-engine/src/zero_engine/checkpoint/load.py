@@ -85,8 +85,10 @@ def stop_unless_it_fits(
 
     def look() -> None:
         if problems:
+            kinds = {problem.partition(":")[0] for problem in problems}
+            hint = "; is it of another model?" if {"missing", "unexpected"} <= kinds else ""
             raise LoadError(
-                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
+                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}{hint}"
             )
 
     try:

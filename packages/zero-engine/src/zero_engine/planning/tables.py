@@ -42,14 +42,18 @@ def plan_table(plan: Plan) -> str:
     """Return memory and traffic of one rank and of each unit; units that are alike share a line."""
     at_rest, before_step = plan.at_rest, plan.memory.before_step
     places = {"total_bytes": "device", "host_bytes": "host", "disk_bytes": "disk"}
+    words_of = KINDS | places
+    if plan.dtypes.endswith("masters: yes"):
+        words_of["optimizer_bytes"] += ", with masters"
     rows = [
-        [words, in_units(getattr(at_rest, kind)), in_units(getattr(before_step, kind))]
-        for kind, words in (KINDS | places).items()
+        [words, *map(in_units, found)]
+        for kind, words in words_of.items()
+        if any(found := [getattr(report, kind) for report in (at_rest, before_step)])
     ]
     memory = as_table(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
     units = as_table(
         list(_unit_rows(plan.units)),
-        headers=["unit", "count", "parameters", "whole", "shard", "gathers", "sent in a step"],
+        headers=["unit", "count", "parameters", "whole", "shard", "gathers", "each sends"],
         disable_numparse=True,
     )
     across = f", {in_units(plan.across_bytes)} of it to other nodes" if plan.across_bytes else ""
@@ -60,8 +64,8 @@ def plan_table(plan: Plan) -> str:
         f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
         f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
         "the device\n"
-        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
-        f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
+        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() needs "
+        f"{in_units(plan.save.batch_bytes)} of host memory for it, a Saver all of it\n"
         f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
     )
 
