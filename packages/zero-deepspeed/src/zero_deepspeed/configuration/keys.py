@@ -530,7 +530,8 @@ def _nearest(path: str) -> str | None:
     section, inside = _siblings(path)
     name = path.removeprefix(section)
     close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.5)
-    initials = "".join(word[:1] for word in name.lower().split("_"))  # of "learning_rate": "lr"
+    # Of "learning_rate" they are "lr".
+    initials = "".join(word[:1] for word in name.lower().split("_"))
     for each in (*close, initials):
         if each in inside:
             return inside[each]
