@@ -119,7 +119,8 @@ def _offload(
     model: nn.Module, kinds: Collection[StateKind], backup: Backup, *, non_blocking: bool
 ) -> None:
     """Offload states and, if blocking, return memory that torch or malloc caches to the machine."""
-    sharded = find_sharded(model)  # an error if it is no module
+    # Raises if it is no module, before anything is done.
+    sharded = find_sharded(model)
     seams.offload_states(model, backup, kinds, non_blocking=non_blocking)
     if non_blocking:
         return

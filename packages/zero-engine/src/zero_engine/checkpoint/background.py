@@ -222,7 +222,8 @@ class Saver:
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
         check_folder("Saver()", folder)
-        find_sharded(model)  # an error if it is no module
+        # Raises if it is no module.
+        find_sharded(model)
         self._model, self._optimizer = model, optimizer
         self._ask = partial(
             SaveRequest,
