@@ -17,6 +17,7 @@ from residences import Blocks, Cell, assert_same, parts_of, sharded, train
 from torch import Tensor, nn
 from zero_ckpt import checkpoint
 from zero_comm import AgreementError, Group, all_gather_flat
+from zero_comm.failure import describe_launches
 from zero_engine import Offload, Precision
 from zero_offload import StoreError, TornStepError
 from zero_partition import Wire
@@ -275,6 +276,36 @@ def test_a_call_that_one_rank_makes_alone_is_found(
         if group.rank == 0:
             LONE_CALLS[call](model, optimizer, tmp_path / "run")
         _step(model, optimizer)
+
+
+PARTS_OF_A_STEP: Final[dict[str, tuple[Any, str]]] = {
+    "backward": (
+        lambda model, _: model(torch.ones(2, model[0].in_features)).sum().backward(),
+        r"rank 0 has reducing the gradients of unit .* rank 1 has optimizer\.step\(\)",
+    ),
+    "step": (
+        lambda _, optimizer: optimizer.step(),
+        r"rank 0 has optimizer\.step\(\), rank 1 has (reducing the gradients of|gathering) unit",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("part", PARTS_OF_A_STEP)
+def test_a_part_of_a_step_that_one_rank_makes_alone_is_found(
+    group: Group, part: str, stage: int
+) -> None:
+    """With the remedy of uneven batches; and a report has the words of each launch."""
+    model, optimizer = _sharded(group, stage)
+    _step(model, optimizer)
+    call, said = PARTS_OF_A_STEP[part]
+    with pytest.raises(AgreementError, match=rf"{said}.*must run as many backwards and steps"):
+        if group.rank == 0:
+            call(model, optimizer)
+        _step(model, optimizer)
+    launched = [*describe_launches(require_sharded(model).whole).values()]
+    compared = {each for each in launched if " of (" in each or each.startswith("optimizer.step()")}
+    assert len(compared) > 1, launched
 
 
 LOST: Final[dict[str, tuple[Any, str]]] = {

@@ -49,6 +49,8 @@ for step in range(3):
             zero_engine.full_param(torch.ones(1))
         if sys.argv[1] == "raises-other":
             raise KeyError("of the user's")
+        if sys.argv[1] == "ends":
+            break
         if sys.argv[1] == "killed":
             time.sleep(1)  # until the other rank is in this step, too
             os.kill(os.getpid(), signal.SIGKILL)
@@ -95,6 +97,7 @@ def _reports(tmp_path: Path) -> dict[int, RawConfigParser]:
         ("raises", "StateError", "look at rank 1 first: its error"),
         ("killed", "", "look at rank 1 first, of which there is no report"),
         ("raises-other", "", "rank 1: no report"),
+        ("ends", "", "it was not killed, it ended while others went on: rank 0 at "),
     ],
 )
 def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
@@ -158,6 +161,14 @@ def test_reports_of_an_earlier_job_are_named_and_not_compared(tmp_path: Path) ->
     first, *others = failure.summary(tmp_path).splitlines()
     assert first == f"{theirs}: of a job before {STARTED}; not compared"
     assert not [line for line in others if "rank 2" in line or "rank 7" in line]
+
+
+def test_a_process_is_as_old_as_it_is() -> None:
+    """Not as the first model in it: a rank may fail before another has made one."""
+    program = "import time; time.sleep(1); from zero_comm.failure import started; print(started())"
+    before = time.time()
+    said = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
+    assert before - 0.1 <= float(said.stdout) <= time.time() - 1
 
 
 def test_who_hangs_is_found_while_the_others_wait_in_c(
