@@ -291,10 +291,10 @@ def test_wrong_arguments_are_named_on_all_ranks(group: Group) -> None:
     """A rank that raises alone leaves the others waiting."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     up = model.blocks[0].up
-    expected = "expected a Parameter of a sharded model, got a"
-    with pytest.raises(StateError, match=rf"{expected} Parameter \(shape \(3,\)\)"):
+    expected = "expected a Parameter of a sharded model, got"
+    with pytest.raises(StateError, match=rf"{expected} a Parameter of shape \(3,\) "):
         full_param(nn.Parameter(torch.ones(3)))
-    with pytest.raises(StateError, match=rf"{expected} str \('blocks\.0\.up\.weight'\)"):
+    with pytest.raises(StateError, match=rf"{expected} 'blocks\.0\.up\.weight' that"):
         full_param("blocks.0.up.weight")
     with pytest.raises(
         StateError, match=r"'blocks\.0\.up\.weight'.*shape \(13, 6\), got shape \(2,\)"

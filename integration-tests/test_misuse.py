@@ -89,11 +89,6 @@ MISTAKEN: dict[str, tuple[Any, type[Exception], str]] = {
         ConfigError,
         r"expected model to be a Module, got a value of type AdamW; call shard\(model, optimizer,",
     ),
-    "shard-config": (
-        lambda m, o: zero_engine.shard(m, o, {"stage": 3}),
-        ConfigError,
-        r"expected config to be a ZeroConfig, got {'stage': 3}; .*ZeroConfig.from_deepspeed\(\)",
-    ),
     "field": (
         lambda m, o: ZeroConfig(3, offload_optimizer=True),
         ConfigError,
