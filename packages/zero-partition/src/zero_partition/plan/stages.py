@@ -101,11 +101,8 @@ def check_names(
 def shown(value: object) -> str:
     """Return a value as an error shows it: if its `repr` is long, by its type."""
     text = repr(value)
-    return (
-        text
-        if len(text) <= _LONGEST and "\n" not in text
-        else f"a value of type {type(value).__name__}"
-    )
+    is_short = len(text) <= _LONGEST and "\n" not in text
+    return text if is_short else f"a value of type {type(value).__name__}"
 
 
 _LONGEST: Final = 60
