@@ -21,8 +21,8 @@ the benchmarks](../benchmarks/README.md). Times of two tables do not compare; ra
 A system has the name that `--systems` takes: `zero3` is our stage 3 (`_host` and `_disk` say where
 state is kept, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
 `hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
-ZeroRedundancyOptimizer under DDP, `torch_zro` torch's (`_packed` with parameters in one buffer, as
-its option `parameters_as_bucket_view`). `alone` is one process, `apart` several that send nothing.
+ZeroRedundancyOptimizer under DDP, `torch_zro` torch's (`_packed` without
+their option `parameters_as_bucket_view`). `alone` is one process, `apart` several that send nothing.
 Systems of one `heat` ran side by side, and DDP is in each.
 
 Figures of `device` are simulated, and compare systems on one device
