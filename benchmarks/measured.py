@@ -22,8 +22,8 @@ A system has the name that `--systems` takes: `zero3` is our stage 3 (`_host` an
 state is kept, with `_all` parameters, too; `_nodes` is two nodes, with `qwz` for weights in int8,
 `hpz` for secondary shards, `qgz` for gradients in int4, `all` for all three), `zro` our
 ZeroRedundancyOptimizer under DDP, `torch_zro` torch's (`_packed` without
-their option `parameters_as_bucket_view`). `alone` is one process, `apart` several that send nothing.
-Systems of one `heat` ran side by side, and DDP is in each.
+their option `parameters_as_bucket_view`). `alone` is one process, `apart` several that send
+nothing. Systems of one `heat` ran side by side, and DDP is in each.
 
 Figures of `device` are simulated, and compare systems on one device
 ([how far they can be believed](decisions/0065-steps-of-a-cluster-are-simulated.md)). None is of a

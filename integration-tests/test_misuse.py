@@ -57,7 +57,7 @@ def test_an_optimizer_that_is_built_after_shard_is_told_so(group: Group, stage: 
         late.step()
 
 
-MODEL = r"expected a model, which is a torch.nn.Module, got a value of type AdamW; .* order"
+MODEL = r"expected a model, which is a torch.nn.Module, got a value of type AdamW; .* in order"
 # Call -> what it says where its arguments are in another order, or of another kind.
 MISTAKEN: dict[str, tuple[Any, type[Exception], str]] = {
     "save": (lambda m, o: zero_engine.save("run", o, m, step=1), StateError, MODEL),

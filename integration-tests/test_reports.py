@@ -84,8 +84,12 @@ def _check(folder: Path, call: Call) -> str:
     source, first = inspect.getsourcelines(call)
     place = f"{__file__}:{first + len(source) - 1}"
     name = f"{call.__name__[1:]}()"
-    assert verdict.startswith(f"look at rank 0 first: {name} is called there, at {place}, and not")
-    assert "not on rank 1." in verdict
+    if call is _clip_grad_norm_:  # which each step makes, so that any rank may be wrong
+        assert verdict.startswith(f"look at rank 0, in {name} at {place}, and at rank 1, at ")
+        assert re.search(rf"at rank 1, at {re.escape(__file__)}:\d", verdict)
+    else:
+        assert verdict.startswith(f"look at rank 0 first: {name} is called there, at {place}, and")
+        assert "not on rank 1." in verdict
     assert "`if rank == 0:`" in verdict
     own = "\n".join(lines[:2])
     assert lines[0].startswith("rank 0: ")
@@ -139,7 +143,8 @@ def test_a_call_that_one_rank_is_in_is_named_while_the_other_computes(
     if group.rank == 0:
         asks.join()
         verdict = _check(tmp_path, call)
-        assert re.search(rf"If rank 1 makes it later, see .*{re.escape(__file__)}:\d", verdict)
+        later = rf"If rank 1 makes it later, see .*{re.escape(__file__)}:\d"
+        assert re.search(later, verdict) or call is _clip_grad_norm_
 
 
 @pytest.mark.cpu_only("on a device the call is a launch like others, and is named as it is made")

@@ -308,6 +308,18 @@ def test_a_part_of_a_step_that_one_rank_makes_alone_is_found(
     assert len(compared) > 1, launched
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_learning_rate_that_one_rank_changes_is_found(group: Group, stage: int) -> None:
+    """Each rank would step its shards by its own."""
+    model, optimizer = _sharded(group, stage)
+    _step(model, optimizer)
+    if group.rank == 1:
+        optimizer.param_groups[0]["lr"] *= 0.5
+    text = r"param_groups\[0\]\['lr'\] of the optimizer: rank 0 has .*, rank 1 has .*on all ranks"
+    with pytest.raises(AgreementError, match=text):
+        _step(model, optimizer)
+
+
 LOST: Final[dict[str, tuple[Any, str]]] = {
     "params": (SanitizerError, r"unit '.*', parameters .*\(rank \d\).*crc32"),
     "optimizer": ((StoreError, TornStepError), r"optimizer-.*crc32"),

@@ -9,8 +9,8 @@ from threading import Thread, get_ident
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from .agreement import check_agreement
-from .calls import in_call_of
+from .agreement import all_gather_json
+from .calls import CAUSES, advice, collective_call, in_call_of, is_collective
 from .errors import AgreementError
 from .group import Group
 from .shared_host.peer_memory import any_peers
@@ -72,33 +72,37 @@ class CompareLaunches:
         """Compare what ranks are about to do. Collective.
 
         Raises:
-            AgreementError: They are about to do different things; ends with this rank's remedy.
+            AgreementError: They are about to do different things; ends with the remedy.
         """
         self.number += 1
         tag = _TAG - self.number % _NUM_TAGS
         group.purposes[tag] = Purpose(what, remedy)
-        try:
-            _compare({"the next collective": what}, group, tag)
-        except AgreementError as error:
-            raise AgreementError(f"{error}; {remedy}" if remedy else str(error)) from None
+        call = what if is_collective(what) else collective_call()
+        said = _exchange([what, call, remedy], group, tag)
+        other = next((rank for rank, theirs in enumerate(said) if theirs[0] != said[0][0]), 0)
+        if other:
+            calls, remedies = ({rank: said[rank][at] for rank in (0, other)} for at in (1, 2))
+            raise AgreementError(
+                f"ranks disagree on the next collective: rank 0 has {said[0][0]}, rank {other} has "
+                f"{said[other][0]} (seen on rank {group.rank}); {advice(calls, remedies) or CAUSES}"
+            )
 
 
-def _compare(said: dict[str, str], group: Group, tag: int) -> None:
+def _exchange(value: list[str], group: Group, tag: int) -> list[list[str]]:
     """Collective. Meanwhile peers may wait for this rank to read what they have launched before."""
-    check = partial(check_agreement, said, group=group, tag=tag, timeout_s=None)
+    exchange = partial(all_gather_json, value, group=group, tag=tag)
     if (peers := any_peers()) is None:
-        check()
-        return
-    future: Future[None] = Future()
+        return exchange()
+    future: Future[list[list[str]]] = Future()
     caller = get_ident()
 
     def run() -> None:
         try:
             with in_call_of(caller):
-                future.set_result(check())
+                future.set_result(exchange())
         except BaseException as error:
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
     peers.progress_until(future.done, lambda: None)
-    future.result()
+    return future.result()

@@ -45,6 +45,8 @@ _FRAME: Final = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
 _NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
 # Collectives without a purpose of their own: operation -> words for it.
 _NAMED: Final = {"agree": "comparing values of the ranks"}
+# Calls of each step: the other rank may have made a backward or a step more than this one.
+_OF_STEP: Final = ("clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_()")
 # Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
 _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 # What an error says of a call that one rank has made more often than another.
@@ -263,12 +265,19 @@ def _describe_lone(
 ) -> str:
     alone, rest = (f"rank {', '.join(map(str, those))}" for those in (ranks, others))
     place = reports[ranks[0]]["report"]["call"].partition(" at ")[2]
+    first = others[0]
+    if call in _OF_STEP and first in reports:
+        return (
+            f"look at {alone}, in {call} at {place}, and at {rest}, at {_place(reports[first])}: "
+            "one makes this call, or a backward or step before it, more often than the other. The "
+            "usual causes are `if rank == 0:` around one of these, and uneven batches: "
+            "backward_without_batch(model) where a rank has none"
+        )
     line = (
         f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
         "must make this call, after as many backwards and steps; the usual causes are `if rank == "
         "0:` around it, and uneven batches: backward_without_batch(model) where a rank has none"
     )
-    first = others[0]
     if first not in reports:
         return f"{line}. If {rest} was killed before it made the call, look there"
     return f"{line}. If {rest} makes it later, see what it does at {_place(reports[first])}"
@@ -290,14 +299,17 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         if ended := _ENDED_CALL.search(report["report"]["why"]):
             return f"look at rank {ended[1]} first: it {ended[2]}"
     if missing := [str(rank) for rank in range(size) if rank not in reports]:
-        line = f"look at rank {', '.join(missing)} first, of which there is no report"
+        line = f"look at rank {', '.join(missing)}, of which there is no report: was it killed?"
         went_on = [
             f"rank {rank} at {_place(report)}"
             for rank, report in sorted(reports.items())
             if _HAS_ENDED.search(report["report"]["why"])
         ]
         if went_on:
-            line += f"; if it was not killed, it ended while others went on: {went_on[0]}"
+            line += (
+                f" If its program has ended, {went_on[0]} went on with a call, backward or step "
+                "that it did not make"
+            )
         return line
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
-from zero_comm import Group, all_gather_json
+from zero_comm import AgreementError, Group, all_gather_json
 from zero_comm.calls import by_all_ranks, is_collective
 from zero_comm.sanitize import CompareLaunches, check_calls
 
@@ -52,7 +52,8 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
       searched for poison, whose bits name the parameter. Slots of gradients are poisoned, too.
     - Gathered values are compared with checksums of the shards after the last step. After writes by
       other means, and inside `unsharded()` where parameters are offloaded, they are not compared.
-    - Before each step: shards and masters in memory were changed through our functions only, and
+    - Before each step: numbers in the optimizer's param groups, such as learning rates, are equal
+      on all ranks; shards and masters in memory were changed through our functions only, and
       replicated parameters are equal on all ranks. An optimizer's state is not checked.
     - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
     - What ranks launch, and calls that read values of other ranks, are compared before they begin:
@@ -267,8 +268,14 @@ class _Checks:
             for name, value in now.items()
             if self.noted.get(name, value) != value
         ]
-        said = all_gather_json([changed, now], group=model.whole)
-        for rank, (found, theirs) in enumerate(said):
+        groups = [] if model.optimizer is None else model.optimizer.param_groups
+        options = [
+            {name: value for name, value in group.items() if isinstance(value, int | float)}
+            for group in groups
+        ]
+        said = all_gather_json([changed, now, options], group=model.whole)
+        for rank, (found, theirs, others) in enumerate(said):
+            _compare_options(said[0][2], others, rank)
             for name, ranks in found:
                 if any(said[other][1].get(name) != theirs[name] for other in ranks):
                     _fail(name, rank, "what the last step has left", "other values", _FLIP)
@@ -336,6 +343,17 @@ def _checksum(values: Tensor) -> int:
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
     # Of a copy, since NumPy pins what it has seen.
     return zlib.crc32(flat.to("cpu", copy=True).numpy().data)
+
+
+def _compare_options(first: list[dict[str, Any]], others: list[dict[str, Any]], rank: int) -> None:
+    for index, (one, other) in enumerate(zip(first, others, strict=False)):
+        for name in one.keys() & other.keys():
+            if one[name] != other[name]:
+                raise AgreementError(
+                    f"ranks disagree on param_groups[{index}]['{name}'] of the optimizer: rank 0 "
+                    f"has {one[name]}, rank {rank} has {other[name]}; change options on all ranks, "
+                    "also by a scheduler's step, and not inside `if rank == 0:`"
+                )
 
 
 def _memory(unit: Unit) -> Tensor:

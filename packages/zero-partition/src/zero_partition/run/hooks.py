@@ -669,7 +669,7 @@ def find_sharded(model: nn.Module) -> ShardedModel | None:
     if not isinstance(model, nn.Module):
         raise StateError(
             f"expected a model, which is a torch.nn.Module, got {shown(model)}; are the arguments "
-            "in the order of the function's documentation?"
+            "in order, as in shard(model, optimizer) and save(folder, model, optimizer, step=...)?"
         )
     for hook in forward_pre_hooks(model).values():
         if isinstance(hook, WrapperGuard) and hook.wrapper.is_model:
