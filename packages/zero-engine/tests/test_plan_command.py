@@ -41,6 +41,8 @@ def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> No
         assert f"{expected} fits in 36.0 MiB" in out
         assert "Not in it are activations, and what" in out
         assert f"; {left} of each device is left free" in out
+        assert zero(*arguments[:-2], *further) == 0
+        assert "fits, activations apart" not in capsys.readouterr().out  # in what?
         assert zero(*arguments, *further, "--json") == 0
         assert json.loads(capsys.readouterr().out)["recommended"] == expected
     assert zero(*arguments, "--activations-memory", "2MiB") == 0

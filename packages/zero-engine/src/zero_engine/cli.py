@@ -183,7 +183,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a checkpoint's weights as Hugging Face's files",
         description="Write a checkpoint's weights as a folder that from_pretrained() of "
-        "transformers loads. Needs one process, no GPU, and little memory.",
+        "transformers loads, once the model's config.json is there. Needs one process, no GPU, "
+        "and little memory.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one")
     parser.add_argument("out", metavar="OUT", help="the folder to make")

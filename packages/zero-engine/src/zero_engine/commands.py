@@ -322,7 +322,8 @@ def _export(options: argparse.Namespace) -> tuple[str, int]:
             progress=progress,
         )
     files = f"{len(report.files)} {'file' if len(report.files) == 1 else 'files'}"
-    return f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in {files}", 0
+    said = f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in {files}"
+    return f"{said}; from_pretrained() also needs the model's config.json there", 0
 
 
 def _report(options: argparse.Namespace) -> tuple[str, int]:

@@ -71,6 +71,11 @@ class Room:
         """Bytes of each device, without the reserve; None: no bound."""
         return None if self.device is None else self.without_reserve(self.device)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Return whether any memory is bounded, so that an option may not fit."""
+        return any(bound is not None for bound in (self.device, self.host, self.disk))
+
     def without_reserve(self, num_bytes: int) -> int:
         """Return the bytes of a device of this size, without the reserve."""
         return num_bytes - int(num_bytes * self.reserve)

@@ -87,11 +87,13 @@ class StatesPlan:
             found = "None of these fits" if chosen is None else f"stage {chosen} fits"
             lines.append(f"{found} in {in_units(device)}.")
         given = f", and {in_units(activations)} for activations" if activations else ""
+        left = f"; {self.room.reserve:.0%} of each device is left free for that (--reserve)"
+        left = "" if device is None else left
         lines.append(
             "By formula, from the number of parameters: parameters, gradients and optimizer state, "
             f"divided evenly{given}. Not in it are units that stages 2 and 3 gather or reduce, "
             f"{'' if activations else 'activations, '}and what the optimizer's step and libraries "
-            f"take; {self.room.reserve:.0%} of each device is left free for that (--reserve).\n"
+            f"take{left}.\n"
             "For units, offload and traffic pass a config.json, or --layers and --hidden."
         )
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"

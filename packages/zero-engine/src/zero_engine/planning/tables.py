@@ -131,14 +131,15 @@ def options_table(options: Sequence[Option], room: Room) -> str:
             option.name,
             *map(in_units, (option.device_bytes, option.host_bytes, option.disk_bytes)),
             in_units(option.plan.sent_bytes),
-            "yes" if option.fits else "no",
+            *(["yes" if option.fits else "no"] if room.is_bounded else []),
         ]
         for option in options
     ]
     headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step"]
     estimated = "estimated " * room.activations_are_estimated
     with_or_apart = f"fits with {estimated}activations"
-    headers.append(with_or_apart if room.activations else "fits, activations apart")
+    if room.is_bounded:
+        headers.append(with_or_apart if room.activations else "fits, activations apart")
     table = as_table(rows, headers=headers, disable_numparse=True)
     first = options[0].plan
     ranks = "1 rank" if first.world_size == 1 else f"{first.world_size:,} ranks"
@@ -149,7 +150,7 @@ def options_table(options: Sequence[Option], room: Room) -> str:
 def recommendation(options: Sequence[Option], room: Room) -> str:
     """Name the cheapest option that fits, or the nearest; and those for smaller devices."""
     lines, chosen = [], recommend(options)
-    if room.device is not None or room.host is not None or room.disk is not None:
+    if room.is_bounded:
         if chosen is None:
             least = min(options, key=lambda option: option.device_bytes)
             lines.append(
