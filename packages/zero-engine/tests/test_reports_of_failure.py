@@ -163,6 +163,16 @@ def test_reports_of_an_earlier_job_are_named_and_not_compared(tmp_path: Path) ->
     assert not [line for line in others if "rank 2" in line or "rank 7" in line]
 
 
+def test_the_users_line_is_that_of_the_users_own_file(tmp_path: Path) -> None:
+    """Not of the library of a trainer, which the user has not written."""
+    frames = {"/home/train.py": 9, "/lib/site-packages/transformers/trainer.py": 4133}
+    frames |= {"/lib/site-packages/zero_engine/x.py": 5}
+    lines = (f'  File "{file}", line {line}, in f' for file, line in frames.items())
+    why = "\n".join(("CommError: here", "Traceback (most recent call last):", *lines))
+    failure.write(tmp_path / "zero-report-rank0.txt", why, {})
+    assert "at /home/train.py:9" in failure.summary(tmp_path)
+
+
 def test_a_process_is_as_old_as_it_is() -> None:
     """Not as the first model in it: a rank may fail before another has made one."""
     program = "import time; time.sleep(1); from zero_comm.failure import started; print(started())"

@@ -116,7 +116,9 @@ def _call(why: str) -> str:
 def _users(frames: Sequence[tuple[str, int | str, str]]) -> str:
     """Return file:line of the first of these frames that is the user's; innermost first."""
     own = [each for each in frames if not _NOT_OF_USER.search(each[0])]
-    places = [f"{file}:{line}" for file, line, _ in (*own, *frames)]
+    # Before those of an installed library, such as a trainer, that the user has called.
+    first = [each for each in own if "/site-packages/" not in each[0]]
+    places = [f"{file}:{line}" for file, line, _ in (*first, *own, *frames)]
     return (*places, "no Python code")[0]
 
 
