@@ -301,7 +301,7 @@ def test_activations_of_a_configuration_are_estimated_and_called_so(
     size = ["--batch-size", "2", "--sequence-length", "16"]
     expected = estimate_activations(path, batch_size=2, sequence_length=16)
 
-    assert zero(*plan, *size) == 0
+    assert zero(*plan, *size, "--device-memory", "8") == 0
     out = capsys.readouterr().out
     assert "bf16, fp32 masters: no" in out.partition("\n")[0]
     assert "fits with estimated activations" in out
