@@ -33,8 +33,10 @@ def test_ranks_that_agree_go_on(group: Group) -> None:
         ({"a": "1", "b": "2"}, {"a": "1"}, r"only rank 0 has b \(2\), comparing ranks 0 and 1"),
         ({"a": "1"}, {"a": "1", "b": "2"}, r"only rank 1 has b \(2\), comparing ranks 0 and 1"),
         ({}, {"a": "a" * 3000}, r"only rank 1 has a"),
+        ({"a": "1", "c": "3"}, {"a": "1", "b": "2", "c": "3"}, r"only rank 1 has b \(2\)"),
+        ({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "3"}, r"only rank 0 has b \(2\)"),
     ],
-    ids=["value", "name", "order", "rank 0 has more", "rank 1 has more", "nothing"],
+    ids="value name order 0-has-more 1-has-more nothing 1-has-one-between 0-has-one-between".split(),
 )
 def test_every_rank_hears_what_differs(
     group: Group, first: dict[str, str], other: dict[str, str], text: str

@@ -83,8 +83,11 @@ def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float | Non
 
 
 def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: Group) -> str:
+    names, other_names = dict(first), dict(other)
     for (name, value), (other_name, other_value) in zip(first, other, strict=False):
         if name != other_name:
+            if (name in other_names) != (other_name in names):
+                break  # what one of them has besides comes here, and the rest later
             return (
                 f"ranks disagree: rank 0 has {name} where rank {rank} has {other_name} (seen on "
                 f"rank {group.rank}); every rank must run the same code on the same model"
@@ -94,9 +97,9 @@ def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: 
                 f"ranks disagree on {name}: rank 0 has {value}, rank {rank} has {other_value} "
                 f"(seen on rank {group.rank}); every rank must pass the same"
             )
-    longer, extra = (
-        (0, first[len(other) :]) if len(first) > len(other) else (rank, other[len(first) :])
-    )
+    extra = [each for each in first if each[0] not in other_names]
+    longer = 0 if extra else rank
+    extra = extra or [each for each in other if each[0] not in names]
     return (
         f"ranks disagree: only rank {longer} has {extra[0][0]} ({extra[0][1]}), comparing ranks 0 "
         f"and {rank} (seen on rank {group.rank})"

@@ -587,6 +587,13 @@ def _describe(
     return {
         "the stage": str(config.placements),
         **{name: str(value) for name, value in asdict(config.limits).items()},
+        **describe_parameters(plans, ""),
+        **describe_others(plans, of_groups),
+        **{
+            f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
+            for name, buffer in model.named_buffers()
+            if pattern_of(name, config.groups) not in of_groups
+        },
         "sanitize": str(config.sanitize),
         "state_dict()": config.state_dict,
         "precision": str(config.precision),
@@ -596,12 +603,4 @@ def _describe(
         if early
         else "none",
         **config.wire.facts(residence.routes),
-        # Last, so that of a model with fewer parameters no setting stands where one is missing.
-        **{
-            f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
-            for name, buffer in model.named_buffers()
-            if pattern_of(name, config.groups) not in of_groups
-        },
-        **describe_others(plans, of_groups),
-        **describe_parameters(plans, ""),
     }
