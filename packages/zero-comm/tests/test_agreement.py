@@ -36,7 +36,7 @@ def test_ranks_that_agree_go_on(group: Group) -> None:
         ({"a": "1", "c": "3"}, {"a": "1", "b": "2", "c": "3"}, r"only rank 1 has b \(2\)"),
         ({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "3"}, r"only rank 0 has b \(2\)"),
     ],
-    ids="value name order 0-has-more 1-has-more nothing 1-has-one-between 0-has-one-between".split(),
+    ids=["value", "name", "order", "0-more", "1-more", "nothing", "1-between", "0-between"],
 )
 def test_every_rank_hears_what_differs(
     group: Group, first: dict[str, str], other: dict[str, str], text: str
