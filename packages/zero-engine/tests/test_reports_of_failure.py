@@ -95,9 +95,9 @@ def _reports(tmp_path: Path) -> dict[int, RawConfigParser]:
     ("way", "error", "says"),
     [
         ("raises", "StateError", "look at rank 1 first: its error"),
-        ("killed", "", "look at rank 1, of which there is no report: was it killed?"),
+        ("killed", "", "look at rank 1, of which there is no report: ended or killed?"),
         ("raises-other", "", "rank 1: no report"),
-        ("ends", "", "If its program has ended, rank 0 at "),
+        ("ends", "", "If it has ended, rank 0 at "),
     ],
 )
 def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(

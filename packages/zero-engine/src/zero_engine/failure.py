@@ -301,7 +301,7 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         if ended := _ENDED_CALL.search(report["report"]["why"]):
             return f"look at rank {ended[1]} first: it {ended[2]}"
     if missing := [str(rank) for rank in range(size) if rank not in reports]:
-        line = f"look at rank {', '.join(missing)}, of which there is no report: was it killed?"
+        line = f"look at rank {', '.join(missing)}, of which there is no report: ended or killed?"
         went_on = [
             f"rank {rank} at {_place(report)}"
             for rank, report in sorted(reports.items())
@@ -309,8 +309,8 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
         ]
         if went_on:
             line += (
-                f" If its program has ended, {went_on[0]} went on with a call, backward or step "
-                "that it did not make"
+                f" If it has ended, {went_on[0]} went on with a call, backward or step that it did "
+                "not make"
             )
         return line
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}

@@ -44,8 +44,9 @@ def refuse_deepcopy() -> NoReturn:
     """Raise StateError: a copy would share our buffers."""
     raise StateError(
         "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
-        "with the optimizer and with other ranks. Build a fresh model and load "
-        "zero_engine.full_state_dict(model) into it, or copy before shard(). What AveragedModel "
+        "with the optimizer and with other ranks. Build a fresh model, call "
+        "zero_engine.full_state_dict(model) on all ranks, and load what rank 0 gets (others get "
+        "{}) into it on rank 0; or copy before shard(). What AveragedModel "
         "and averages like it copy for, zero_engine.ShardedAverage(model, decay=...) does."
     )
 

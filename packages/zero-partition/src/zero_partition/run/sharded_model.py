@@ -349,10 +349,10 @@ class OutsideUses:
         rank = self.sharded.whole.rank
         raise ShardedParamError(
             f"{what}() would write to parameter {param_ref.name!r} while it is sharded, and the "
-            f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
-            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). If an "
-            "optimizer's step wrote to it, that optimizer was built after shard(): build it "
-            "before, and pass it, shard(model, optimizer)"
+            f"change would be lost (rank {rank}). If an optimizer's step wrote to it, that "
+            "optimizer was built after shard(): build it before, and pass it, shard(model, "
+            "optimizer). Otherwise, on every rank: `with GatheredParameters(param, "
+            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
