@@ -2,16 +2,13 @@
 
 A walk draws calls that users make around a training, and makes each in plain torch and on every
 rank. All ranks see one batch, so that the mean of their gradients is any of them. Values are
-float64, as gradients that wait are added up in another order. ZERO_WALK is a seed, which a failure
-prints; ZERO_WALK_CALLS is the number of calls.
+float64, as gradients that wait are added up in another order.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -27,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from training import Interrupt
+from walks import assert_same, calls_of, walk
 from zero_comm import Group
-from zero_comm.testing import assert_close, equal
+from zero_comm.testing import equal
 from zero_engine import Offload, Precision, Wire, ZeroConfig
 from zero_engine.testing import host_apart
 from zero_partition import StateError
@@ -37,8 +35,6 @@ from zero_partition.run import hooks
 from zero_partition.seams import find_sharded
 
 WIDTH: Final = 8
-SEED: Final = int(os.environ.get("ZERO_WALK", "0"))
-NUM_CALLS: Final = int(os.environ.get("ZERO_WALK_CALLS", "50"))
 
 
 class _Block(nn.Module):
@@ -593,30 +589,7 @@ def _read_many(run: _Run) -> Any:
     return torch.cat([run.read(p).flatten() for p in run.model.parameters()])
 
 
-CALLS: Final[dict[str, Callable[[_Run], Any]]] = {
-    name[1:]: call
-    for name, call in list(globals().items())
-    if name[:1] == "_" and getattr(call, "__annotations__", {}).get("run") == "_Run"
-}
-
-
-def _assert_same(found: Any, expected: Any, what: str) -> None:
-    if found is None and isinstance(expected, dict):
-        return  # on another rank than 0
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for name, value in expected.items():
-            _assert_same(found[name], value, f"{what}: {name}")
-    else:
-        assert (found is None) == (expected is None), what
-        if expected is not None:
-            assert_close(
-                found.detach(),
-                expected.detach(),
-                rtol=1e-7,
-                atol=1e-7,
-                msg=lambda m: f"{what}: {m}",
-            )
+CALLS: Final = calls_of(globals())
 
 
 @contextmanager
@@ -690,8 +663,6 @@ def test_calls_in_any_order_on_two_nodes(
 def _compare(
     group: Group, tmp_path: Path, stage: int, residence: str, wire: Wire | None = None
 ) -> None:
-    draw = random.Random(SEED)
-    walk = [draw.choice([*CALLS]) for _ in range(NUM_CALLS)]
     offload = RESIDENCES[residence]
     if offload is not None:
         path = {"path": tmp_path / f"{group.rank}"} if residence == "disk" else {}
@@ -704,28 +675,16 @@ def _compare(
         for of in (None, group)
     )
     with _as_on_a_device() if "a device" in residence else nullcontext():
-        _walk(walk, plain, run)
-
-
-def _walk(walk: list[str], plain: _Run, run: _Run) -> None:
-    for number, name in enumerate(walk):
-        what = f"ZERO_WALK={SEED}: call {number}, {name}, after {walk[max(0, number - 6) : number]}"
-        for each in (plain, run):
-            each.number = number
-        expected = CALLS[name](plain)
-        try:
-            found = CALLS[name](run)
-        except Exception as error:
-            raise AssertionError(what) from error
-        _assert_same(found, expected, what)
-        sharded = find_sharded(run.model)
-        assert sharded is not None
-        assert not sharded.outside.num_bytes, what
-        if name == "train" and not slots._KEEPERS:
-            report = zero_engine.memory_report(run.model)
-            assert not (report.slots_bytes + report.reduction_bytes + report.gradients_bytes), what
-        if number % 10 == 9:
-            _assert_same(_read_all(run), _read_all(plain), f"{what}: weights")
+        for number, name, what in walk(CALLS, plain, run, 50):
+            sharded = find_sharded(run.model)
+            assert sharded is not None
+            assert not sharded.outside.num_bytes, what
+            if name == "train" and not slots._KEEPERS:
+                report = zero_engine.memory_report(run.model)
+                freed = report.slots_bytes + report.reduction_bytes + report.gradients_bytes
+                assert not freed, what
+            if number % 10 == 9:
+                assert_same(_read_all(run), _read_all(plain), f"{what}: weights")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -2,16 +2,13 @@
 
 A walk draws calls that scripts make, and makes each on an engine and on `_Plain`, which does in
 plain torch what the docstrings of `Engine` promise. All ranks see one batch, so that the mean of
-their gradients is any of them. ZERO_WALK is a seed, which a failure prints; ZERO_WALK_CALLS is the
-number of calls.
+their gradients is any of them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import os
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,15 +22,13 @@ import zero_engine
 from attrs import define, field
 from torch import Tensor, nn
 from training import Interrupt
+from walks import assert_same, calls_of, walk
 from zero_comm import Group
-from zero_comm.testing import assert_close
 from zero_engine import ConfigError, Offload, ZeroConfig
 from zero_engine.engine import DynamicLossScale, EngineConfig, StaticLossScale
 from zero_partition import StateError
 
 WIDTH: Final = 8
-SEED: Final = int(os.environ.get("ZERO_WALK", "0"))
-NUM_CALLS: Final = int(os.environ.get("ZERO_WALK_CALLS", "60"))
 
 
 class _Net(nn.Module):
@@ -628,11 +623,7 @@ def _read_all(run: _Run) -> Any:
     return found if run.group.rank == 0 else None
 
 
-CALLS: Final[dict[str, Callable[[_Run], Any]]] = {
-    name[1:]: call
-    for name, call in list(globals().items())
-    if name[:1] == "_" and getattr(call, "__annotations__", {}).get("run") == "_Run"
-}
+CALLS: Final = calls_of(globals())
 FACTS: Final = (
     *("global_steps", "micro_steps", "global_samples", "skipped_steps", "cur_scale"),
     *("was_step_applied", "was_step_skipped", "get_lr", "get_global_grad_norm"),
@@ -643,28 +634,6 @@ FACTS: Final = (
 def _facts_of(engine: Any) -> dict[str, Any]:
     values = {name: getattr(engine, name) for name in FACTS}
     return {name: value() if callable(value) else value for name, value in values.items()}
-
-
-def _assert_same(found: Any, expected: Any, what: str) -> None:
-    if found is None and isinstance(expected, dict):
-        return  # on another rank than 0
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for name, value in expected.items():
-            _assert_same(found[name], value, f"{what}: {name}")
-    elif isinstance(expected, Tensor):
-        assert_close(
-            found.detach().cpu(),
-            expected.detach().cpu(),
-            rtol=1e-7,
-            atol=1e-7,
-            equal_nan=True,
-            msg=lambda m: f"{what}: {m}",
-        )
-    elif isinstance(expected, float | list):
-        assert found == pytest.approx(expected, nan_ok=True), what
-    else:
-        assert found == expected, what
 
 
 SCALE: Final = {
@@ -696,8 +665,6 @@ def test_calls_in_any_order_do_what_the_engine_promises(
     group: Group, tmp_path: Path, stage: int, options: str
 ) -> None:
     """Other tests make each call by itself. Here it meets what the calls before it left behind."""
-    draw = random.Random(SEED)
-    walk = [draw.choice([*CALLS]) for _ in range(NUM_CALLS)]
     chosen = options.split()
     scale = next((SCALE[key] for key in SCALE if key.replace(" ", "-") in chosen), None)
     count = 2 if "accumulate" in chosen else 1
@@ -720,18 +687,9 @@ def test_calls_in_any_order_do_what_the_engine_promises(
         _Run(of, group.world_size, tmp_path / "run", config, dict.fromkeys(chosen))
         for of in (None, group)
     )
-    for number, name in enumerate(walk):
-        what = f"ZERO_WALK={SEED}: call {number}, {name}, after {walk[max(0, number - 6) : number]}"
-        for each in (plain, run):
-            each.number = number
-        expected = CALLS[name](plain)
-        try:
-            found = CALLS[name](run)
-        except Exception as error:
-            raise AssertionError(what) from error
-        _assert_same(found, expected, what)
+    for number, _, what in walk(CALLS, plain, run, 60):
         # Not after each: on a device, a fact waits for the outcome of the last step.
         if number % 4 == 3:
-            _assert_same(_facts_of(run.engine), _facts_of(plain.engine), what)
+            assert_same(_facts_of(run.engine), _facts_of(plain.engine), what)
         if number % 10 == 9:
-            _assert_same(_read_all(run), _read_all(plain), f"{what}: weights")
+            assert_same(_read_all(run), _read_all(plain), f"{what}: weights")

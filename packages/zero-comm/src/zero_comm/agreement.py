@@ -86,8 +86,9 @@ def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: 
     names, other_names = dict(first), dict(other)
     for (name, value), (other_name, other_value) in zip(first, other, strict=False):
         if name != other_name:
+            # The lists go on alike after what only one of them has.
             if (name in other_names) != (other_name in names):
-                break  # what one of them has besides comes here, and the rest later
+                break
             return (
                 f"ranks disagree: rank 0 has {name} where rank {rank} has {other_name} (seen on "
                 f"rank {group.rank}); every rank must run the same code on the same model"

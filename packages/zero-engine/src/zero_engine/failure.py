@@ -320,6 +320,6 @@ def _suspect(reports: Mapping[int, Report], size: int) -> str:
     places = {rank: _place(report) for rank, report in sorted(reports.items())}
     said = ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
     return (
-        f"no rank stands out: {said}; look for a line up to these that "
-        "not all ranks run, or run a few steps with ZERO_SANITIZE=1"
+        f"no rank stands out: {said}; look for a line up to these that not all ranks run, or run "
+        "a few steps with ZERO_SANITIZE=1"
     )

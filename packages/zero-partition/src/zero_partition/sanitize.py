@@ -270,7 +270,7 @@ class _Checks:
         ]
         groups = [] if model.optimizer is None else model.optimizer.param_groups
         options = [
-            {name: value for name, value in group.items() if isinstance(value, int | float)}
+            {name: repr(value) for name, value in group.items() if isinstance(value, int | float)}
             for group in groups
         ]
         said = all_gather_json([changed, now, options], group=model.whole)
@@ -345,7 +345,7 @@ def _checksum(values: Tensor) -> int:
     return zlib.crc32(flat.to("cpu", copy=True).numpy().data)
 
 
-def _compare_options(first: list[dict[str, Any]], others: list[dict[str, Any]], rank: int) -> None:
+def _compare_options(first: list[dict[str, str]], others: list[dict[str, str]], rank: int) -> None:
     for index, (one, other) in enumerate(zip(first, others, strict=False)):
         for name in one.keys() & other.keys():
             if one[name] != other[name]:

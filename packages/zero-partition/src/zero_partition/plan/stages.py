@@ -98,14 +98,14 @@ def check_names(
             )
 
 
+_LONGEST: Final = 60  # characters of a value in an error
+
+
 def shown(value: object) -> str:
     """Return a value as an error shows it: if its `repr` is long, by its type."""
     text = repr(value)
     is_short = len(text) <= _LONGEST and "\n" not in text
     return text if is_short else f"a value of type {type(value).__name__}"
-
-
-_LONGEST: Final = 60
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
