@@ -202,6 +202,11 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> No
     zero_engine.save(folder, model, optimizer, step=0)
 
 
+def _load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    full = {name: torch.zeros(each.shape) for name, each in model.named_parameters()}
+    model.load_state_dict(full)
+
+
 def _in_barrier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     dist.barrier()
 
@@ -218,6 +223,8 @@ ALONE = [
     (_clip_grad_norm_, _in_next_forward, True),
     (_save, _in_barrier, True),
     (_save, _in_next_forward, False),
+    (_load_state_dict, _in_barrier, True),
+    (_load_state_dict, _in_next_forward, True),
 ]
 
 
@@ -250,7 +257,8 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         # Uneven batches look the same where the other rank trains on. On a device, that one is in
         # the comparison of its step, which says nothing more.
         both = r"steps on each; if all ranks call it, every rank must run as many backwards"
-        is_in_model = elsewhere is _in_next_forward and not reads
+        stays = call is _load_state_dict or not reads  # so that its peer waits in the model
+        is_in_model = elsewhere is _in_next_forward and stays
         has_both = bool(re.search(both, str(caught.value)))
         assert has_both == is_in_model or not group.backend.composes_from_peers
         assert time.monotonic() - began < SOON_S

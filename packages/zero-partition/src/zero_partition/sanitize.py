@@ -35,8 +35,8 @@ _MARK: Final = 0x7FE00000
 _ALIAS: Final = "usually an alias of a gathered weight was kept (a view, weight.data)"
 _PAST: Final = "usually a write past the end of a view (as_strided, a kernel with a wrong size)"
 _FLIP: Final = (
-    "usually a flipped bit, a write outside of step() (to .data, to its shards), or a step that "
-    "an exception has ended"
+    "usually a flipped bit, a write outside of step() (to .data, to its shards), load_state_dict() "
+    "inside `if rank == 0:`, or a step that an exception has ended"
 )
 
 _Call: TypeAlias = Callable[..., None]  # the method that is wrapped

@@ -190,7 +190,7 @@ class SharedShards:
             return
         self._memory.fence()
         self._words[_CLOSED] = self._version
-        self._take_turn(_CLOSED, "writing to the weights (a step, or loading)")
+        self._take_turn(_CLOSED, "writing to the weights (optimizer.step())")
         for rank in self._addresses:
             self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)
         self._is_writing = True

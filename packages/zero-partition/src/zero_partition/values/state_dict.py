@@ -184,7 +184,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         sharded.removers.append(handle.remove)
     for module, hooks in owned.items():
         handles = [
-            module.register_load_state_dict_pre_hook(hooks.before_load),
+            module.register_load_state_dict_pre_hook(hooks.load_state_dict),
             module.register_load_state_dict_post_hook(hooks.after_load),
         ]
         if not all(map(_has_exact, hooks.param_refs.values())):
@@ -344,7 +344,8 @@ class _ModuleHooks(Bound):
             if not self.sharded.is_in_use(unit):
                 unit.reshard()
 
-    def before_load(  # noqa: PLR0917 (torch passes them by position)
+    @collective
+    def load_state_dict(  # noqa: PLR0917 (torch passes them by position)
         self,
         module: nn.Module,
         state: dict,
@@ -369,6 +370,7 @@ class _ModuleHooks(Bound):
         if is_for_writing and all(param_ref in gathered for param_ref in given):
             return
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
+        self.sharded.compare_launches("load_state_dict()", at_once=True)
         self.sharded.begin_write()
         for attribute, param_ref in self.param_refs.items():
             name, value = prefix + attribute, state.pop(prefix + attribute, None)
@@ -685,8 +687,8 @@ def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: Shard
         hooks, hooked = _StateDictHooks(sharded), with_state_dict_hooks(member)
         handles = (
             hooked.register_state_dict_pre_hook(hooks.before_export),
-            hooked.register_state_dict_post_hook(hooks.after_export),
-            hooked.register_load_state_dict_pre_hook(hooks.before_load),
+            hooked.register_state_dict_post_hook(hooks.state_dict),
+            hooked.register_load_state_dict_pre_hook(hooks.load_state_dict),
             hooked.register_load_state_dict_post_hook(hooks.after_load),
         )
         sharded.removers.extend(handle.remove for handle in handles)
@@ -708,9 +710,8 @@ class _StateDictHooks(Bound):
         is_asked = call is not None and call["info"].full_state_dict
         self._check(what, "full_optimizer_state_dict(model)", may_gather=is_asked)
 
-    def after_export(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    @collective
+    def state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of all ranks in place of this rank's. Collective."""
         whole, call = _gather(self.sharded, optimizer, is_kept=True), checkpoint_call()
         if call is None:
@@ -729,7 +730,8 @@ class _StateDictHooks(Bound):
             given["param_groups"].append(group)
         return {"state": {}, "param_groups": []}
 
-    def before_load(
+    @collective
+    def load_state_dict(
         self, optimizer: torch.optim.Optimizer, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Keep this rank's part, and leave torch nothing but the param groups as they are then."""
