@@ -158,7 +158,7 @@ def test_what_fits_leaves_the_reserve_free() -> None:
             chosen = _recommended(_mlp(), 8, device=device, reserve=reserve)
             assert chosen is not None and chosen.name == expected
     said = options_table(plan_options(GPTSize(24, 2048), world_size=64), Room(reserve=0.5))
-    assert "stage 1 fits in 24 GiB" in said  # of 9.28 GiB
+    assert ", stage 1: 24 GiB," in said  # of 9.28 GiB
     assert "50% of each device is left free" in said
     for wrong in (1, -0.1, "20%", True):
         with pytest.raises(ConfigError, match=r"Room\.reserve: expected int or float of at least"):

@@ -199,9 +199,11 @@ def _smallest(options: Sequence[Option], room: Room) -> str:
             (size for size in _SIZES if needed <= room.without_reserve(size * 2**30)), None
         )
         if fitting is not None and (smallest is None or fitting < smallest):
-            said.append(f"{option.name} fits in {fitting} GiB")
+            said.append(f"{option.name}: {fitting} GiB")
             smallest = fitting
-    return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GiB."
+    if not said:
+        return f"Nothing fits in {_SIZES[-1]} GiB."
+    return f"Smallest device that is enough for {', '.join(said)}."
 
 
 def bounds_of(room: Room) -> str:

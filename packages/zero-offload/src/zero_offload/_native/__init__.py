@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+import torch
 from attrs import evolve, field, frozen
 
 from zero_offload.errors import NativeUnavailableError
@@ -85,7 +86,8 @@ class NativeStatus:
             lines.append(f"  because {self.reason}")
         lines += [f"  {self.stale}"] if self.stale else []
         lines += [f"  not {name}: {why}" for name, why in self.others.items()]
-        lines.append(f"CUDA kernels: {'none' if self.cuda_reason else 'built'}")
+        unused = "" if torch.cuda.is_available() else ", and there is no CUDA device"
+        lines.append(f"CUDA kernels: {'none' if self.cuda_reason else f'built{unused}'}")
         lines += [f"  because {self.cuda_reason}"] if self.cuda_reason else []
         return "\n".join(lines)
 
