@@ -155,7 +155,7 @@ def test_a_model_is_idle_after_load_whatever_was_interrupted(
     group: Group, case: Case, tmp_path: Path
 ) -> None:
     """Also in the optimizer's step and in zero_grad()."""
-    model, optimizer = case.build(None)
+    model, optimizer = case.build(group)
     zero_engine.save(tmp_path / "run", model, optimizer, step=2)
 
     def train() -> list[torch.Tensor]:
