@@ -187,7 +187,7 @@ def test_a_model_is_idle_after_load_whatever_was_interrupted(
             outcome = f"{type(error).__name__}: {error}"
         if outcome:
             wrong.append(f"{interrupting.where} ({at}): {outcome[:150]}")
-            model, optimizer = case.build(None)
+            model, optimizer = case.build(group)
         zero_engine.load(tmp_path / "run", model, optimizer)
 
     assert not wrong, f"seed {SEED}: {wrong}"
