@@ -17,7 +17,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import DivergenceError, Group
 from zero_comm.testing import equal, rely_on
-from zero_partition import set_leaf_modules
+from zero_partition import GatheredParameters, set_leaf_modules
 
 PATIENCE_S = 0.25
 SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
@@ -207,6 +207,11 @@ def _load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
     model.load_state_dict(full)
 
 
+def _gathered_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    with GatheredParameters(model.parameters()):
+        pass
+
+
 def _in_barrier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     dist.barrier()
 
@@ -223,6 +228,8 @@ ALONE = [
     (_clip_grad_norm_, _in_next_forward, True),
     (_save, _in_barrier, True),
     (_save, _in_next_forward, False),
+    (_gathered_parameters, _in_barrier, True),
+    (_gathered_parameters, _in_next_forward, False),
     (_load_state_dict, _in_barrier, True),
     (_load_state_dict, _in_next_forward, True),
 ]
@@ -250,7 +257,8 @@ def test_a_call_that_one_rank_makes_alone_is_named(
     began = time.monotonic()
 
     if group.rank == 0:
-        named = rf"rank 0 is in {call.__name__[1:]}\(\), which must be called on all ranks"
+        name = "GatheredParameters" if call is _gathered_parameters else f"{call.__name__[1:]}()"
+        named = rf"rank 0 is in {re.escape(name)}, which must be called on all ranks"
         with pytest.raises(DivergenceError, match=named) as caught:
             call(model, optimizer, str(tmp_path / "run"))
         assert re.search(r"rank 1 (waits for rank 0 )?in ", str(caught.value))

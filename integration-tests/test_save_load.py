@@ -7,10 +7,11 @@ import json
 import os
 import pickle
 import random
+import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import parity
@@ -18,6 +19,7 @@ import pytest
 import torch
 import zero_ckpt
 import zero_engine
+import zero_offload
 from deepspeed_folders import Form, save_as_deepspeed
 from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
@@ -386,12 +388,12 @@ def _rename(said: Any) -> None:
 
 
 MISFITS: Any = {  # what is done to a manifest, and said
-    _rename: r"missing: 'scale'; unexpected: 'other'",
+    _rename: r"written: it is of another model; missing: 'scale'; unexpected: 'other'",
     lambda said: said["params"]["embed.weight"].update(shape=[6, 11]): (
         r"'embed.weight': expected shape \(11, 6\), got \(6, 11\)"
     ),
     lambda said: said["optimizer"]["embed.weight"].pop("exp_avg_sq"): (
-        "'embed.weight': optimizer state lacks exp_avg_sq"
+        "optimizer state of 'embed.weight' lacks exp_avg_sq; is it of another optimizer"
     ),
     lambda said: said["param_groups"][0]["params"].pop(): (
         r"param group 0: expected also \['.*'\]; is it"
@@ -609,3 +611,76 @@ def test_a_report_counts_tensors_without_elements(tmp_path: Path) -> None:
     loaded = zero_engine.load(tmp_path, model, optimizer)
     assert loaded is not None
     assert saved.num_tensors == loaded.num_tensors == 3 * 4  # values, step and two moments
+
+
+# ---- Another optimizer ----
+
+SGD: Final = partial(torch.optim.SGD, lr=0.1)
+OTHERS: Final[dict[str, tuple[Any, Any, str]]] = {
+    "AdamW-SGD": (torch.optim.AdamW, SGD, "has exp_avg, exp_avg_sq, step; is it of .* than SGD"),
+    "AdamW-momentum": (torch.optim.AdamW, partial(SGD, momentum=0.9), "has exp_avg, exp_avg_sq, "),
+    "momentum-AdamW": (partial(SGD, momentum=0.9), torch.optim.AdamW, "lacks exp_avg, exp_avg_sq"),
+    "AdamW-Lion": (torch.optim.AdamW, zero_offload.CPULion, "has exp_avg_sq; is it of another"),
+    "AdamW-Adagrad": (torch.optim.AdamW, torch.optim.Adagrad, "lacks sum and has exp_avg, exp_av"),
+    "AdamW-Adafactor": (torch.optim.AdamW, torch.optim.Adafactor, "has exp_avg, exp_avg_sq; is"),
+    "AdamW-NAdam": (torch.optim.AdamW, torch.optim.NAdam, "lacks mu_product; is it of another"),
+}
+ALIKE: Final[dict[str, tuple[Any, Any]]] = {
+    "AdamW-amsgrad": (partial(torch.optim.AdamW, amsgrad=True), torch.optim.AdamW),
+    "Adam-AdamW": (torch.optim.Adam, torch.optim.AdamW),
+    "AdamW-CPUAdam": (torch.optim.AdamW, zero_offload.CPUAdam),
+    "CPUAdam-AdamW": (zero_offload.CPUAdam, torch.optim.AdamW),
+    "momentum-SGD": (partial(SGD, momentum=0.9), SGD),
+    "SGD-momentum": (SGD, partial(SGD, momentum=0.9)),
+}
+
+
+def _stepped(make: Any, group: Group, stage: int) -> tuple[nn.Module, Any]:
+    model = parity.build(parity.tiny_float32)
+    optimizer = make(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("pair", OTHERS)
+def test_state_of_another_optimizer_is_refused(
+    group: Group, tmp_path: Path, pair: str, stage: int
+) -> None:
+    """Else it lies in the state, is never used, and what the optimizer had is gone."""
+    saves, loads, words = OTHERS[pair]
+    zero_engine.save(tmp_path, *_stepped(saves, group, stage), step=1)
+    model, optimizer = _stepped(loads, group, stage)
+    before = zero_engine.full_optimizer_state_dict(model)
+    with pytest.raises(LoadError, match=rf"of \d+ parameters, such as '[\w.]+', .*{words}"):
+        zero_engine.load(tmp_path, model, optimizer)
+    assert_close(zero_engine.full_optimizer_state_dict(model), before, rtol=0, atol=0)
+    report = zero_engine.load(tmp_path, model, optimizer, is_strict=False)
+    assert report is not None and re.search(words, str(report))
+    assert zero_engine.load(tmp_path, model) is not None
+
+
+@pytest.mark.parametrize("pair", ALIKE)
+def test_state_with_the_same_entries_is_loaded(group: Group, tmp_path: Path, pair: str) -> None:
+    saves, loads = ALIKE[pair]
+    model, optimizer = _stepped(saves, group, 3)
+    zero_engine.save(tmp_path, model, optimizer, step=1)
+    expected = zero_engine.full_optimizer_state_dict(model)
+    model, optimizer = _stepped(loads, group, 3)
+    zero_engine.load(tmp_path, model, optimizer)
+    got = zero_engine.full_optimizer_state_dict(model)
+    for number, entries in got.get("state", {}).items():
+        assert_close(entries, expected["state"][number], rtol=0, atol=0)
+
+
+def test_a_report_names_what_was_saved_and_not_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    zero_engine.shard(model, optimizer, ZeroConfig(2))
+    zero_engine.save(tmp_path, model, optimizer, step=1, scheduler=scheduler)
+    report = zero_engine.load(tmp_path, model, optimizer)
+    assert report is not None and str(report).endswith("; not loaded: scheduler (pass scheduler=)")
+    report = zero_engine.load(tmp_path, model, optimizer, scheduler=scheduler)
+    assert report is not None and not report.not_loaded

@@ -77,7 +77,7 @@ def test_a_rank_that_makes_no_mark_is_waited_for_until_the_timeout(group: Group)
     """The timeout is what users of the call have said, or the group's."""
     watch, began = _watch(timeout_s=60.0), time.monotonic()
     if group.rank == 0:
-        with pytest.raises(CommError, match=r"reading did not finish within 0.2 s: 1 of 2 ranks"):
+        with pytest.raises(CommError, match=r"reading did not finish within 0.2 s .*: 1 of 2"):
             watch.compare("reading", at_once=True, timeout_s=0.2)
     assert time.monotonic() - began < 10
 

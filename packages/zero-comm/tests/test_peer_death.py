@@ -361,7 +361,8 @@ def test_a_rank_that_is_stopped_is_an_error_in_time(parent: RankPool, offers: bo
     error, waited_s = first
     verb = "read" if offers else "offered"
 
-    assert f"all_gather did not finish within 0.5 s: rank 1 has not {verb} its part" in error
+    assert "all_gather did not finish within 0.5 s (if a rank is only slow" in error
+    assert f": rank 1 has not {verb} its part" in error
     assert 0.5 <= waited_s < 0.5 + SOON_S
 
 

@@ -212,6 +212,20 @@ def test_who_hangs_is_found_while_the_others_wait_in_c(
     assert "not compared" not in said, "they were written at different times"
 
 
+def test_a_backward_that_waits_has_not_failed(tmp_path: Path, job: Job) -> None:
+    """Another thread writes the report than the one that autograd runs in."""
+    ranks = job("hangs")
+    assert [ranks.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    deadline, seen = time.monotonic() + 60, {}
+    while not seen or "reducing the gradients" not in seen[0]["launched"]["waits for"]:
+        assert time.monotonic() < deadline
+        os.killpg(ranks.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        seen = found if len(found := _reports(tmp_path)) == 2 else {}
+    states = [seen[rank]["schedule"]["state"] for rank in range(2)]
+    assert states == ["in backward", "outside forward and backward"]
+
+
 @pytest.mark.parametrize(
     ("way", "answer"), [("handles", "mine"), ("handles-in-c", "most recent call first")]
 )

@@ -103,5 +103,6 @@ def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: 
     extra = extra or [each for each in other if each[0] not in names]
     return (
         f"ranks disagree: only rank {longer} has {extra[0][0]} ({extra[0][1]}), comparing ranks 0 "
-        f"and {rank} (seen on rank {group.rank})"
+        f"and {rank} (seen on rank {group.rank}); every rank must run the same code on the "
+        "same model"
     )

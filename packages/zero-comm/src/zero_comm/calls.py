@@ -56,7 +56,10 @@ def collective(function: AnyCallable) -> AnyCallable:
     """
     # The innermost function is registered: all functions of one wrapper share the wrapper's code.
     own: Any = inspect.unwrap(function)
-    _COLLECTIVE[own.__code__] = f"{own.__name__}()"
+    # A context that is a class is known by the name of that.
+    is_context = own.__name__ == "__enter__"
+    name = own.__qualname__.split(".")[-2] if is_context else f"{own.__name__}()"
+    _COLLECTIVE[own.__code__] = name
     return function
 
 
@@ -113,6 +116,14 @@ def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
     return f"{by_all_ranks(call)}. {_CAUSES}" if call else _CAUSES
+
+
+def within(limit_s: float) -> str:
+    """Return the limit that a wait has passed, and what to do if a rank is only slow."""
+    return (
+        f"within {limit_s:g} s (if a rank is only slow, as one that prepares data, let all ranks "
+        "meet in torch.distributed.barrier() before)"
+    )
 
 
 def by_all_ranks(call: str) -> str:

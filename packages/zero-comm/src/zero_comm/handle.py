@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from attrs import define, field
 
-from .calls import causes
+from .calls import causes, within
 from .errors import CommError
 from .watch import Launch, Wait
 
@@ -69,6 +70,7 @@ class Message:
         return self._has_started and bool(self.work.is_completed())
 
     def _wait(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             if timeout_s is None:
                 self.work.wait()
@@ -78,8 +80,10 @@ class Message:
             # A message of gloo (with a peer) that times out closes all connections by itself.
             if self.launch is not None and self.peer < 0:
                 self.launch.watch.interrupt()
-            within = "" if timeout_s is None else f" within {timeout_s:g} s"
-            what = f"{self.what} did not finish{within}"
+            what = f"{self.what} did not finish"
+            # An error that comes earlier is of the connection.
+            if timeout_s is not None and deadline is not None and time.monotonic() >= deadline:
+                what += f" {within(timeout_s)}"
             raise failure(what, error, self.launch, self.peer) from error
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, field, frozen
 
-from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call
+from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call, within
 from .errors import CommError, DivergenceError
 from .torch_private import backend_of, sequence_number
 from .traces import Trace, Traced, difference
@@ -215,7 +215,7 @@ class OrderWatch(Watch):
                 if time.monotonic() - since > limit_s:
                     count = total // _ONE
                     raise CommError(
-                        f"{what} did not finish within {limit_s:g} s: {count} of "
+                        f"{what} did not finish {within(limit_s)}: {count} of "
                         f"{self.world_size} ranks came to it (rank {self.rank}). {causes()}"
                     )
                 self._polls = since, limit_s

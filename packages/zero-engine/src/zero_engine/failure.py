@@ -86,7 +86,7 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
             del launched[_WAITS]
         report[f"launched{of}"] = launched
         if sharded is not None:
-            report[f"schedule{of}"] = _known(_schedule_of, sharded)
+            report[f"schedule{of}"] = _known(lambda of: _schedule_of(of, why), sharded)
             report[f"memory{of}"] = _known(lambda of: attrs.asdict(memory_report(of)), model)
     partial = path.with_suffix(".partial")
     # A symbolic link with this name could lead to another user's file.
@@ -130,12 +130,14 @@ def _known(ask: Callable[[Any], Mapping[str, Any]], of: Any) -> dict[str, str]:
         return {"not known": repr(error)}
 
 
-def _schedule_of(sharded: ShardedModel) -> dict[str, str]:
+def _schedule_of(sharded: ShardedModel, why: str) -> dict[str, str]:
     names = defaultdict[str, list[str]](list)
     for unit in sharded.units:
         names[unit.state.name].append(unit.name)
+    # A report that was asked for is written by another thread, which autograd runs no backward in.
+    is_in_backward = why == ASKED and sharded.backward is ModelPhase.BACKWARD
     return {
-        "state": _PHASES[sharded.phase],
+        "state": _PHASES[ModelPhase.BACKWARD if is_in_backward else sharded.phase],
         "updates": str(max(unit.version for unit in sharded.units)),
         "whole": ", ".join(names["UNSHARDED"]),
         "on their way": ", ".join(names["GATHERING"]),

@@ -26,7 +26,7 @@ import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from zero_comm.calls import causes
+from zero_comm.calls import causes, within
 from zero_comm.errors import CommError
 from zero_comm.watch import Launch, SeenWait, Wait, Watch
 
@@ -187,7 +187,7 @@ class PeerMemory:
 
         if not self.progress_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
+            raise self._failure(transfer, what, within(limit_s), missing)
 
     def progress_until(
         self,

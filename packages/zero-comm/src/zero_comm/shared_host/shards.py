@@ -14,7 +14,7 @@ from weakref import finalize
 from attrs import Factory, define, field
 from torch import Tensor
 
-from zero_comm.calls import causes
+from zero_comm.calls import causes, within
 from zero_comm.errors import CommError
 from zero_comm.watch import Launch, Wait, Watch
 
@@ -233,7 +233,7 @@ class SharedShards:
         if not self._memory.progress_until(is_there, lacks, timeout_s=timeout_s):
             limit_s = self._memory.timeout_s if timeout_s is None else timeout_s
             raise CommError(
-                f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "
+                f"{what}: rank {rank} did not reach it {within(limit_s)} (rank "
                 f"{self._memory.rank}). Every rank must write to its shards as often: "
                 f"optimizer.step() and load_state_dict() belong on all ranks. {causes()}"
             )

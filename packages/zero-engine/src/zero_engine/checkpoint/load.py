@@ -85,10 +85,8 @@ def stop_unless_it_fits(
 
     def look() -> None:
         if problems:
-            kinds = {problem.partition(":")[0] for problem in problems}
-            hint = "; is it of another model?" if {"missing", "unexpected"} <= kinds else ""
             raise LoadError(
-                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}{hint}"
+                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
             )
 
     try:
@@ -124,14 +122,17 @@ class LoadReport:
     restores_rngs: bool
     # State of training that cannot be continued here, each with the reason.
     begins_anew: tuple[str, ...]
+    # Arguments of `load` that were not given, though what they load was saved.
+    not_loaded: tuple[str, ...]
     # Values that an engine saved.
     engine: Any
 
     def __str__(self) -> str:
         anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
+        rest = "".join(f"; not loaded: {each} (pass {each}=)" for each in self.not_loaded)
         return (
             f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "
-            f"bytes, of step {self.step} from {self.path}{anew}"
+            f"bytes, of step {self.step} from {self.path}{anew}{rest}"
         )
 
 
@@ -170,8 +171,9 @@ def load(
         optimizer: The optimizer that was sharded with it; None leaves its state as it is.
         scheduler: An object with `load_state_dict()`, to restore the one that `save` was given.
         tag: Which checkpoint; the newest complete one when None.
-        is_strict: Whether it is an error if names or entries of state are missing or unexpected, or
-            param groups contain other parameters.
+        is_strict: Whether it is an error if names are missing or unexpected, param groups contain
+            other parameters, or the state of one of torch's or our optimizers has other entries
+            than it keeps, as where another optimizer has saved it. If not, the report says so.
         restores_rngs: Whether random number generators are restored, too.
         missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
             when it can: no such folder, or one without a complete checkpoint.
@@ -278,6 +280,10 @@ def load(
             unexpected=planned.unexpected,
             restores_rngs=does_rngs,
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
+            not_loaded=(
+                *["scheduler"] * (scheduler is None and manifest.scheduler is not None),
+                *["average"] * (average is None and manifest.num_updates is not None),
+            ),
             engine=manifest.engine,
         )
 

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-import torch
 from attrs import evolve, field, frozen
 
 from zero_offload.errors import NativeUnavailableError
@@ -86,8 +85,8 @@ class NativeStatus:
             lines.append(f"  because {self.reason}")
         lines += [f"  {self.stale}"] if self.stale else []
         lines += [f"  not {name}: {why}" for name, why in self.others.items()]
-        unused = "" if torch.cuda.is_available() else ", and there is no CUDA device"
-        lines.append(f"CUDA kernels: {'none' if self.cuda_reason else f'built{unused}'}")
+        built = "none" if self.cuda_reason else "built, for FusedAdam on CUDA devices"
+        lines.append(f"CUDA kernels: {built}")
         lines += [f"  because {self.cuda_reason}"] if self.cuda_reason else []
         return "\n".join(lines)
 

@@ -15,7 +15,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from zero_comm import CommError, Group, Handle, all_gather_flat, broadcast_flat, collective
+from zero_comm import Group, Handle, all_gather_flat, broadcast_flat, collective
 
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
@@ -182,6 +182,7 @@ class ShardedParams:
 
     def _gather(self, what: str) -> None:
         """Gather whole buffers in one message each, and single parameters in one each."""
+        self.sharded.compare_launches(what, at_once=True)
         waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
         for buffer, chosen in groupby(self.param_refs, key=lambda param_ref: param_ref.buffer):
             mine = list(chosen)
@@ -191,10 +192,7 @@ class ShardedParams:
                 waits += [([param_ref], launch_whole(param_ref)) for param_ref in mine]
         values: dict[ParamRef, Tensor] = {}
         for mine, wait in waits:
-            try:
-                found = wait()
-            except CommError as error:
-                raise CommError(f"{what}, unit {mine[0].unit.name!r}: {error}") from error.__cause__
+            found = wait()
             values |= zip(mine, (found,) if isinstance(found, Tensor) else found, strict=True)
         for buffer, chosen in groupby(self.param_refs, key=lambda param_ref: param_ref.buffer):
             buffer.pin({param_ref.position: values[param_ref] for param_ref in chosen})
@@ -429,6 +427,7 @@ class GatheredParameters:
             for param_ref in param_refs:
                 register_external_parameter(fwd_module, param_ref.param)
 
+    @collective
     def __enter__(self) -> GatheredParameters:
         try:
             for gather in self._gathers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -210,9 +210,29 @@ def _fill(targets: Iterable[Target]) -> None:
 def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     kinds = (("missing", missing), ("unexpected", unexpected))
     found = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
-    if unexpected and {name.removeprefix("module.") for name in unexpected} & {*missing}:
-        found.append("names begin with 'module.', which DistributedDataParallel adds: remove it")
-    return found
+    if not (missing and unexpected):
+        return found
+    of_source, of_model = _prefix(unexpected, missing), _prefix(missing, unexpected)
+    why = "it is of another model"
+    if of_source:
+        adds = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}.get(of_source)
+        why = f"its names begin with {of_source!r}, the model's do not"
+        why += f": {adds} adds it, remove it" if adds else ""
+    elif of_model:
+        why = f"the model's names begin with {of_model!r}, its names do not"
+    return [why, *found]
+
+
+def _named(names: Sequence[str]) -> str:
+    first = repr(names[0])
+    return first if len(names) == 1 else f"{len(names)} parameters, such as {first},"
+
+
+def _prefix(names: Sequence[str], others: Sequence[str]) -> str:
+    """Return what one name has before one of the others, if that makes others of all names."""
+    known = {*others}
+    starts = (names[0][: -len(other)] for other in others if names[0].endswith(f".{other}"))
+    return next((s for s in starts if {name.removeprefix(s) for name in names} <= known), "")
 
 
 def find_misfits(
@@ -434,7 +454,7 @@ class StateLoad:
         own_said = by_name(source.own_said)
         own_entries = by_name(_own_entries(source))
         packages = {type(m).__module__.partition(".")[0] for m in members_of(sharded.optimizer)}
-        expected = _expected_entries(sharded, source)
+        found: dict[str, Set[str]] = {}
         for_whole = keys_for_whole(
             (p.plan.shape, states.get(p.name, {})) for p in sharded.param_refs
         )
@@ -478,10 +498,9 @@ class StateLoad:
                     )
             except (PartitionError, StateError) as error:
                 self.problems.append(str(error))
-            known = state.keys() | own["entries"].keys()
-            lacking = sorted(expected.get(name, frozenset()) - known) if known else []
-            if lacking and is_strict:
-                self.problems.append(f"{name!r}: optimizer state lacks {', '.join(lacking)}")
+            found[name] = state.keys() - {MASTER} | own["entries"].keys()
+        differ = _describe_entries(found, _expected_entries(sharded, source))
+        (self.problems if is_strict else self.begins_anew).extend(differ)
 
 
 @frozen
@@ -586,10 +605,11 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
     load = StateLoad(sharded, source, [*params, *buffers], custom)
     load.match_values()
-    if source.states is not None:
-        load.match_states(sharded, is_strict=is_strict)
     if is_strict:
-        load.problems += _describe_names(load.missing, load.unexpected)
+        load.problems = _describe_names(load.missing, load.unexpected) + load.problems
+    # State does not fit where values do not, and is not what has to be mended.
+    if source.states is not None and not load.problems:
+        load.match_states(sharded, is_strict=is_strict)
     return load
 
 
@@ -727,15 +747,37 @@ def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
     )
 
 
-def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:
+def _describe_entries(
+    found: Mapping[str, Set[str]], expected: Mapping[str, tuple[str, frozenset[str]]]
+) -> list[str]:
+    """Say which parameters' state has other entries than the optimizer keeps."""
+    differing: dict[str, list[str]] = {}
+    for name, entries in found.items():
+        if not entries or name not in expected:
+            continue
+        kind, kept = expected[name]
+        lacking, surplus = sorted(kept - entries), sorted(entries - kept)
+        words = [f"lacks {', '.join(lacking)}"] * bool(lacking)
+        words += [f"has {', '.join(surplus)}"] * bool(surplus)
+        if words:
+            text = f"{' and '.join(words)}; is it of another optimizer than {kind}?"
+            differing.setdefault(text, []).append(name)
+    return [f"optimizer state of {_named(names)} {text}" for text, names in differing.items()]
+
+
+def _expected_entries(
+    sharded: ShardedModel, source: StateSource
+) -> dict[str, tuple[str, frozenset[str]]]:
     """Return what a step leaves as state of each parameter, where a trial on a tiny one shows it.
+
+    Each with the name of the optimizer's class.
 
     Optimizers that are neither torch's nor ours are left out: their entries may depend on the
     parameter's size.
     """
     names, given = names_by_owner(sharded), iter(source.param_groups)
     num_dims = {param_ref.name: len(param_ref.plan.shape) for param_ref in sharded.param_refs}
-    expected: dict[str, frozenset[str]] = {}
+    expected: dict[str, tuple[str, frozenset[str]]] = {}
     for member in members_of(sharded.optimizer):
         in_group = [[names[id(param)] for param in g["params"]] for g in member.param_groups]
         options = [_restored(next(given, {})) for _ in member.param_groups]
@@ -746,9 +788,13 @@ def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, f
         ]
         if not type(member).__module__.startswith(("torch.", "zero_")):
             continue
-        states = states_after_step(member, [list(of.values()) for of in tiny], options)
+        of_tiny, kind = [list(of.values()) for of in tiny], type(member).__name__
+        states = states_after_step(member, of_tiny, options)
+        if states is None:
+            # It cannot step with another optimizer's options.
+            states = states_after_step(member, of_tiny)
         if states is None:
             continue
         for of_group, tried in zip(in_group, tiny, strict=True):
-            expected |= {n: frozenset(states.get(tried[num_dims[n]], ())) for n in of_group}
+            expected |= {n: (kind, frozenset(states.get(tried[num_dims[n]], ()))) for n in of_group}
     return expected
