@@ -277,6 +277,19 @@ def test_a_call_that_one_rank_makes_alone_is_named(
             dist.barrier()
 
 
+@pytest.mark.cpu_only("torch's collectives end there, as the host does not wait for a device")
+def test_a_collective_of_torch_that_one_rank_calls_alone_is_named(group: Group) -> None:
+    group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
+    model, _ = _build(group, 3)
+    if group.rank == 0:
+        with contextlib.suppress(RuntimeError):  # its peer ends
+            dist.all_reduce(torch.ones(1))
+    else:
+        text = r"all_reduce\(\) must be called on all ranks, .*none inside `if rank == 0:`"
+        with pytest.raises(DivergenceError, match=text):
+            _loss(model, 0, group.rank, chosen=0).backward()
+
+
 @pytest.mark.cpu_only("on a device the call is a launch like others, and is named as it is made")
 def test_a_call_that_one_rank_made_alone_and_ended_is_named(group: Group) -> None:
     """On one host it reads its peers' shards and ends; what ranks do next is no longer the same."""

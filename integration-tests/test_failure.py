@@ -203,7 +203,7 @@ REFUSED: dict[Callable[[Group], None], str] = {
     _inside_of_another: r"this Sequential, or a module inside it, is sharded already",
     _expanded: r"up\.weight': expected memory for each.*\(1, 0\), as expand\(\) makes it; assign",
     _sparse: r"'mask': expected a dense tensor, got layout torch\.sparse_coo; convert it",
-    _meta: r"parameter 'weight' is on the meta device.*to_empty",
+    _meta: r"parameter 'weight' is on the meta device.*materialise\(model, init",
     _one_storage: r"'blocks\.0\.up\.weight' and 'blocks\.1\.up\.weight' are different Param",
     _lbfgs: r"a LBFGS keeps parameters in its attribute '_params'.*use an elementwise",
     _within_backward: r"a _Fused updates parameters within backward.*Offload\(optimizer='host'",

@@ -459,3 +459,15 @@ def test_a_model_that_is_deleted_leaves_no_hook_and_its_parameters_say_so(group:
         with pytest.raises(StateError, match=r"'1\.weight'.*kept its values was deleted"):
             use(param)
     assert "was deleted" in repr(param)  # a debugger prints it, and must not fail
+
+
+def test_an_empty_state_dict_says_where_it_comes_from(group: Group) -> None:
+    """As full_state_dict() gives it on all ranks but the first."""
+    model, _ = parity.build_sharded(group, ZeroConfig(3))
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        model.load_state_dict(weights)
+    else:
+        with pytest.raises(RuntimeError, match=r"Missing key") as caught:
+            model.load_state_dict(weights)
+        assert str(caught.value).count("on rank 1: full_state_dict() returns {}") == 1

@@ -203,8 +203,8 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
         raise ConfigError(
             f"train_batch_size: expected train_micro_batch_size_per_gpu {micro} * "
             f"gradient_accumulation_steps {steps} * world size {world_size} = "
-            f"{micro * steps * world_size}, got {train}; leave one of the three out to have it "
-            "inferred"
+            f"{micro * steps * world_size}, got {train}; remove train_batch_size or one of the "
+            "others from the file to have it inferred"
         )
     found = zip(paths, sizes, (train, micro, steps), strict=True)
     return settings.replaced({path: size for path, old, size in found if old is None}, "inferred")

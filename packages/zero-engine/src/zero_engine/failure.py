@@ -164,7 +164,8 @@ def summary(folder: str | Path) -> str:
         except (Error, KeyError, ValueError) as error:
             raise FileError(f"{path}: not a report, or not a whole one ({error})") from error
     if not found:
-        raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, found none")
+        got = "found none" if Path(folder).is_dir() else "there is no such folder"
+        raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, {got}")
     newest = max((report["report"] for report in found.values()), key=itemgetter("time"))
     since = newest["started"]
     earlier = [path for path in found if found[path]["report"]["time"] < since]

@@ -176,9 +176,9 @@ def _open(path: Path, tag: str | None) -> Any:
         path, tag = path.parent, path.name
     found = Checkpoint.open(path, tag)
     if found is None:
+        got = "found none" if path.exists() else "there is no such folder"
         raise FileError(
-            f"{path}: expected a folder with a complete checkpoint, which has a {MANIFEST}; found "
-            "none"
+            f"{path}: expected a folder with a complete checkpoint, which has a {MANIFEST}; {got}"
         )
     return found
 

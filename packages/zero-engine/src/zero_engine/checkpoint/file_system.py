@@ -191,6 +191,8 @@ def naming(path: Path) -> Iterator[None]:
             errno.EACCES: "save to a folder that this process may write to",
             errno.ENOENT: "every rank must see the same folder, and no other job write to it",
             errno.ENAMETOOLONG: "choose a shorter tag",
+            errno.EEXIST: "expected a folder, got a file",
+            errno.ENOTDIR: "expected a folder, got a file",
         }.get(error.errno or 0, "the checkpoint before is as it was")
         why = error.strerror or error
         raise FileError(f"{path}: cannot be written: {why}; {remedy}") from error

@@ -295,7 +295,8 @@ def open_torch_file(path: Path) -> dict[str, Range]:
             got = f"{value.layout} {value.dtype} tensor" if is_tensor else type(value).__name__
             raise FileError(
                 f"{path}: expected a state dict, from names to dense tensors; {name!r} is a {got}. "
-                "If the state dict is a part of what was saved, save that part by itself"
+                "If the state dict is a part of what was saved, save that part by itself: "
+                "torch.save(torch.load(path)[key], other_path)"
             )
     return {name: Range.of(value) for name, value in content.items()}
 

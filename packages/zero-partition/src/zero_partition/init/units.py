@@ -278,7 +278,8 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
     if param.is_meta:
         raise PartitionError(
             f"parameter {name!r} is on the meta device and has no values to shard; materialise "
-            "the model with model.to_empty(device=...) and initialise it first"
+            "the model with zero_engine.materialise(model, init=fn), or load weights with "
+            "zero_engine.load_pretrained(model, folder), first"
         )
     if is_wrapper(param):
         raise PartitionError(
