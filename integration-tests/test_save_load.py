@@ -684,3 +684,26 @@ def test_a_report_names_what_was_saved_and_not_asked_for(tmp_path: Path) -> None
     assert report is not None and str(report).endswith("; not loaded: scheduler (pass scheduler=)")
     report = zero_engine.load(tmp_path, model, optimizer, scheduler=scheduler)
     assert report is not None and not report.not_loaded
+
+
+WAYS_IN: Final[dict[str, Any]] = {
+    "load_full_optimizer_state_dict": lambda model, _, state: (
+        zero_engine.load_full_optimizer_state_dict(model, state)
+    ),
+    "optimizer.load_state_dict": lambda _, optimizer, state: optimizer.load_state_dict(state),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_state_of_another_optimizer_is_refused_whichever_way_it_comes(
+    group: Group, way: str
+) -> None:
+    """The state is that of torch's AdamW over the plain model."""
+    plain = parity.build(parity.tiny_float32)
+    adamw = torch.optim.AdamW(plain.parameters())
+    parity.finish_step(parity.loss_of(plain, parity.batch(0, 0, 0)), adamw)
+    model = parity.build(parity.tiny_float32)
+    optimizer = SGD(model.parameters(), momentum=0.9)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, state_dict="gather"), group=group)
+    with pytest.raises(LoadError, match="has exp_avg, exp_avg_sq, step; is it of another"):
+        WAYS_IN[way](model, optimizer, adamw.state_dict())
