@@ -388,8 +388,17 @@ def _rename(said: Any) -> None:
     said["params"]["other"] = said["params"].pop("scale")
 
 
+def _rename_all(said: Any, prefix: str) -> None:
+    for each in ("params", "buffers"):
+        said[each] = {prefix + name: value for name, value in said[each].items()}
+
+
 MISFITS: Any = {  # what is done to a manifest, and said
-    _rename: r"written: it is of another model; missing: 'scale'; unexpected: 'other'",
+    _rename: r"written: these are weights of another .*; missing: 'scale'; unexpected: 'other'",
+    partial(_rename_all, prefix="module."): (
+        "begin with 'module.', the model's do not: DistributedDataParallel adds it, remove it; mis"
+    ),
+    partial(_rename_all, prefix="net."): "weights begin with 'net.', the model's do not; missing: ",
     lambda said: said["params"]["embed.weight"].update(shape=[6, 11]): (
         r"'embed.weight': expected shape \(11, 6\), got \(6, 11\)"
     ),

@@ -70,7 +70,7 @@ class Message:
         return self._has_started and bool(self.work.is_completed())
 
     def _wait(self, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        began = time.monotonic()
         try:
             if timeout_s is None:
                 self.work.wait()
@@ -82,7 +82,7 @@ class Message:
                 self.launch.watch.interrupt()
             what = f"{self.what} did not finish"
             # An error that comes earlier is of the connection.
-            if timeout_s is not None and deadline is not None and time.monotonic() >= deadline:
+            if timeout_s is not None and time.monotonic() - began >= timeout_s:
                 what += f" {within(timeout_s)}"
             raise failure(what, error, self.launch, self.peer) from error
 

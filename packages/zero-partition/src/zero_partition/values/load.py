@@ -213,17 +213,17 @@ def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[s
     if not (missing and unexpected):
         return found
     of_source, of_model = _prefix(unexpected, missing), _prefix(missing, unexpected)
-    why = "it is of another model"
+    why = "these are weights of another model, or of one with other names"
     if of_source:
         adds = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}.get(of_source)
-        why = f"its names begin with {of_source!r}, the model's do not"
+        why = f"names of these weights begin with {of_source!r}, the model's do not"
         why += f": {adds} adds it, remove it" if adds else ""
     elif of_model:
-        why = f"the model's names begin with {of_model!r}, its names do not"
+        why = f"the model's names begin with {of_model!r}, those of these weights do not"
     return [why, *found]
 
 
-def _named(names: Sequence[str]) -> str:
+def _such_as(names: Sequence[str]) -> str:
     first = repr(names[0])
     return first if len(names) == 1 else f"{len(names)} parameters, such as {first},"
 
@@ -762,7 +762,7 @@ def _describe_entries(
         if words:
             text = f"{' and '.join(words)}; is it of another optimizer than {kind}?"
             differing.setdefault(text, []).append(name)
-    return [f"optimizer state of {_named(names)} {text}" for text, names in differing.items()]
+    return [f"optimizer state of {_such_as(names)} {text}" for text, names in differing.items()]
 
 
 def _expected_entries(
