@@ -82,7 +82,7 @@ def test_a_folder_that_is_none_is_refused_on_all_ranks(group: Group, tmp_path: P
     engine.save_checkpoint(tmp_path, tag=6)
 
     assert (tmp_path / "latest").read_text() == "6"
-    with pytest.raises(FileError, match="expected a checkpoint '7', got 6"):
+    with pytest.raises(FileError, match="expected a checkpoint '7', found 6"):
         engine.load_checkpoint(tmp_path, tag=7)
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)

@@ -53,7 +53,9 @@ def test_an_optimizer_that_is_built_after_shard_is_told_so(group: Group, stage: 
     late = torch.optim.AdamW(model.parameters(), lr=0.1)
     _loss_of(model, 0).backward()
 
-    with pytest.raises(StateError, match=r"(?s)built after shard\(\).*shard\(model, optimizer\)"):
+    with pytest.raises(
+        StateError, match=r"^This AdamW was built after shard\(\), .*optimizer\)\. \w+"
+    ):
         late.step()
 
 

@@ -111,7 +111,7 @@ def test_weights_alone_are_saved_without_an_optimizer(group: Group, tmp_path: Pa
     parity.assert_same_weights(
         zero_engine.full_state_dict(bare), zero_engine.full_state_dict(model), what="weights"
     )
-    with pytest.raises(LoadError, match="expected 2 param groups, got 0"):
+    with pytest.raises(LoadError, match="it was saved without an optimizer"):
         zero_engine.load(tmp_path, model, optimizer)
 
 
@@ -527,7 +527,7 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
             zero_engine.load(folder, model, optimizer, missing_ok=True)
     for folder in absent:
         assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
-    with pytest.raises(FileError, match="expected a checkpoint 'step-3', got step-2"):
+    with pytest.raises(FileError, match="expected a checkpoint 'step-3', found step-2"):
         zero_engine.load(run, model, optimizer, tag="step-3", missing_ok=True)
 
 

@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import pickle
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -519,8 +520,11 @@ def test_inference_of_batch_sizes_agrees_with_trying_all(world_size: int) -> Non
         raw = {key: size for key, size in zip(KEYS, given, strict=True) if size is not None}
 
         if expected is None:
-            with pytest.raises(ConfigError, match=r"^train_batch_size: "):
+            with pytest.raises(ConfigError, match=r"^train_batch_size: ") as caught:
                 EngineConfig.from_deepspeed(raw, world_size=world_size)
+            # Of what the file has, each with its value; a remedy names the others.
+            said = dict(re.findall(r"(\w+) (\d+)", str(caught.value)))
+            assert {*said} - {"size", "got"} == {*raw} - {KEYS[0]} or KEYS[0] not in raw
         else:
             found = EngineConfig.from_deepspeed(raw, world_size=world_size)
             sizes = (found.train_batch_size, found.micro_batch_size, found.accumulation_steps)

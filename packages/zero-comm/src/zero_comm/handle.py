@@ -84,20 +84,22 @@ class Message:
             # An error that comes earlier is of the connection.
             if timeout_s is not None and time.monotonic() - began >= timeout_s:
                 what += f" {within(timeout_s)}"
-            raise failure(what, error, self.launch, self.peer) from error
+            fail(what, error, self.launch, self.peer)
 
 
-def failure(what: str, error: Exception, launch: Launch | None, peer: int) -> CommError:
-    """Return the error to raise where torch raised `error` in an exchange with rank `peer`."""
+def fail(what: str, error: Exception, launch: Launch | None, peer: int) -> NoReturn:
+    """Raise a CommError where torch raised `error` in an exchange with rank `peer`."""
     # The backend's text is last: it is long, and names neither ranks of ours nor a remedy.
     backend = f"The backend's own error: {error}"
     if launch is None:
-        return CommError(f"{what}: {causes()} {backend}")
-    told = launch.watch.error()
-    blame = "" if told or peer < 0 else launch.watch.blame(peer)
-    return told or CommError(
+        raise CommError(f"{what}: {causes()} {backend}") from error
+    if told := launch.watch.error():
+        # The backend's error follows from what was found.
+        raise told from None
+    blame = "" if peer < 0 else launch.watch.blame(peer)
+    raise CommError(
         f"{launch.operation}: {what} (rank {launch.watch.scope.rank}): {blame}{causes()} {backend}"
-    )
+    ) from error
 
 
 def _is_last(_: float | None) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from .handle import Handle, Message, failure
+from .handle import Handle, Message, fail
 from .reduction import Reduction, finish_mean
 from .torch_private import is_profiled, unrecorded
 from .watch import Launch
@@ -141,7 +141,7 @@ class Messages:
         except RuntimeError as error:
             # The connection is closed: peers need not be told that this launch was interrupted.
             launch.watch.sent()
-            raise failure(f"{what} did not begin", error, launch, peer) from error
+            fail(f"{what} did not begin", error, launch, peer)
         return Message(work, what, launch, peer)
 
 

@@ -16,7 +16,7 @@ from zero_comm.codecs.codec import AbstractCodec
 
 from .errors import GroupMismatchError
 from .group import Group
-from .handle import Handle, Message, failure
+from .handle import Handle, Message, fail
 from .messages import offset_of
 from .planning import sent_flat
 from .reduction import Reduction, torch_op
@@ -33,7 +33,7 @@ def built_in(
     except Exception as error:
         # The launch failed by itself: peers need not be told that it was interrupted.
         launch.watch.sent()
-        raise failure("the collective did not begin", error, launch, -1) from error
+        fail("the collective did not begin", error, launch, -1)
     launch.watch.sent()
     return Message(work, "the collective", launch, peer)
 

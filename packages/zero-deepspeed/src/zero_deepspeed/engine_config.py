@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
@@ -200,11 +201,14 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
     if micro is None:
         micro = train // (steps * world_size)
     if train != micro * steps * world_size:
+        factors = {path: size for path, size in zip(paths[1:], sizes[1:], strict=True) if size}
+        factors["world size"] = world_size
+        product = " * ".join(f"{name} {size}" for name, size in factors.items())
+        what = "a multiple of " if None in sizes else ""
         raise ConfigError(
-            f"train_batch_size: expected train_micro_batch_size_per_gpu {micro} * "
-            f"gradient_accumulation_steps {steps} * world size {world_size} = "
-            f"{micro * steps * world_size}, got {train}; remove train_batch_size or one of the "
-            "others from the file to have it inferred"
+            f"train_batch_size: expected {what}{product} = {math.prod(factors.values())}, got "
+            f"{train}; to train with any number of ranks, leave train_batch_size out, and name "
+            "train_micro_batch_size_per_gpu"
         )
     found = zip(paths, sizes, (train, micro, steps), strict=True)
     return settings.replaced({path: size for path, old, size in found if old is None}, "inferred")

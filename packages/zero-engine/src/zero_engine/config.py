@@ -165,8 +165,8 @@ class ZeroConfig:
             the same experts as this one. Their gradients are summed over these, and divided as
             those of other parameters are, by the number of all ranks.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
-        sanitize: Check each use of memory and each collective, at several times the cost of a step:
-            see `zero_partition.sanitize`. When left out, ZERO_SANITIZE=1 turns it on.
+        sanitize: Check each use of memory and each collective; a step takes two to three times as
+            long: see `zero_partition.sanitize`. When left out, ZERO_SANITIZE=1 turns it on.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.

@@ -20,7 +20,7 @@ from .memory.flat_buffer import FlatBuffer
 from .plan.slots import Slot, keeps_free_memory
 from .plan.stages import Placement
 from .run.gradients import BufferGradients
-from .run.sharded_model import ShardedModel
+from .run.sharded_model import OutsideUses, ParamRef, ShardedModel
 from .run.unit import ShardState, Unit
 
 # NOTE(sanitizer): the ordinary code does not know of the sanitizer, which wraps methods. What a
@@ -35,11 +35,13 @@ _MARK: Final = 0x7FE00000
 _ALIAS: Final = "usually an alias of a gathered weight was kept (a view, weight.data)"
 _PAST: Final = "usually a write past the end of a view (as_strided, a kernel with a wrong size)"
 _FLIP: Final = (
-    "usually a flipped bit, a write outside of step() (to .data, to its shards), load_state_dict() "
-    "inside `if rank == 0:`, or a step that an exception has ended"
+    "usually load_state_dict() inside `if rank == 0:`, a write outside of step() (to .data, to its "
+    "shards), a step that an exception has ended, or a flipped bit"
 )
 
-_Call: TypeAlias = Callable[..., None]  # the method that is wrapped
+# The method that is wrapped.
+_Call: TypeAlias = Callable[..., None]
+_Use: TypeAlias = Callable[..., Tensor]
 
 
 def sanitize(sharded: ShardedModel, group: Group) -> None:
@@ -64,6 +66,7 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
     """
     checks = _Checks(sharded.whole.rank)
     check_calls(sharded, "before_step after_step end_write compare_launches", checks)
+    check_calls(sharded.outside, "_whole", checks)
     for unit in sharded.units:
         verbs = "start_unshard unshard reshard leave_slot give_up_slot release_slot _take_slot"
         verbs += " keep_views"
@@ -251,6 +254,17 @@ class _Checks:
         """Compare a call that all ranks must make: alone it might only read its peers' memory."""
         self.compare(what, model)
         call(what, at_once=at_once)
+
+    def whole(
+        self, call: _Use, outside: OutsideUses, param_ref: ParamRef, what: str, **named: Any
+    ) -> Tensor:
+        """Compare a use outside of forwards, such as a penalty; forwards may be made alone."""
+        model = outside.sharded
+        if not model.is_running and not param_ref.buffer.plan.ranks:
+            used = f"{what}() of parameter {param_ref.name!r}"
+            remedy = f"{used} gathers it, so every rank must make this use, not only rank 0"
+            self.launches.compare(used, model.whole, remedy)
+        return call(param_ref, what, **named)
 
     def compare(self, what: str, model: ShardedModel) -> None:
         remedy = by_all_ranks(what)

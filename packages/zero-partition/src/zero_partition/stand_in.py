@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache, partial
@@ -28,6 +29,24 @@ from .torch_private import (
     unscale_and_find_inf_,
     without_memory,
 )
+
+
+def late_optimizer() -> str:
+    """Return a sentence, and a space, where an optimizer of torch's is stepping parameters.
+
+    Those of which ranks have shards are stepped by the optimizer that `shard()` was given.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return (
+                f"This {type(optimizer).__name__} was built after shard(), or not passed to it, so "
+                "it has parameters where it needs their shards: build it before, and pass it, "
+                "shard(model, optimizer). "
+            )
+        frame = frame.f_back
+    return ""
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -295,18 +314,15 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
                 else:
                     func([tensor], *operands)
             return args[0]
+        called = f"{name if attribute in {'', 'grad'} else attribute} was called on the gradient"
+        called = f"{late_optimizer()}{called} of a parameter whose gradient is sharded"
         if func in _NORMS:
             raise StateError(
-                f"{name} was called on the gradient of a parameter whose gradient is sharded. To "
-                "clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of torch's "
-                "function; for the gradient whole, zero_engine.full_grad(param). If an optimizer's "
-                "step called it, that optimizer was built after shard(): build it before"
+                f"{called}. To clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of "
+                "torch's function; for the gradient whole, zero_engine.full_grad(param)"
             )
         raise StateError(
-            f"{name} was called on the gradient of a parameter whose gradient is sharded, as "
-            "gradients are at stages 1 to 3. If an optimizer's step called it, that optimizer was "
-            "built after shard() and steps no shards: build it before, and pass it, "
-            "shard(model, optimizer). After backward the gradient is in "
+            f"{called}, as gradients are at stages 1 to 3. After backward the gradient is in "
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
             "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
             "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "

@@ -18,7 +18,7 @@ from zero_engine.errors import ConfigError, FileError
 from zero_engine.readers import find_reader
 
 from .file_system import FILE_SYSTEM, NewFile, naming
-from .folder import Checkpoint
+from .folder import Checkpoint, find_complete
 from .manifest import MANIFEST
 from .pretrained import INDEX, SINGLE
 from .ranges import ALL_CODES, FileRun, Range, file_bytes, in_files
@@ -176,7 +176,9 @@ def _open(path: Path, tag: str | None) -> Any:
         path, tag = path.parent, path.name
     found = Checkpoint.open(path, tag)
     if found is None:
-        got = "found none" if path.exists() else "there is no such folder"
+        inside = [each for each in sorted(path.glob("*/")) if find_complete(each)]
+        got = f"found none; did you mean {inside[0]}?" if inside else "found none"
+        got = got if path.is_dir() else "it is a file" if path.exists() else "there is no such one"
         raise FileError(
             f"{path}: expected a folder with a complete checkpoint, which has a {MANIFEST}; {got}"
         )

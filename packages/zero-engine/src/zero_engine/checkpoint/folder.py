@@ -166,7 +166,7 @@ class Checkpoint:
         # Its manifest is missing. Reading that raises an error that says so.
         if tag is not None and tag not in found:
             raise FileError(
-                f"{folder}: expected a checkpoint {tag!r}, got "
+                f"{folder}: expected a checkpoint {tag!r}, found "
                 f"{', '.join(sorted(found)) or 'none at all'}"
             )
         serials, damaged = serials_in(found if tag is None else {tag: found[tag]})

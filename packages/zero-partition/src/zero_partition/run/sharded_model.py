@@ -33,6 +33,7 @@ from zero_partition.stand_in import (
     StateKind,
     Unpublished,
     find_owner,
+    late_optimizer,
     record_owner,
     stand_in_type,
 )
@@ -348,11 +349,10 @@ class OutsideUses:
         """Raise ShardedParamError for a write to a parameter that is sharded."""
         rank = self.sharded.whole.rank
         raise ShardedParamError(
-            f"{what}() would write to parameter {param_ref.name!r} while it is sharded, and the "
-            f"change would be lost (rank {rank}). If an optimizer's step wrote to it, that "
-            "optimizer was built after shard(): build it before, and pass it, shard(model, "
-            "optimizer). Otherwise, on every rank: `with GatheredParameters(param, "
-            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
+            f"{late_optimizer()}{what}() would write to parameter {param_ref.name!r} while it is "
+            f"sharded, and the change would be lost (rank {rank}). To write to it, on every rank: "
+            "`with GatheredParameters(param, modifier_rank=0): ...`, set_full_param(param, value), "
+            "or load_state_dict()"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:

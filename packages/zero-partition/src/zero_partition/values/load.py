@@ -430,6 +430,11 @@ class StateLoad:
         def by_name(found: Mapping[str, T] | None) -> dict[str, T]:
             return {aliases.get(name, name): value for name, value in (found or {}).items()}
 
+        if is_strict and not source.param_groups and not source.states:
+            self.problems.append(
+                "it was saved without an optimizer; without one, load() loads the weights alone"
+            )
+            return
         mine = [group["params"] for group in param_groups_of(sharded)]
         theirs = [[aliases.get(n, n) for n in group["params"]] for group in source.param_groups]
         trained = set(chain.from_iterable(mine))
