@@ -239,6 +239,12 @@ REFUSED: dict[str, tuple[Ranks, Wire, type[Exception], str]] = {
     "ranks in another order": (_out_of_order, Wire(), GroupMismatchError, "in this order, got"),
     "levels besides": (_hybrid, Wire(levels=2), PartitionError, "leave one of them out"),
     "node copies besides": (_hybrid, Wire(secondary=True), PartitionError, "leave out secondary"),
+    "a group of others": (
+        lambda _: dist.new_group([2, 3]),
+        Wire(),
+        CommError,
+        "that this one is among",
+    ),
     "a number": (lambda _: 4, Wire(), ConfigError, "expected group to be a"),
     "ranks": (lambda _: [0, 1, 2, 3], Wire(), ConfigError, "expected group to be a"),
 }
@@ -252,7 +258,7 @@ def test_what_no_model_can_be_sharded_over_is_refused(group: Group, name: str) -
     ranks = ranks_of(group)
     model, optimizer = parity.build_with_optimizer()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    if name == "another's" and group.rank < 2:
+    if (name == "another's" and group.rank < 2) or (name == "a group of others" and group.rank > 1):
         return
     with pytest.raises(kind, match=says):
         zero_engine.shard(model, optimizer, evolve(ZeroConfig(3), wire=wire), group=ranks)

@@ -240,6 +240,10 @@ class Group:
             return cls.from_mesh(ranks)
         if isinstance(ranks, dist.ProcessGroup):
             return cls.from_process_group(ranks)
+        if ranks is dist.GroupMember.NON_GROUP_MEMBER:
+            raise CommError(
+                "expected ranks that this one is among: dist.new_group() made a group without it"
+            )
         raise CommError(
             "expected the ranks to be a zero_comm.Group, a ProcessGroup of torch.distributed or a "
             f"DeviceMesh, got {ranks!r} of type {type(ranks).__name__}; zero_comm.init() is the "

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 import zero_partition
 from attrs import evolve
 from torch import nn
@@ -93,11 +94,13 @@ def shard(
     chosen: Any = optimizer
     if isinstance(optimizer, list | tuple) and isinstance(model, nn.Module):
         chosen = _as_one(model, optimizer, config)
+    # `Group.of` says so.
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", chosen, torch.optim.Optimizer | None),
         ("config", config, ZeroConfig),
-        ("group", group, AnyRanks | None),
+        ("group", None if is_outside else group, AnyRanks | None),
     ):
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", str(kind))
