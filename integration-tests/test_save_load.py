@@ -723,3 +723,15 @@ def test_state_of_another_optimizer_is_refused_whichever_way_it_comes(
     zero_engine.shard(model, optimizer, ZeroConfig(3, state_dict="gather"), group=group)
     with pytest.raises(LoadError, match="has exp_avg, exp_avg_sq, step; is it of another"):
         WAYS_IN[way](model, optimizer, adamw.state_dict())
+
+
+def test_an_entry_that_is_none_is_no_entry(group: Group) -> None:
+    """Older versions of torch's SGD kept one where there is no momentum."""
+    plain = parity.build(parity.tiny_float32)
+    sgd = SGD(plain.parameters())
+    for param in plain.parameters():
+        sgd.state[param]["momentum_buffer"] = None
+    model = parity.build(parity.tiny_float32)
+    optimizer = SGD(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    zero_engine.load_full_optimizer_state_dict(model, sgd.state_dict())

@@ -503,7 +503,7 @@ class StateLoad:
                     )
             except (PartitionError, StateError) as error:
                 self.problems.append(str(error))
-            found[name] = state.keys() - {MASTER} | own["entries"].keys()
+            found[name] = _kept(state) - {MASTER} | own["entries"].keys()
         differ = _describe_entries(found, _expected_entries(sharded, source))
         (self.problems if is_strict else self.begins_anew).extend(differ)
 
@@ -752,6 +752,11 @@ def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
     )
 
 
+def _kept(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of entries; None is how some say that there is none."""
+    return frozenset(key for key, value in state.items() if value is not None)
+
+
 def _describe_entries(
     found: Mapping[str, Set[str]], expected: Mapping[str, tuple[str, frozenset[str]]]
 ) -> list[str]:
@@ -801,5 +806,5 @@ def _expected_entries(
         if states is None:
             continue
         for of_group, tried in zip(in_group, tiny, strict=True):
-            expected |= {n: (kind, frozenset(states.get(tried[num_dims[n]], ()))) for n in of_group}
+            expected |= {n: (kind, _kept(states.get(tried[num_dims[n]], {}))) for n in of_group}
     return expected
