@@ -260,6 +260,28 @@ def test_a_parameter_that_is_added_without_a_forward_is_no_shard_yet(
         optimizer.step()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_group_with_a_parameter_of_no_model_is_refused_and_the_model_stays_sharded(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
+    """The next forward finds it, before it shards the model anew."""
+    plain, model, optimizer = _sharded(group, stage)
+    expected = train(plain, parity.adamw(plain), _loss_of, num_steps=3)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    foreign = r"param group 1 of the AdamW: parameter 0 of shape \(3,\) is not in the model"
+    for call in (
+        lambda: _loss_of(model, 0),
+        lambda: _loss_of(model, 1),
+        lambda: zero_engine.save(tmp_path, model, optimizer, step=0),
+    ):
+        with pytest.raises(PartitionError, match=foreign):
+            call()
+    del optimizer.param_groups[1]
+    assert train(model, optimizer, _loss_of, num_steps=3) == expected
+    for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(zero_engine.full_param(param), its.detach())
+
+
 class _Pauses(parity.PerParameter):
     """Plain descent that thinks for a while between the closure and the write."""
 
@@ -461,15 +483,3 @@ def test_a_model_that_is_deleted_leaves_no_hook_and_its_parameters_say_so(group:
         with pytest.raises(StateError, match=r"'1\.weight'.*kept its values was deleted"):
             use(param)
     assert "was deleted" in repr(param)  # a debugger prints it, and must not fail
-
-
-def test_an_empty_state_dict_says_where_it_comes_from(group: Group) -> None:
-    """As full_state_dict() gives it on all ranks but the first."""
-    model, _ = parity.build_sharded(group, ZeroConfig(3))
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        model.load_state_dict(weights)
-    else:
-        with pytest.raises(RuntimeError, match=r"Missing key") as caught:
-            model.load_state_dict(weights)
-        assert str(caught.value).count("on rank 1: full_state_dict() returns {}") == 1

@@ -379,6 +379,22 @@ def test_a_slow_rank_is_waited_for_while_the_program_runs(group: Group, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "latest"}
 
 
+def test_the_last_rank_to_write_may_be_slow_afterwards(group: Group, tmp_path: Path) -> None:
+    """Rank 0 publishes the folder as soon as the last file is there, under the other ranks."""
+
+    def rename_slowly(source: Path, target: Path) -> None:
+        os.rename(source, target)
+        if group.rank and target.name.startswith(".written"):
+            time.sleep(1.0)  # rank 0 renames the folder in this time
+
+    model, optimizer = _make(group)
+    system = FileSystem(rename=rename_slowly)
+    with zero_engine.Saver(tmp_path, model, optimizer, system=system) as saver:
+        saver.save(step=1)
+    report = zero_engine.load(tmp_path, model, optimizer)
+    assert report is not None and report.step == 1
+
+
 @pytest.mark.parametrize("lost", ["manifest.json", "rank-*.safetensors"])
 def test_what_is_left_of_a_checkpoint_is_replaced(tmp_path: Path, lost: str) -> None:
     """A folder that is neither empty nor ours is refused; a damaged checkpoint is ours."""

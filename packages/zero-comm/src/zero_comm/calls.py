@@ -24,7 +24,7 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 UNEVEN: Final = (
     "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
-    "many, or backward_without_batch(model) and a step where one has no batch"
+    "many batches, or backward_without_batch(model) and a step where one has none"
 )
 CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _CAUSES: Final = (

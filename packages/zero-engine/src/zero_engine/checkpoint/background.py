@@ -417,11 +417,11 @@ class _Background:
             raise
         finally:
             content = json.dumps({"problem": problem, "written": self.written}).encode()
-            with (
-                suppress(OSError) if problem else naming(at),
-                system.published(at, f"{at.name}.partial") as path,
-            ):
-                system.write_file(path, content)
+            partial = at.with_name(f"{at.name}.partial")
+            with suppress(OSError) if problem else naming(at):
+                system.write_file(partial, content)
+                # The last that this rank does in the folder, which rank 0 may rename from now on.
+                system.rename(partial, at)
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of all files in the folder by now, by name."""

@@ -299,6 +299,11 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     if zero is None or isinstance(zero, ZeroConfig):
         settings = EngineConfig(train_batch_size=1, micro_batch_size=1, zero=zero or ZeroConfig())
         return _checked(settings, args, model)
+    if not isinstance(zero, str | os.PathLike | Mapping):
+        raise ConfigError(
+            "zero=: expected a ZeroConfig, such as ZeroConfig(stage=3), or a DeepSpeed file, by "
+            f"path or as a dict, got {zero!r}"
+        )
     auto = {
         "train_batch_size": micro * accumulation * args.world_size,
         "train_micro_batch_size_per_gpu": micro,

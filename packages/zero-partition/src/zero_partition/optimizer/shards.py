@@ -383,11 +383,8 @@ def leave_state(optimizer: torch.optim.Optimizer) -> None:
         set_state(optimizer, defaultdict(dict, optimizer.state))
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, *, shards_state: bool
-) -> None:
-    """Raise PartitionError unless the optimizer is of this model, and can work on shards."""
-    known = {id(param) for param in model.parameters()}
+def check_params_of(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
+    """Raise PartitionError where an optimizer has a parameter whose id is not among these."""
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if id(param) not in known:
@@ -397,6 +394,14 @@ def check_optimizer(
                     "model.parameters() of the very model that is sharded, and shard once. For one "
                     "optimizer over two models, shard them as one: nn.ModuleList([first, second])"
                 )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, shards_state: bool
+) -> None:
+    """Raise PartitionError unless the optimizer is of this model, and can work on shards."""
+    known = {id(param) for param in model.parameters()}
+    check_params_of(optimizer, known)
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param.requires_grad for param in given):
         raise PartitionError(

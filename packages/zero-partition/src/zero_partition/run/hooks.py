@@ -692,6 +692,6 @@ def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> Sh
         raise StateError(
             f"expected a model or optimizer that was sharded, got a "
             f"{type(model_or_optimizer).__name__} that was not; call zero_engine.shard() first, "
-            "and pass the very module it returned"
+            "and pass the model that it was given"
         )
     return sharded

@@ -17,7 +17,13 @@ from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import early_shard_of
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.nested import flat_entries, map_tensors, nested_entries
-from zero_partition.optimizer.shards import Entry, SplitEntry, check_optimizer, split_state
+from zero_partition.optimizer.shards import (
+    Entry,
+    SplitEntry,
+    check_optimizer,
+    check_params_of,
+    split_state,
+)
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.sharded_model import (
@@ -31,6 +37,7 @@ from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access, step_pre_hooks
 from zero_partition.values.average import ShardedAverage
+from zero_partition.values.load import names_by_owner
 from zero_partition.values.runs import (
     belongs_on_device,
     launch_entry,
@@ -163,6 +170,9 @@ def retire_partition(
         optimizer = before if optimizer is None else optimizer
         if optimizer is not None and optimizer is not before:
             check_optimizer(optimizer, model, shards_state=sharded.shards_state)
+        elif before is not None:
+            # A group that was added since; afterwards the model would stay as it is in between.
+            check_params_of(before, names_by_owner(sharded))
         averages = {average: average.split() for average in [*sharded.averages]}
         if optimizer is before and before is not None:
             _end(sharded, "shard()", keeps_shards=True)

@@ -627,7 +627,7 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
     if sharded is None:
         raise StateError(
             f"unsharded(): expected a model that was sharded, got a {type(model).__name__} that "
-            "was not; call zero_engine.shard() first, and pass the very module it returned"
+            "was not; call zero_engine.shard() first, and pass the model that it was given"
         )
     param_refs, param_offload = _places_within(sharded, modules), sharded.residence.param_offload
     gather = GatheredContext(

@@ -24,6 +24,7 @@ from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOf
 from zero_partition.nested import foreign_classes, map_tensors, rebuild
 from zero_partition.optimizer.needs import states_after_step
 from zero_partition.optimizer.shards import (
+    check_params_of,
     has_state_of,
     keys_for_whole,
     part_in_entry,
@@ -668,8 +669,14 @@ def _part_of_state(
 
 
 def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
-    """Return the optimizer's param groups, with names in place of parameters. Local."""
+    """Return the optimizer's param groups, with names in place of parameters. Local.
+
+    Raises:
+        PartitionError: A group that was added has parameters that the model lacks.
+    """
     names = names_by_owner(sharded)
+    if sharded.optimizer is not None:
+        check_params_of(sharded.optimizer, names)
     groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
     return [
         {**_restored(group), "params": [names[id(param)] for param in group["params"]]}

@@ -370,12 +370,6 @@ class _ModuleHooks(Bound):
         if is_for_writing and all(param_ref in gathered for param_ref in given):
             return
         self.sharded.require("load_state_dict()", no=(ModelPhase.GATHERED,))
-        rank = self.sharded.whole.rank
-        if strict and not state and rank and not any("full_state_dict" in each for each in errors):
-            errors.append(
-                f"got no values on rank {rank}: full_state_dict() returns {{}} on all ranks but 0, "
-                "and load_state_dict() needs all values on every rank"
-            )
         self.sharded.compare_launches("load_state_dict()", at_once=True)
         self.sharded.begin_write()
         for attribute, param_ref in self.param_refs.items():
