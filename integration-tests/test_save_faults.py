@@ -383,7 +383,7 @@ def test_the_last_rank_to_write_may_be_slow_afterwards(group: Group, tmp_path: P
     """Rank 0 publishes the folder as soon as the last file is there, under the other ranks."""
 
     def rename_slowly(source: Path, target: Path) -> None:
-        os.rename(source, target)
+        source.rename(target)
         if group.rank and target.name.startswith(".written"):
             time.sleep(1.0)  # rank 0 renames the folder in this time
 
