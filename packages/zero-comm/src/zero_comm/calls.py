@@ -153,7 +153,8 @@ def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> str:
     others = [remedy for rank, remedy in remedies.items() if not (calls[rank] and differ)]
     text = "; ".join(dict.fromkeys(filter(None, others)))
     # With uneven batches, one rank has come to a call that the others come to later.
-    return f"{lone}; if all ranks call it, {text}" if lone and text else lone or text
+    both = f"{lone}; or, if all ranks call it, their batches are uneven: {text}"
+    return both if lone and text else lone or text
 
 
 def blocking_torch_call() -> TorchCall | None:
