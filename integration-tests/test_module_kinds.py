@@ -418,7 +418,7 @@ def test_a_sharded_model_may_be_wrapped_and_given_hooks(group: Group) -> None:
 
     configs = [ZeroConfig(stage, window=2) for stage in (0, 2, 3)]
     for model, _ in assert_trains_as_plain(group, _tanh_blocks, run, *configs):
-        with pytest.raises(StateError, match="pass the very module"):
+        with pytest.raises(StateError, match="pass the model that it was given"):
             zero_engine.full_state_dict(_Delegating(model))
 
 
