@@ -136,8 +136,8 @@ def alone(rank: int, call: str) -> str:
     if not call:
         return CAUSES
     return (
-        f"rank {rank} is in {call}, which must be called on all ranks, after as many backwards and "
-        "steps on each"
+        f"rank {rank} is in {call}, which must be called on all ranks, not inside `if rank == 0:`, "
+        "after as many backwards and steps on each"
     )
 
 

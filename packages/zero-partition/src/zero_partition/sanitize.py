@@ -256,15 +256,24 @@ class _Checks:
         call(what, at_once=at_once)
 
     def whole(
-        self, call: _Use, outside: OutsideUses, param_ref: ParamRef, what: str, **named: Any
+        self,
+        call: _Use,
+        outside: OutsideUses,
+        param_ref: ParamRef,
+        what: str,
+        *,
+        needs_grad: bool,
     ) -> Tensor:
-        """Compare a use outside of forwards, such as a penalty; forwards may be made alone."""
+        """Compare a use outside of forwards, such as a penalty; forwards may be made alone.
+
+        Without autograd such a use is refused, on one rank as on all.
+        """
         model = outside.sharded
-        if not model.is_running and not param_ref.buffer.plan.ranks:
+        if needs_grad and not model.is_running and not param_ref.buffer.plan.ranks:
             used = f"{what}() of parameter {param_ref.name!r}"
             remedy = f"{used} gathers it, so every rank must make this use, not only rank 0"
             self.launches.compare(used, model.whole, remedy)
-        return call(param_ref, what, **named)
+        return call(param_ref, what, needs_grad=needs_grad)
 
     def compare(self, what: str, model: ShardedModel) -> None:
         remedy = by_all_ranks(what)

@@ -91,9 +91,10 @@ class StatesPlan:
         left = "" if device is None else left
         lines.append(
             "By formula, from the number of parameters: parameters, gradients and optimizer state, "
-            f"each whole or divided evenly, as the stage says{given}. Not in it are units that "
-            f"stages 2 and 3 gather or reduce, {'' if activations else 'activations, '}and what "
-            f"the optimizer's step and libraries take{left}.\n"
+            "whole or divided evenly as the stage says, at stage 1 gradients both whole and "
+            f"divided{given}. Not in it are units that stages 2 and 3 gather or reduce, "
+            f"{'' if activations else 'activations, '}and what the optimizer's step and libraries "
+            f"take{left}.\n"
             "For units, offload and traffic pass a config.json, or --layers and --hidden."
         )
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"

@@ -211,7 +211,7 @@ def _fill(targets: Iterable[Target]) -> None:
 def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     kinds = (("missing", missing), ("unexpected", unexpected))
     found = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
-    if not (missing and unexpected):
+    if not found:
         return found
     of_source, of_model = _prefix(unexpected, missing), _prefix(missing, unexpected)
     why = "these are weights of another model, or of one with other names"
@@ -232,7 +232,8 @@ def _such_as(names: Sequence[str]) -> str:
 def _prefix(names: Sequence[str], others: Sequence[str]) -> str:
     """Return what one name has before one of the others, if that makes others of all names."""
     known = {*others}
-    starts = (names[0][: -len(other)] for other in others if names[0].endswith(f".{other}"))
+    first = names[0] if names else ""
+    starts = (first[: -len(other)] for other in others if first.endswith(f".{other}"))
     return next((s for s in starts if {name.removeprefix(s) for name in names} <= known), "")
 
 
