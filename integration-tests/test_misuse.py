@@ -59,6 +59,22 @@ def test_an_optimizer_that_is_built_after_shard_is_told_so(group: Group, stage: 
         late.step()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_closure_does_wrong_is_not_taken_for_a_late_optimizer(
+    group: Group, stage: int
+) -> None:
+    """It runs within the step of the very optimizer that was sharded."""
+    _, model, optimizer = _sharded(group, stage)
+
+    def closure() -> Tensor:
+        (loss := _loss_of(model, 0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+    with pytest.raises(StateError, match=r"^\w+ was called on the gradient .*\. To clip, call"):
+        optimizer.step(closure)
+
+
 MODEL = r"expected a model, which is a torch.nn.Module, got a value of type AdamW; .* in order"
 # Call -> what it says where its arguments are in another order, or of another kind.
 MISTAKEN: dict[str, tuple[Any, type[Exception], str]] = {

@@ -845,6 +845,8 @@ def test_how_a_job_was_started_and_what_its_file_says_must_fit(tmp_path: Path) -
     zero = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: expected 2"):
         ZeroTrainer(_llama(), args, zero=zero)
+    with pytest.raises(ConfigError, match=r"zero=: expected a ZeroConfig, .*, got 3"):
+        ZeroTrainer(_llama(), args, zero=3)
 
 
 @pytest.mark.cpu_only("transformers knows devices by name")

@@ -218,3 +218,19 @@ def test_the_command_exports(zero, saved: Path, tmp_path: Path, capsys) -> None:
     expected = {n: v.bfloat16() for n, v in _params().items()} | _buffers()
     _assert_equal(_read(out), expected)
     assert f"{out}: 7 tensors" in capsys.readouterr().out
+
+
+def test_a_path_without_a_checkpoint_is_said_to_be_what_it_is(saved: Path, tmp_path: Path) -> None:
+    """A Trainer's folder, for example, has those of zero in a folder of its own."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "zero").symlink_to(saved)
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, says in {
+        "trainer": r"found none; did you mean .*trainer/zero\?$",
+        "file": "it is a file$",
+        "empty": "found none$",
+        "nowhere": "there is no such folder$",
+    }.items():
+        with pytest.raises(FileError, match=says):
+            zero_engine.export(tmp_path / name, tmp_path / "out")

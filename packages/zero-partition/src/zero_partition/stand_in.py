@@ -34,12 +34,13 @@ from .torch_private import (
 def late_optimizer() -> str:
     """Return a sentence, and a space, where an optimizer of torch's is stepping parameters.
 
-    Those of which ranks have shards are stepped by the optimizer that `shard()` was given.
+    The optimizer that `shard()` was given steps shards, also while it calls a closure.
     """
     frame = sys._getframe()
     while frame is not None:
         optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+        if any(param in _OWNERS for group in groups for param in group["params"]):
             return (
                 f"This {type(optimizer).__name__} was built after shard(), or not passed to it, so "
                 "it has parameters where it needs their shards: build it before, and pass it, "

@@ -176,11 +176,10 @@ def _open(path: Path, tag: str | None) -> Any:
         path, tag = path.parent, path.name
     found = Checkpoint.open(path, tag)
     if found is None:
-        inside = [each for each in sorted(path.glob("*/")) if find_complete(each)]
-        got = f"found none; did you mean {inside[0]}?" if inside else "found none"
-        got = (
-            got if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
-        )
+        got = "it is a file" if path.exists() else "there is no such folder"
+        if path.is_dir():
+            inside = [each for each in sorted(path.iterdir()) if find_complete(each)]
+            got = f"found none; did you mean {inside[0]}?" if inside else "found none"
         raise FileError(
             f"{path}: expected a folder with a complete checkpoint, which has a {MANIFEST}; {got}"
         )
