@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -43,6 +44,30 @@ def test_the_hosts_generator_is_left_alone(name: str):
     before = torch.get_rng_state()
     DRAWS[name]().cpu()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_host_and_device_draw_at_the_same_time():
+    """Kernels run on other threads, too, beside a host that uses its own generator."""
+    inputs = torch.ones(500_000, device="sim")
+    simulated_device.set_mode("late")
+
+    def kept() -> Tensor:
+        torch.manual_seed(5)
+        return torch.stack([torch.native_dropout(inputs, 0.5, True)[1] for _ in range(20)])
+
+    def run() -> Tensor:
+        result, state = kept(), torch.get_rng_state()
+        device = threading.Thread(target=torch.sim.synchronize)
+        device.start()
+        while device.is_alive():
+            torch.set_rng_state(state)
+            assert torch.rand(()) == host
+        return result.cpu()
+
+    expected = kept().cpu()
+    torch.manual_seed(5)
+    host = torch.rand(())
+    assert torch.equal(run(), expected)
 
 
 def test_states_are_saved_and_restored():

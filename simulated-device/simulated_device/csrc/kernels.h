@@ -97,27 +97,12 @@ inline const OperatorTraits& traits_of(const OperatorHandle& op) {
 
 // ---- on the CPU ---------------------------------------------------------------------------------
 
-// Gives the CPU's default generator another seed for as long as this exists: some random operators
-// take no generator as an argument.
-class SeededDefaultGenerator {
- public:
-  explicit SeededDefaultGenerator(uint64_t seed) : before_(generator_.get_state()) {
-    generator_.set_current_seed(seed);
-  }
-  ~SeededDefaultGenerator() { generator_.set_state(before_); }
-
- private:
-  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
-  Tensor before_;
-};
-
 // A kernel that is ready to run: an operator and its arguments, as tensors of the CPU.
 struct HostKernel {
   OperatorHandle op;
   const OperatorTraits& traits;
   Stack arguments;             // replaced by the results when it runs; out= arguments are left out
   std::vector<std::pair<size_t, Tensor>> outs;  // those: by argument, aliases of the memory
-  std::optional<uint64_t> default_seed;  // of the CPU's default generator while it runs
 
   // Runs it. Kernels use out= as scratch memory of another shape, so each gets one of its own.
   // Returns the scratch tensors, in the order of `outs`.
@@ -127,8 +112,6 @@ struct HostKernel {
       scratch.push_back(at::empty({0}, out.options()));
       arguments[index] = scratch.back();
     }
-    std::optional<SeededDefaultGenerator> seeded;
-    if (default_seed) seeded.emplace(*default_seed);
     traits.run(op, arguments);
     return scratch;
   }
@@ -304,7 +287,7 @@ inline void Call::resize_outs() const {
 }
 
 inline HostKernel Call::make_kernel() const {
-  HostKernel kernel{op_, traits_, {}, {}, {}};
+  HostKernel kernel{op_, traits_, {}, {}};
   for (size_t i = 0; i < arguments_.size(); i++) {
     IValue argument = host_argument(arguments_[i]);
     if (traits_.is_out[i] && argument.isTensor()) {
@@ -335,14 +318,17 @@ inline void Call::seed_kernel(HostKernel& kernel) const {
   std::optional<at::Generator> given;
   for (const IValue& argument : arguments_)
     if (argument.isGenerator()) given = argument.toGenerator();
-  uint64_t seed = draw_seed(given, device_.index());
+  at::Generator own = at::detail::createCPUGenerator(draw_seed(given, device_.index()));
   bool takes_generator = false;
   for (size_t i = 0; i < arguments_.size(); i++) {
     if (!traits_.takes_generator[i]) continue;
-    kernel.arguments[i] = at::Generator(at::detail::createCPUGenerator(seed));
+    kernel.arguments[i] = own;
     takes_generator = true;
   }
-  if (!takes_generator) kernel.default_seed = seed;
+  if (takes_generator) return;
+  // The CPU's default generator is the host's, which may use it while the kernel runs.
+  TORCH_CHECK(traits_.substitute, "sim: ", traits_.name, " takes no generator and has no substitute");
+  kernel.arguments.emplace_back(own);
 }
 
 inline void Call::note_uses(Point point) const {

@@ -2,7 +2,8 @@
 //
 // Some operators have kernels on other devices only, which the autograd of common modules needs.
 // Others take or return other types or shapes there, and autograd gives back to one kernel what
-// another returned.
+// another returned. Random ones that take no generator draw from the default one on the CPU, which
+// is the host's.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -89,6 +90,19 @@ inline void batch_norm_backward(const OperatorHandle& op, Stack& stack) {
   constexpr size_t kWeight = 2, kEnd = 7;
   if (has_16_bits(stack[1].toTensor())) to_float32(stack, kWeight, kEnd);
   op.callBoxed(&stack);
+}
+
+// ---- random numbers -----------------------------------------------------------------------------
+
+// Arguments: the input, the share to drop, whether this is training (a bool or None), and after
+// those of the operator a generator. Returns the output and the mask of what is kept.
+inline void native_dropout(const OperatorHandle&, Stack& stack) {
+  const Tensor input = stack[0].toTensor();
+  const bool is_training = stack[2].isNone() || stack[2].toBool();
+  const double kept = is_training ? 1 - stack[1].toDouble() : 1;
+  Tensor mask = at::ones(input.sizes(), input.options().dtype(at::kBool));
+  if (is_training) mask.bernoulli_(kept, stack[3].toGenerator());
+  stack = {input * mask * (kept > 0 ? 1 / kept : 0), mask};
 }
 
 // ---- recurrent cells, which only other devices fuse ---------------------------------------------
@@ -195,6 +209,7 @@ inline Substitute substitute_for(const std::string& name) {
       {"aten::native_group_norm_backward", &norm_backward<2, 4>},
       {"aten::native_batch_norm", &batch_norm},
       {"aten::native_batch_norm_backward", &batch_norm_backward},
+      {"aten::native_dropout", &native_dropout},
       {"aten::_thnn_fused_lstm_cell", &lstm_cell},
       {"aten::_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward},
       {"aten::_thnn_fused_gru_cell", &gru_cell},
