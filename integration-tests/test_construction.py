@@ -81,7 +81,7 @@ def _build_and_compare(group: Group, make: Callable[[], nn.Module], batch_bytes:
     assert group.rank or equal(torch.rand(()), after)  # and no random number was lost
 
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert type(param) is type(expected)
+        assert isinstance(param, type(expected))
         assert (param.shape, param.dtype) == (expected.shape, expected.dtype)
         assert param.requires_grad == expected.requires_grad
     assert_built_as(model, plain, group=group)
@@ -275,11 +275,74 @@ def test_nothing_takes_stand_ins_for_weights(group: Group) -> None:
         assert not torch.isnan(model(torch.ones(8))).any()
         assert not any(torch.isnan(value).any() for value in model.state_dict().values())
     reference = copy.deepcopy(model)
-    with torch.no_grad():
-        model.up.weight.zero_()
+    model.up.weight.data = torch.zeros(16, 8)
     with pytest.raises(PartitionError, match=r"'up\.weight' was changed after Init"):
         zero_engine.shard(model, None, group=group)
     assert_built_as(reference, parity.build(Mlp), group=group)
+
+
+# What reads or writes a parameter's values, by the name that its error has.
+VALUE_USES: dict[str, Callable[[nn.Linear], Any]] = {
+    "norm": lambda linear: linear.weight.norm(),
+    "data": lambda linear: linear.weight.data.normal_(),
+    "normal_": lambda linear: nn.init.normal_(linear.weight),
+    "detach": lambda linear: nn.Parameter(linear.weight),
+    "clone": lambda linear: linear.weight.clone(),
+    "__getitem__": lambda linear: linear.weight[:4],
+    "cat": lambda linear: torch.cat([torch.ones(1, 8), linear.weight]),
+    "copy_": lambda linear: torch.empty(16, 8).copy_(linear.weight),
+    "T": lambda linear: linear.weight.T,
+    "to": lambda linear: linear.to(torch.bfloat16),
+    "double": lambda linear: linear.weight.double(),
+    "tolist": lambda linear: linear.weight.tolist(),
+    "linear": lambda linear: nn.functional.linear(torch.ones(8), linear.weight),
+}
+
+
+@pytest.mark.parametrize("how", ["Init", "Init(model)", "load_pretrained", "a copy"])
+def test_values_are_refused_between_init_and_shard(group: Group, how: str, tmp_path: Path) -> None:
+    """Code such as resize_token_embeddings() copied NaN, in silence."""
+    plain = parity.build(Mlp)
+    if how == "Init":
+        with zero_engine.Init(group=group):
+            model = parity.build(Mlp)
+    elif how == "load_pretrained":
+        torch.save(plain.state_dict(), tmp_path / f"{group.rank}.pt")
+        with torch.device("meta"):
+            model = Mlp()
+        zero_engine.load_pretrained(model, tmp_path / f"{group.rank}.pt", group=group)
+    else:
+        model = parity.build(Mlp)
+        zero_engine.Init(model, group=group)
+        model = copy.deepcopy(model) if how == "a copy" else model
+
+    def is_refused() -> bool:
+        for name, use in VALUE_USES.items():
+            message = rf"^{name} was called on parameter '[\w.]*weight'.*Init.*GatheredParameters"
+            with pytest.raises(StateError, match=message), torch.no_grad():
+                use(model.up)
+        return True
+
+    assert is_refused()
+    assert f"sharded over {group.world_size} rank" in repr(model.up.weight)
+    assert model.up.weight.shape == (16, 8) == torch.empty_like(model.up.weight).shape
+    assert model.to("cpu" if group.device.type == "cpu" else group.device) is model
+    with zero_engine.GatheredParameters(model.up.weight, modifier_rank=0), torch.no_grad():
+        model.up.weight.add_(1)
+    assert is_refused()
+    with zero_engine.Init(group=group), torch.no_grad():
+        model.up.weight.add_(1)
+        model.alias = nn.Parameter(model.down.weight)
+        with zero_partition.Init.suspended():
+            assert is_refused()
+    assert is_refused()
+    plain.alias = nn.Parameter(plain.down.weight.detach().clone())
+    with torch.no_grad():
+        plain.up.weight.add_(1).add_(1)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, parity.ZeroConfig(3), group=group)
+    assert type(zero_engine.full_param(model.up.weight)) is Tensor
+    assert_weights_of(model, plain, group=group, what=how)
 
 
 def test_ranks_that_build_different_models_are_told(group: Group) -> None:

@@ -327,7 +327,8 @@ inline void Call::seed_kernel(HostKernel& kernel) const {
   }
   if (takes_generator) return;
   // The CPU's default generator is the host's, which may use it while the kernel runs.
-  TORCH_CHECK(traits_.substitute, "sim: ", traits_.name, " takes no generator and has no substitute");
+  TORCH_CHECK(traits_.substitute, "sim: ", traits_.name, " draws without a generator; write a ",
+              "substitute that takes one");
   kernel.arguments.emplace_back(own);
 }
 

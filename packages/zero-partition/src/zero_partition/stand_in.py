@@ -599,11 +599,8 @@ class ShardedParam(StandIn):
         if name in _LIKE and not isinstance(args[0], ShardedParam):
             plain = partial(as_subclass_sharing_memory, Tensor)
             return func(*_replace(args, plain), **_replace(kwargs, plain))
-        if name in _CONVERSIONS:
-            converted = plain_call(func, args, kwargs)
-            # type() returns a string.
-            if converted is args[0] or not isinstance(converted, Tensor):
-                return converted
+        if (same := unconverted(func, name, args, kwargs)) is not None:
+            return same
         return _use(func, attribute or name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -637,6 +634,17 @@ class Unpublished(StandIn):
 
 class ShardedParamData(ShardedParam, Tensor):  # type: ignore[misc]
     """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
+
+
+def unconverted(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    """Return what a conversion gives that has nothing to convert, else None.
+
+    That is the tensor itself, or the name of its type, which `type()` returns.
+    """
+    if name not in _CONVERSIONS:
+        return None
+    converted = plain_call(func, args, kwargs)
+    return converted if converted is args[0] or not isinstance(converted, Tensor) else None
 
 
 def sharded_type_of(param: nn.Parameter) -> type[nn.Parameter]:

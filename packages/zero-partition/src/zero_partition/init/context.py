@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
@@ -35,10 +34,17 @@ from zero_partition.torch_private import (
     state_dict_pre_hooks,
 )
 
-from .early_shard import EarlyShard, find_aliased, find_early, forget_early, shard_early
+from .early_shard import (
+    CURRENT,
+    EarlyShard,
+    allow_uses,
+    find_aliased,
+    find_early,
+    forbid_uses,
+    forget_early,
+    shard_early,
+)
 from .units import check_parameter
-
-CURRENT: Final[ContextVar[Any]] = ContextVar("the innermost Init of this thread", default=None)
 
 
 def module_under_construction() -> nn.Module | None:
@@ -186,8 +192,8 @@ class Init:
     ranks' seeds. Buffers stay whole; partition() gives all ranks those of rank 0. Parameters on the
     meta device stay there.
 
-    After it, parameters read as NaN until `partition` adopts them; forward and `state_dict()`
-    raise, `copy.deepcopy` works. To change values before that, enter another `Init`. What is to
+    After it, until `partition` adopts the parameters, a use of their values, forward and
+    `state_dict()` raise; `copy.deepcopy` works. To change values, enter another `Init`. What is to
     partition the model inside the block does so in `with Init.suspended():`.
 
     Memory of parameters on a rank: its part of all, and the whole of those that the innermost
@@ -237,6 +243,9 @@ class Init:
             raise StateError("this Init is entered already; make another one to nest them")
         with ExitStack() as undo:
             self._outer = CURRENT.get()
+            if self._outer is None:
+                allow_uses()
+                undo.callback(forbid_uses)
             undo.callback(CURRENT.reset, CURRENT.set(self))
             if self.group.device.type != "cpu" and torch.get_default_device().type == "cpu":
                 undo.enter_context(self.group.device)
@@ -276,10 +285,12 @@ class Init:
             running._finish()
             running = running._outer
         token = CURRENT.set(None)
+        forbid_uses()
         try:
             yield
         finally:
             CURRENT.reset(token)
+            allow_uses()
 
     def _finish(self) -> None:
         """Shard all that is whole. Collective."""

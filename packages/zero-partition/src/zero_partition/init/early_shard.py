@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -16,7 +18,7 @@ from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_fla
 
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.layout import FlatLayout, Span, strides_of
-from zero_partition.stand_in import placeholder
+from zero_partition.stand_in import StandIn, placeholder, stand_in_type, tensors_among, unconverted
 from zero_partition.torch_private import plainly, version_of
 
 # NOTE(blank): all bits set is NaN in every float dtype, eight bits wide or more, so that arithmetic
@@ -65,9 +67,44 @@ def _has_nan(tensor: Tensor) -> bool:
 # values are not received in the parameter's memory, which is freed first. Otherwise every rank but
 # 0 would have the whole model in memory.
 
+# NOTE(unread): inside Init a mode gathers a parameter that is touched, and `nn.Parameter(other)`
+# needs `other` in its own class. Outside of every Init nothing gathers, so its class is one that
+# raises where values would be read or written.
+
+CURRENT: Final[ContextVar[Any]] = ContextVar("the innermost Init of this thread", default=None)
+
 # Up to so many bytes, a copy is cheaper than a message of its own.
 _SMALL_BYTES: Final = 2**16
 _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
+
+
+class UnreadParam(StandIn):
+    """Mixin of the class of an early sharded parameter outside of every Init; NOTE(unread)."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+        param = next(t for t in tensors_among((args, kwargs)) if isinstance(t, UnreadParam))
+        early = find_early(param)  # type: ignore[arg-type]
+        assert early is not None, "the class ends with its shard"
+        if name in {"__repr__", "__format__"}:
+            ranks = early.group.world_size
+            return (
+                f"{early.label!r}, shape {tuple(early.stand_in.shape)}, {early.stand_in.dtype}: "
+                f"sharded over {ranks} rank{'s' * (ranks > 1)} by Init"
+            )
+        if (same := unconverted(func, name, args, kwargs)) is not None:
+            return same
+        raise StateError(
+            f"{attribute or name} was called on parameter {early.label!r}, which has no values "
+            f"between Init and shard() (rank {early.group.rank}): call zero_engine.shard(model, "
+            "optimizer, config) first; or read and write it inside `with Init(...):`, which may be "
+            "entered again, or `with zero_engine.GatheredParameters(param, modifier_rank=0):`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__dict__["__deepcopy__"].__reduce__()
 
 
 @define(eq=False)
@@ -90,6 +127,8 @@ class EarlyShard:
     # Version of the parameter after the last write that is known.
     version: int = field(init=False)
     _param: ReferenceType[nn.Parameter] = field(init=False)
+    # The parameter's class while it has that of UnreadParam in its place, else None.
+    _own_type: type[nn.Parameter] | None = field(default=None, init=False)
 
     def install(self, param: nn.Parameter) -> None:
         """Let a parameter view a stand-in, and hang its shard on it. Local."""
@@ -98,6 +137,25 @@ class EarlyShard:
         param.__deepcopy__ = self  # type: ignore[attr-defined]
         if param.numel():
             _BY_ADDRESS[param.data_ptr()] = self
+        if CURRENT.get() is None:
+            self.forbid_use()
+
+    def forbid_use(self) -> None:
+        """Let uses of the parameter's values raise, until `allow_use`."""
+        param = self._param()
+        if param is None or self._own_type is not None or self.is_gathered:
+            return
+        own_type = type(param)
+        # Where Python cannot change the class, uses read NaN.
+        with contextlib.suppress(TypeError):
+            param.__class__ = stand_in_type(UnreadParam, own_type)
+            self._own_type = own_type
+
+    def allow_use(self) -> None:
+        """Give the parameter its own class back."""
+        param = self._param()
+        if param is not None and self._own_type is not None:
+            param.__class__, self._own_type = self._own_type, None
 
     def mark_blank(self) -> None:
         """Fill this rank's part with the mark of memory that was never written."""
@@ -110,12 +168,15 @@ class EarlyShard:
 
     def show(self, whole: Tensor) -> None:
         """Let the parameter view its gathered values, until `hide`."""
+        self.allow_use()
         self.is_gathered, self.parameter.data = True, whole
 
     def hide(self) -> None:
         """Let the parameter view a stand-in again."""
         self.is_gathered, self.parameter.data = False, self.stand_in
         self.version = version_of(self.parameter)
+        if CURRENT.get() is None:
+            self.forbid_use()
 
     def install_copy(self, param: nn.Parameter) -> None:
         """Let another parameter of the same shape and dtype have the same values. Local."""
@@ -178,7 +239,8 @@ class EarlyShard:
         """Return a copy of the parameter, sharded too; `copy.deepcopy` of it calls this. Local."""
         original = self.parameter
         with plainly():
-            copied = type(original)(original.data, original.requires_grad)
+            own_type = self._own_type or type(original)
+            copied = own_type(original.data, original.requires_grad)
             self.install_copy(copied)
         return copied
 
@@ -205,8 +267,21 @@ def find_aliased(param: nn.Parameter) -> EarlyShard | None:
     return early if early is not None and early.stand_in.shape == param.shape else None
 
 
+def forbid_uses() -> None:
+    """Let uses of early sharded parameters raise: an Init is left."""
+    for early in list(_BY_ADDRESS.values()):
+        early.forbid_use()
+
+
+def allow_uses() -> None:
+    """Give all early sharded parameters their own classes back: an Init is entered."""
+    for early in list(_BY_ADDRESS.values()):
+        early.allow_use()
+
+
 def forget_early(param: nn.Parameter) -> None:
     """The parameter has memory of its own again, or of a unit."""
+    param.__dict__["__deepcopy__"].allow_use()
     del param.__dict__["__deepcopy__"]
 
 

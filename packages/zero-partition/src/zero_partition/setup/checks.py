@@ -12,8 +12,7 @@ from zero_comm import Group
 
 from zero_partition.dtensors import check_part, has_parts
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.init.context import CURRENT
-from zero_partition.init.early_shard import find_early
+from zero_partition.init.early_shard import CURRENT, find_early
 from zero_partition.nested import is_wrapper
 from zero_partition.plan.wire import pattern_of
 from zero_partition.run.hooks import find_sharded

@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_comm import Group, Handle, all_gather_flat, broadcast_flat, collective
 
 from zero_partition.errors import LostEditError, OverlapError, StateError
-from zero_partition.init.context import CURRENT
-from zero_partition.init.early_shard import EarlyShard, find_early
+from zero_partition.init.early_shard import CURRENT, EarlyShard, find_early
 from zero_partition.memory.seams import ParamOffload
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import find_sharded
