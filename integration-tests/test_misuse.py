@@ -289,6 +289,8 @@ def test_a_group_with_a_parameter_of_no_model_is_refused_and_the_model_stays_sha
         lambda: _loss_of(model, 0),
         lambda: _loss_of(model, 1),
         lambda: zero_engine.save(tmp_path, model, optimizer, step=0),
+        lambda: zero_engine.full_optimizer_state_dict(model),
+        lambda: zero_engine.load_full_optimizer_state_dict(model, {}),
     ):
         with pytest.raises(PartitionError, match=foreign):
             call()

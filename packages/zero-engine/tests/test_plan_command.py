@@ -138,6 +138,8 @@ def test_what_cannot_be_is_a_line_on_stderr(zero, tmp_path: Path, capsys) -> Non
         assert zero(*arguments) == 2  # the status that shells expect
         assert "usage: zero" in capsys.readouterr().err
     assert zero(*export, "--max-shard-size", "large") == 2
+    assert zero(*plan, "--params", "7") == 2
+    assert "for billions, write 7B" in capsys.readouterr().err
 
 
 def test_sizes_are_decimal_but_for_those_with_an_i(zero, capsys) -> None:

@@ -162,7 +162,12 @@ def _params(text: str) -> int:
     """Return a number of parameters such as 7B; raise ArgumentTypeError otherwise."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMBT])", text.strip().upper())
     number = text if match is None else f"{match[1]}e{3 + 3 * 'KMBT'.index(match[2])}"
-    return _number(number, such_as="7.5e9 or 7B (K, M, B or T)")
+    value = _number(number, such_as="7.5e9 or 7B (K, M, B or T)")
+    if value < 1000:
+        raise argparse.ArgumentTypeError(
+            f"expected 1,000 parameters or more, got {text}; for billions, write {text}B"
+        )
+    return value
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -41,7 +41,7 @@ from zero_partition.nested import (
     nested_entries,
     rebuild,
 )
-from zero_partition.optimizer.shards import leave_state, watch_state
+from zero_partition.optimizer.shards import check_params_of, leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import require_sharded
@@ -428,6 +428,7 @@ def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         StateError: Not sharded, or without an optimizer; a forward is running; or an entry is laid
             out so that no whole of it is known.
+        PartitionError: A group that was added has parameters that the model lacks.
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = require_sharded(model)
@@ -458,7 +459,7 @@ def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, An
     Raises:
         LoadError: On every rank: names what is missing, unexpected or does not fit; nothing was
             written.
-        StateError: As for `full_optimizer_state_dict`.
+        StateError, PartitionError: As for `full_optimizer_state_dict`.
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = require_sharded(model)
@@ -495,6 +496,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
     sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelPhase.FORWARD,))
+    check_params_of(sharded.optimizer, names_by_owner(sharded))
     return sharded.optimizer
 
 
