@@ -127,8 +127,8 @@ PARTINGS: dict[Callable[[Group], None], str] = {
     _other_experts: EXPERTS,
     _other_experts_later: rf"rank 0 {REDUCE}; rank 1 .*'mixture\.experts\.1' .*set_leaf_modules",
     _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
-    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .*\(version 1\).*as many backwards",
-    _no_backward: rf"rank 0 {REDUCE}; rank 1 .*as many backwards and steps",
+    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .*\(version 1\).*same number of backwards",
+    _no_backward: rf"rank 0 {REDUCE}; rank 1 .*same number of backwards and steps",
     _clips_alone: r"rank 0 waits for rank 1 in agreeing on .* norm; rank 1 .* publishing unit",
     _no_batch: rf"rank 0 {GATHER}; rank 1 {REDUCE}.*loss times zero",
 }
@@ -142,8 +142,8 @@ IN_ORDER: dict[Callable[[Group], None], str] = {
     r".*set_leaf_modules",
     _a_batch_less: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*backward_without_batch",
     _a_micro_batch_less: r"rank 0 in (reducing|gathering unit) .*, rank 1 in optimizer\.step\(\)"
-    r".*as many backwards",
-    _no_backward: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*as many backwards",
+    r".*same number of backwards",
+    _no_backward: r"rank 0 in reducing .*, rank 1 in optimizer\.step\(\).*same number of backwards",
     _clips_alone: r"rank 0 in .* norm, rank 1 in optimizer\.step\(\).*rank 0 is in "
     r"clip_grad_norm_\(\), which must be called on all ranks",
     _no_batch: r"rank 0 in gathering unit .*, rank 1 in reducing .*loss times zero",
@@ -264,7 +264,7 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         assert re.search(r"rank 1 (waits for rank 0 )?in ", str(caught.value))
         # Uneven batches look the same where the other rank trains on. On a device, that one is in
         # the comparison of its step, which says nothing more.
-        both = r"steps on each; or, if .* batches are uneven: every rank must run as many backwards"
+        both = r"steps on each; or, if .* batches are uneven: every rank must run the same number"
         stays = call is _load_state_dict or not reads  # so that its peer waits in the model
         is_in_model = elsewhere is _in_next_forward and stays
         has_both = bool(re.search(both, str(caught.value)))

@@ -154,7 +154,7 @@ def _named(call: str) -> str:
 
 
 _UNITS = r"gathering unit 'choices\.\d'"
-_EVEN = r"as many backwards"
+_EVEN = r"same number of backwards"
 _OWN = r"(torch\.distributed\.all_reduce\(\)|collectives of its own)"
 SHARDED = TRAININGS[:2]
 # Whether gathers are collective decides for these; a rank with other gradients has zeros for them.
@@ -166,7 +166,7 @@ BRANCHES: dict[Callable[[Run], None], str] = {
 PARTINGS: dict[Callable[[Run], None], tuple[tuple[str, ...], str]] = {
     _a_backward_more: (SHARDED, _EVEN),
     _a_step_more: (SHARDED, _EVEN),
-    _an_update_more: (TRAININGS, r"(as many backwards|on every rank|same on all ranks)"),
+    _an_update_more: (TRAININGS, r"(same number of backwards|on every rank|same on all ranks)"),
     _clip_grad_norm_: (SHARDED, _named("clip_grad_norm_")),
     _full_state_dict: (SHARDED, _named("full_state_dict")),
     _save: (SHARDED, _named("save")),

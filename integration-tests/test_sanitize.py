@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -285,7 +286,7 @@ def test_a_call_that_one_rank_makes_alone_is_found(
     """On one host it may read its peers' memory, and end without them."""
     model, optimizer = _sharded(group, stage)
     _step(model, optimizer)
-    error, text = AgreementError, rf"rank 0 has {call}(\(\).*)?, rank 1 has"
+    error, text = AgreementError, rf"rank 0 has {call}.* at .*, rank 1 has"
     if call == "load_state_dict" and stage < 3:
         # Each rank copies to its own whole values, and the next step finds that they differ.
         error, text = SanitizerError, r"rank 0\): .* load_state_dict\(\) inside `if rank == 0:`"
@@ -302,7 +303,7 @@ PARTS_OF_A_STEP: Final[dict[str, tuple[Any, str]]] = {
     ),
     "step": (
         lambda _, optimizer: optimizer.step(),
-        r"rank 0 has optimizer\.step\(\), rank 1 has (reducing the gradients of|gathering) unit",
+        r"rank 0 has optimizer\.step\(\) at .*, rank 1 has (reducing|gathering)",
     ),
 }
 
@@ -316,7 +317,7 @@ def test_a_part_of_a_step_that_one_rank_makes_alone_is_found(
     model, optimizer = _sharded(group, stage)
     _step(model, optimizer)
     call, said = PARTS_OF_A_STEP[part]
-    with pytest.raises(AgreementError, match=rf"{said}.*must run as many backwards and steps"):
+    with pytest.raises(AgreementError, match=rf"{said}.*the same number of backwards and steps"):
         if group.rank == 0:
             call(model, optimizer)
         _step(model, optimizer)
@@ -336,6 +337,46 @@ def test_a_learning_rate_that_one_rank_changes_is_found(group: Group, stage: int
     text = r"param_groups\[0\]\['lr'\] of the optimizer: rank 0 has .*, rank 1 has .*on all ranks"
     with pytest.raises(AgreementError, match=text):
         _step(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_parameter_that_one_rank_freezes_is_found(group: Group, stage: int, frozen: int) -> None:
+    """The mean counts its gradient there as zero; so it trains at a part of its rate."""
+    model, optimizer = _sharded(group, stage)
+    model[0].weight.requires_grad_(False)
+    _step(model, optimizer)
+    model[0].weight.requires_grad_(group.rank != frozen)
+    text = (
+        rf"'0\.weight'\.requires_grad: rank 0 has {bool(frozen)}, rank 1 has {not frozen}, .*rank"
+    )
+    with pytest.raises(AgreementError, match=text):
+        _step(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_whole_step_that_one_rank_makes_alone_is_shown(group: Group, stage: int) -> None:
+    """It pairs with the next step of the others, so that an error comes much later."""
+    model, optimizer = _sharded(group, stage)
+    logger = logging.getLogger("zero_comm")
+    records: list[logging.LogRecord] = []
+    logger.addFilter(filtering := lambda record: records.append(record) or True)
+    try:
+        _step(model, optimizer)
+        assert not records
+        with pytest.raises(AgreementError) as found:
+            if group.rank == 0:
+                _step(model, optimizer)
+            for _ in range(3):
+                _step(model, optimizer)
+            zero_engine.full_param(model[0].weight)
+    finally:
+        logger.removeFilter(filtering)
+    said = [record.getMessage() for record in records if "different lines" in record.getMessage()]
+    (line,) = said
+    first, second = re.findall(r"test_sanitize\.py:(\d+)", line)
+    assert int(second) == int(first) + 2
+    assert line.removesuffix(", if an error follows") in str(found.value)
 
 
 LOST: Final[dict[str, tuple[Any, str]]] = {

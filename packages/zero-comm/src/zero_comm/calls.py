@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -36,8 +37,21 @@ _COLLECTIVE: Final[dict[CodeType, str]] = {}
 _CALLERS: Final[dict[int, int]] = {}
 # Functions that lie between two of torch's where a mode, such as a default device's, sees calls.
 _OF_MODES: Final = ("__torch_function__", "handle_torch_function")
+# Files of the packages, of torch, and of Python itself such as contextlib.py: not the user's code.
+_NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
 # Each group has a thread that reads frames: none may allow collections while another one reads.
 _READS_FRAMES: Final = threading.Lock()
+
+
+class Place(NamedTuple):
+    """A line of code that a stack is at."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 class TorchCall(NamedTuple):
@@ -92,24 +106,36 @@ def is_collective(call: str) -> bool:
     return call in _COLLECTIVE.values()
 
 
-def call_in(frames: Iterable[tuple[str, int, str]]) -> tuple[str, int]:
+def call_in(stack: Iterable[Place]) -> tuple[str, int]:
     """Return the outermost call of such a function, and its position; ("", -1) if there is none.
 
     Args:
-        frames: File, line and function of each frame, outermost first.
+        stack: Where each frame is, outermost first.
     """
     names = {(code.co_filename, code.co_name): name for code, name in _COLLECTIVE.items()}
-    for position, (file, _, function) in enumerate(frames):
+    for position, (file, _, function) in enumerate(stack):
         if name := names.get((file, function)):
             return name, position
     return "", -1
 
 
-def main_stack() -> list[tuple[str, int, str]]:
-    """Return file, line and function of each frame of the main thread, outermost first."""
-    with _frame_of(threading.main_thread().ident or 0) as frame:
+def of_user(stack: Sequence[Place]) -> list[Place]:
+    """Return what of a stack is the user's code, in its order.
+
+    What is of an installed library, such as a trainer, is left out if there is other code.
+    """
+    own = [each for each in stack if not _NOT_OF_USER.search(each.file)]
+    return [each for each in own if "/site-packages/" not in each.file] or own
+
+
+def main_stack() -> list[Place]:
+    """Return where each frame of the main thread is, outermost first."""
+    main = threading.main_thread().ident or 0
+    # The frame that `_frame_of` finds of its own thread is its own, which leads to no other.
+    own = nullcontext(sys._getframe()) if main == threading.get_ident() else _frame_of(main)
+    with own as frame:
         found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return [(each.filename, each.lineno or 0, each.name) for each in reversed(found)]
+    return [Place(each.filename, each.lineno or 0, each.name) for each in reversed(found)]
 
 
 def causes() -> str:
@@ -137,7 +163,7 @@ def alone(rank: int, call: str) -> str:
         return CAUSES
     return (
         f"rank {rank} is in {call}, which must be called on all ranks, not inside `if rank == 0:`, "
-        "after as many backwards and steps on each"
+        "after the same number of backwards and steps on each"
     )
 
 

@@ -233,7 +233,7 @@ def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
         if is_collective(call) and counts[most] > counts[least]:
             found.append(
                 f"rank {most} has called {call} more often than rank {least}: call it on all "
-                "ranks, not inside `if rank == 0:`, after as many backwards and steps on each; "
+                "ranks, not inside `if rank == 0:`, after the same number of backwards and steps; "
                 "with ZERO_SANITIZE=1 the error comes at its line"
             )
     return found

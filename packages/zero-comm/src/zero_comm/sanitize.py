@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
 from threading import Thread, get_ident
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 from .agreement import all_gather_json
-from .calls import CAUSES, advice, collective_call, in_call_of, is_collective
+from .calls import (
+    CAUSES,
+    advice,
+    collective_call,
+    in_call_of,
+    is_collective,
+    main_stack,
+    of_user,
+)
 from .errors import AgreementError
 from .group import Group
 from .shared_host.peer_memory import any_peers
 from .watch import Purpose
 
+_LOG: Final = logging.getLogger("zero_comm")
 # No other collective has this tag, or one of the next below it. A report shows so many launches.
 _TAG: Final = -1
 _NUM_TAGS: Final = 16
@@ -56,6 +66,8 @@ class CompareLaunches:
     """
 
     number = 0  # of comparisons; equal on ranks that have passed them
+    # Where ranks have first come to the same launch from different lines.
+    parted = ""
 
     def count(self, call: Callable[..., None], group: Group, *args: Any, **named: Any) -> None:
         """Traffic is counted right before each launch."""
@@ -78,22 +90,48 @@ class CompareLaunches:
         tag = _TAG - self.number % _NUM_TAGS
         group.purposes[tag] = Purpose(what, remedy)
         call = what if is_collective(what) else collective_call()
-        said = _exchange([what, call, remedy], group, tag)
-        other = next((rank for rank, theirs in enumerate(said) if theirs[0] != said[0][0]), 0)
-        if other:
-            calls, remedies = ({rank: said[rank][at] for rank in (0, other)} for at in (1, 2))
-            raise AgreementError(
-                f"ranks disagree on the next collective: rank 0 has {said[0][0]}, rank {other} has "
-                f"{said[other][0]} (seen on rank {group.rank}); {advice(calls, remedies) or CAUSES}"
-            )
+        lines = [str(place) for place in of_user(main_stack())]
+        said = _exchange((what, call, remedy, lines), group, tag)
+        for rank, theirs in enumerate(said):
+            if theirs[0] != said[0][0]:
+                self._refuse({0: said[0], rank: theirs}, group.rank)
+        for rank, (*_, its_lines) in enumerate(said):
+            if its_lines != said[0][3] and not self.parted:
+                one, its = _lines_apart(said[0][3], its_lines)
+                self.parted = (
+                    f"ranks came to {what.partition(' (')[0]} from different lines: rank 0 from "
+                    f"{one}, rank {rank} from {its}; one of them may be what not all ranks run"
+                )
+                if group.rank in (0, rank):
+                    _LOG.warning("%s, if an error follows", self.parted)
+
+    def _refuse(self, sides: Mapping[int, Any], rank: int) -> NoReturn:
+        what, calls, remedies, lines = (
+            {each: said[at] for each, said in sides.items()} for at in range(4)
+        )
+        (first, other), (one, its) = sides, _lines_apart(*lines.values())
+        before = f". Before, {self.parted}" if self.parted else ""
+        raise AgreementError(
+            f"ranks disagree on the next collective: rank {first} has {what[first]} at {one}, rank "
+            f"{other} has {what[other]} at {its} (seen on rank {rank}); "
+            f"{advice(calls, remedies) or CAUSES}{before}"
+        )
 
 
-def _exchange(value: list[str], group: Group, tag: int) -> list[list[str]]:
+def _lines_apart(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    """Return the outermost lines in which two stacks differ; the innermost if none do."""
+    last = [lines[-1] if lines else "no line of yours" for lines in (one, other)]
+    return next(
+        (pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), (last[0], last[1])
+    )
+
+
+def _exchange(value: Any, group: Group, tag: int) -> list[Any]:
     """Collective. Meanwhile peers may wait for this rank to read what they have launched before."""
     exchange = partial(all_gather_json, value, group=group, tag=tag)
     if (peers := any_peers()) is None:
         return exchange()
-    future: Future[list[list[str]]] = Future()
+    future: Future[list[Any]] = Future()
     caller = get_ident()
 
     def run() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import attrs
 from torch import nn
 from zero_comm import Group
-from zero_comm.calls import call_in, main_stack
+from zero_comm.calls import Place, call_in, main_stack, of_user
 from zero_comm.failure import ASKED, describe_launches, started
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
@@ -39,10 +39,9 @@ _PHASES: Final = {
     ModelPhase.BACKWARD: "in backward",
     ModelPhase.FAILED: "after a backward that failed",
 }
+_TRACEBACK: Final = "Traceback (most recent call last)"
 # A frame as Python prints it: in a traceback with the name of its function, by faulthandler too.
 _FRAME: Final = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
-# Files of the packages, of torch, and of Python itself such as contextlib.py: not the user's code.
-_NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
 # Collectives without a purpose of their own: operation -> words for it.
 _NAMED: Final = {"agree": "comparing values of the ranks"}
 # Calls of each step: the other rank may have made a backward or a step more than this one.
@@ -106,20 +105,19 @@ def _time(seconds: float) -> str:
 
 def _call(why: str) -> str:
     """Return the call of ours that all ranks must make, with its line in the user's code, or ""."""
-    last = why.rpartition("Traceback (most recent call last)")[2]
-    frames = [(file, int(line), name) for file, line, name in _FRAME.findall(last)]
-    frames = main_stack() if why == ASKED else frames
-    call, position = call_in(frames)
-    return f"{call} at {_users(frames[:position][::-1])}" if call else ""
+    stack = main_stack() if why == ASKED else _places(why.rpartition(_TRACEBACK)[2])
+    call, position = call_in(stack)
+    return f"{call} at {_users(stack[:position])}" if call else ""
 
 
-def _users(frames: Sequence[tuple[str, int | str, str]]) -> str:
-    """Return file:line of the first of these frames that is the user's; innermost first."""
-    own = [each for each in frames if not _NOT_OF_USER.search(each[0])]
-    # Before those of an installed library, such as a trainer, that the user has called.
-    first = [each for each in own if "/site-packages/" not in each[0]]
-    places = [f"{file}:{line}" for file, line, _ in (*first, *own, *frames)]
-    return (*places, "no Python code")[0]
+def _places(text: str) -> list[Place]:
+    """Return the places that a traceback names, in its order."""
+    return [Place(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+
+
+def _users(stack: Sequence[Place]) -> str:
+    """Return file:line of the innermost of these frames, outermost first, that is the user's."""
+    return str((*stack, *of_user(stack))[-1]) if stack else "no Python code"
 
 
 def _known(ask: Callable[[Any], Mapping[str, Any]], of: Any) -> dict[str, str]:
@@ -199,7 +197,7 @@ def _place(report: Report) -> str:
     """Return the innermost file:line of the error, or of the main thread, in the user's code."""
     main, why = report["report"]["main thread"], report["report"]["why"]
     stack = "".join(text for name, text in report["stacks"].items() if main in name)
-    return _users(_FRAME.findall(why)[::-1] or _FRAME.findall(stack))
+    return _users(_places(why) or _places(stack)[::-1])
 
 
 def _differences(reports: Mapping[int, Report]) -> Iterator[str]:
@@ -280,8 +278,9 @@ def _describe_lone(
         )
     line = (
         f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
-        "must make this call, after as many backwards and steps; the usual causes are `if rank == "
-        "0:` around it, and uneven batches: backward_without_batch(model) where a rank has none"
+        "must make this call, after the same number of backwards and steps; the usual causes are "
+        "`if rank == 0:` around it, or around a backward or step before it, and uneven batches: "
+        "backward_without_batch(model) where a rank has none"
     )
     if first not in reports:
         return f"{line}. If {rest} was killed before it made the call, look there"

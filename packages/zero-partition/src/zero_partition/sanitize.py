@@ -54,9 +54,10 @@ def sanitize(sharded: ShardedModel, group: Group) -> None:
       searched for poison, whose bits name the parameter. Slots of gradients are poisoned, too.
     - Gathered values are compared with checksums of the shards after the last step. After writes by
       other means, and inside `unsharded()` where parameters are offloaded, they are not compared.
-    - Before each step: numbers in the optimizer's param groups, such as learning rates, are equal
-      on all ranks; shards and masters in memory were changed through our functions only, and
-      replicated parameters are equal on all ranks. An optimizer's state is not checked.
+    - Before each step: numbers in the optimizer's param groups, such as learning rates, and
+      `requires_grad` are equal on all ranks; shards and masters in memory were changed through our
+      functions only, and replicated parameters are equal on all ranks. An optimizer's state is not
+      checked.
     - Stores on disk compare checksums; of an optimizer's state they name the sub-group only.
     - What ranks launch, and calls that read values of other ranks, are compared before they begin:
       see `zero_comm.sanitize.CompareLaunches`.
@@ -296,9 +297,15 @@ class _Checks:
             {name: repr(value) for name, value in group.items() if isinstance(value, int | float)}
             for group in groups
         ]
-        said = all_gather_json([changed, now, options], group=model.whole)
-        for rank, (found, theirs, others) in enumerate(said):
+        frozen = [
+            param_ref.name
+            for param_ref in model.param_refs
+            if not param_ref.param.requires_grad and not param_ref.buffer.plan.ranks
+        ]
+        said = all_gather_json([changed, now, options, frozen], group=model.whole)
+        for rank, (found, theirs, others, of_rank) in enumerate(said):
             _compare_options(said[0][2], others, rank)
+            _compare_frozen(said[0][3], of_rank, rank)
             for name, ranks in found:
                 if any(said[other][1].get(name) != theirs[name] for other in ranks):
                     _fail(name, rank, "what the last step has left", "other values", _FLIP)
@@ -377,6 +384,16 @@ def _compare_options(first: list[dict[str, str]], others: list[dict[str, str]], 
                     f"has {one[name]}, rank {rank} has {other[name]}; change options on all ranks, "
                     "also by a scheduler's step, and not inside `if rank == 0:`"
                 )
+
+
+def _compare_frozen(first: list[str], others: list[str], rank: int) -> None:
+    for name in sorted({*first} ^ {*others}):
+        is_trained = name in others
+        raise AgreementError(
+            f"ranks disagree on {name!r}.requires_grad: rank 0 has {is_trained}, rank {rank} has "
+            f"{not is_trained}, and the mean counts its gradient as zero where there is none; "
+            "freeze and unfreeze on all ranks, and not inside `if rank == 0:`"
+        )
 
 
 def _memory(unit: Unit) -> Tensor:

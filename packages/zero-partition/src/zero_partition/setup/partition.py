@@ -332,13 +332,13 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
 
 
 _SAME_UNITS: Final = (
-    "every rank must run as many backwards and steps, and where messages carry the values, use the "
-    "same units in the same order: call set_leaf_modules() on the module that chooses among these, "
-    "before shard()"
+    "every rank must run the same number of backwards and steps, and where messages carry the "
+    "values, use the same units in the same order: call set_leaf_modules() on the module that "
+    "chooses among these, before shard()"
 )
 _SAME_STEPS: Final = (
-    "every rank must run as many backwards and steps, none inside `if rank == 0:`; a rank without "
-    "a batch "
+    "every rank must run the same number of backwards and steps, none inside `if rank == 0:`; a "
+    "rank without a batch "
 )
 _CALL: Final = "calls backward_without_batch(model) in place of forward and backward"
 _RUN: Final = "runs one of any kind with its loss times zero, because gathers need it"
