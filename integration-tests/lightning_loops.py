@@ -151,7 +151,8 @@ class BuiltLater(Module):
     def configure_optimizers(self) -> Any:
         """Look what has been built."""
         assert self.net is not None
-        self.is_whole = not any(p.isnan().any() for p in self.net.parameters())
+        params = [*self.net.parameters()]
+        self.is_whole = any(p.untyped_storage().nbytes() > p.element_size() for p in params)
         return super().configure_optimizers()
 
 

@@ -528,7 +528,8 @@ def _save_alone(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
                 prepared[1].step()
                 prepared[1].zero_grad()
         accelerator.step = 3
-        accelerator.save_state(folder)
+        with pytest.warns(UserWarning, match="gradients are not saved"):  # of the seventh batch
+            accelerator.save_state(folder)
         return _values(model), accelerator.step
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from training import Interrupt
-from walks import assert_same, calls_of, walk
+from walks import assert_same, calls_of, saves_at_any_time, walk
 from zero_comm import Group
 from zero_comm.testing import equal
 from zero_engine import Offload, Precision, Wire, ZeroConfig
@@ -446,7 +446,8 @@ def _save(run: _Run) -> Any:
     if run.group is None:
         run.saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     else:
-        zero_engine.save(run.folder, run.model, run.optimizer, step=run.number)
+        with saves_at_any_time():
+            zero_engine.save(run.folder, run.model, run.optimizer, step=run.number)
         run.saved = True
 
 
@@ -517,7 +518,8 @@ def _save_in_background(run: _Run) -> Any:
         _train(run)
         return
     with zero_engine.Saver(run.folder, run.model, run.optimizer) as saver:
-        saver.save(step=run.number)
+        with saves_at_any_time():
+            saver.save(step=run.number)
         _train(run)
     run.saved = True
 

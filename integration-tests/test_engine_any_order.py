@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import zero_engine
 from attrs import define, field
 from torch import Tensor, nn
 from training import Interrupt
-from walks import assert_same, calls_of, walk
+from walks import assert_same, calls_of, saves_at_any_time, walk
 from zero_comm import Group
 from zero_engine import ConfigError, Offload, ZeroConfig
 from zero_engine.engine import DynamicLossScale, EngineConfig, StaticLossScale
@@ -561,8 +560,7 @@ def _change_lr(run: _Run) -> Any:
 def _save(run: _Run) -> Any:
     tag = f"tag{run.number % 2}"
     run.tags.append(tag)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gradients that are not saved
+    with saves_at_any_time():
         return run.engine.save_checkpoint(run.folder, tag, {"call": run.number})
 
 

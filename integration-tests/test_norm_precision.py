@@ -238,3 +238,28 @@ def test_a_file_of_deepspeeds_leaves_inputs_as_deepspeed_does(group: Group) -> N
     )
     engine(torch.rand(3, 5))
     assert model.seen == FP32
+
+
+def test_inputs_of_another_dtype_are_named_in_torchs_error(group: Group) -> None:
+    """Its scripts meet it first, and torch says nothing of the file."""
+    file = {
+        "train_micro_batch_size_per_gpu": 3,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+    }
+    model = parity.build(lambda: nn.Linear(5, 5))
+    engine, *_ = zero_engine.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=file
+    )
+    x = torch.rand(3, 5)
+    with pytest.raises(RuntimeError, match="dtype") as found:
+        engine(x)
+    (note,) = found.value.__notes__
+    assert "Inputs have torch.float32 and parameters torch.bfloat16" in note
+    engine(x.to(torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError) as found:
+        engine(x.to(torch.bfloat16)[:, :4])
+    assert not hasattr(found.value, "__notes__")
+    with pytest.raises(AttributeError, match="neither the Engine nor the Linear in it has"):
+        engine.module_state_dict()
+    assert not hasattr(engine, "missing") and engine.in_features == 5

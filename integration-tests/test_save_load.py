@@ -9,7 +9,7 @@ import pickle
 import random
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -82,17 +82,31 @@ def test_a_model_that_was_never_stepped_is_saved_and_loaded(group: Group, tmp_pa
     _assert_same(_values(again, its), _values(model, optimizer))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("sync", [True, False])
 def test_gradients_that_wait_for_a_step_are_not_saved_and_named(
-    group: Group, tmp_path: Path
+    group: Group, tmp_path: Path, stage: int, sync: bool
 ) -> None:
     """The run that resumes begins the step anew. Folders above that of the run are made."""
     folder = tmp_path / "runs" / "first"
-    model, optimizer = _build(group)
-    with zero_engine.no_sync(model):
-        parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    model, optimizer = _build(group, stage)
 
+    def run_backward() -> None:
+        with nullcontext() if sync else zero_engine.no_sync(model):
+            parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+
+    run_backward()
+    optimizer.zero_grad()
+    zero_engine.save(folder, model, optimizer, step=1)
+    run_backward()
+    optimizer.step()
+    zero_engine.save(folder, model, optimizer, step=2)
+    with torch.no_grad():
+        parity.loss_of(model, parity.batch(0, 0, group.rank))
+    zero_engine.save(folder, model, optimizer, step=3)
+    run_backward()
     with pytest.warns(UserWarning, match="gradients are not saved"):
-        zero_engine.save(folder, model, optimizer, step=1)
+        zero_engine.save(folder, model, optimizer, step=4)
 
     again, its = _build(group, 2)
     zero_engine.load(folder, again, its)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
@@ -48,6 +50,14 @@ def walk(calls: Calls, plain: Any, run: Any, num_calls: int) -> Iterator[tuple[i
             raise AssertionError(what) from error
         assert_same(found, expected, what)
         yield number, name, what
+
+
+@contextmanager
+def saves_at_any_time() -> Iterator[None]:
+    """A context without the warning that gradients are not saved."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "saved between a backward and its step")
+        yield
 
 
 def assert_same(found: Any, expected: Any, what: str) -> None:

@@ -135,9 +135,13 @@ def open_weights_of(
     """
     found = _open(path, tag)
     if isinstance(found, Checkpoint) and found.manifest.excludes_frozen and has_frozen:
+        # Of a Trainer's checkpoint, which has ours within it.
+        above = (each / "adapter_model.safetensors" for each in [*found.path.parents][:2])
+        adapters = next((file for file in above if file.exists()), None)
         raise FileError(
             f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
             "model only; load it into the model, save that whole, and export what was saved"
+            + (f". The adapters are in {adapters}" if adapters else "")
         )
     names = found.source.params if isinstance(found, Checkpoint) else ()
     numbered = [name for name in names if "@" in name and name.rpartition("@")[2].isdigit()]

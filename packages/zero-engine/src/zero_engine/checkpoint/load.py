@@ -224,11 +224,11 @@ def load(
         planned = plan_load(sharded, source, is_strict=is_strict)
         problems, of_average = list(planned.problems), planned.rename(checkpoint.average)
         if scheduler is not None and manifest.scheduler is None and is_strict:
-            problems.append("it was saved without a scheduler")
+            problems.append("it was saved without a scheduler; leave out scheduler=")
         if average is not None and manifest.num_updates is not None:
             problems += average.find_problems(of_average)
         elif average is not None and is_strict:
-            problems.append("it was saved without an average")
+            problems.append("it was saved without an average; leave out average=")
         verify = partial(_verify, checkpoint, group)
         stop_unless_it_fits(
             planned, problems, checkpoint.path, verify=verify, what="load()", group=group
@@ -370,8 +370,9 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     if found is None and not missing_ok:
         lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
         aside = ", ".join(map(repr, find_complete(folder)))
+        lacks += f" but {aside}, to be named by tag=..." if aside else ""
         raise FileError(
-            f"load(): {folder}: {lacks}{f' but {aside}, to be named by tag=...' if aside else ''}; "
+            f"load(): {folder.absolute()}: {lacks}; "
             "pass missing_ok=True where the first start of a job has nothing to load"
         )
     return found

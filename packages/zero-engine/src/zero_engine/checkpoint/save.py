@@ -145,7 +145,7 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     """Plan what to write, check that ranks agree, and make the folder. Collective."""
     sharded = sharded_of(asked.model, asked.optimizer, "save()")
     sharded.require("save()", no=(ModelPhase.GATHERED,))
-    if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
+    if asked.engine is None and asked.optimizer is not None and sharded.awaits_step:
         warn_of_gradients()
     ranks = CheckpointRanks.of(sharded, asked.stages)
     group = ranks.group
@@ -430,10 +430,10 @@ def _check_tag(tag: Any) -> str:
 
 
 def warn_of_gradients() -> None:
-    """Warn that gradients accumulated so far are not saved."""
+    """Warn that gradients which no step has used are not saved."""
     warn_user(
-        "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
-        "begins the step anew; save after the step of a boundary",
+        "saved between a backward and its step: gradients are not saved, and a run that resumes "
+        "begins the step anew; save after the step, with the engine after that of a boundary",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
@@ -133,8 +133,13 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model under the configured autocast; return its outputs. Collective."""
         self._check_alive("forward")
-        with self._autocast():
-            outputs = self.module(*args, **kwargs)
+        try:
+            with self._autocast():
+                outputs = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if note := self._find_other_dtype([*args, *kwargs.values()]):
+                error.add_note(note)
+            raise
         return self._watched(outputs)
 
     @ranged("backward")
@@ -238,7 +243,8 @@ class Engine(nn.Module):
         is_boundary, optimizer = self.is_gradient_accumulation_boundary(), self.optimizer
         if is_boundary and optimizer is None:
             raise ConfigError(
-                "Engine.step(): the engine has no optimizer; pass one to initialize()"
+                "Engine.step(): the engine has no optimizer; pass one to initialize(), or name one "
+                'in the configuration: "optimizer": {"type": "AdamW", "params": {...}}'
             )
         if is_boundary and self._lr_scheduler is not None:
             _check_step(self._lr_scheduler, lr_kwargs or {})
@@ -385,6 +391,19 @@ class Engine(nn.Module):
         if zero_partition.seams.find_sharded(self.module) is not None:
             self.zero_grad()
             zero_partition.release_buffers(self.module)
+
+    def _find_other_dtype(self, inputs: Sequence[Any]) -> str:
+        """Return a sentence if inputs have another dtype than the parameters, else ""."""
+        params = (param.dtype for param in self.module.parameters())
+        of_params = next((dtype for dtype in params if dtype.is_floating_point), None)
+        tensors = (each for each in inputs if isinstance(each, Tensor))
+        of_inputs = next((each.dtype for each in tensors if each.is_floating_point()), of_params)
+        if of_params == of_inputs or self.config.autocast_dtype is not None:
+            return ""
+        return (
+            f"Inputs have {of_inputs} and parameters {of_params}: an engine does not cast inputs, "
+            f"as DeepSpeed's does not. Pass inputs.to({of_params}), or use torch_autocast."
+        )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.autocast_dtype
@@ -910,7 +929,12 @@ class Engine(nn.Module):
             # `__init__` is running, and has not set it yet.
             if name == "module":
                 raise
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            owners = f"{type(self).__name__} nor the {type(self.module).__name__} in it"
+            message = f"neither the {owners} has an attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self) from error
 
     def _apply_pending(self) -> None:
         """Wait for the outcome of the last step, if pending, and apply it; NOTE(verdict). Local."""

@@ -506,6 +506,8 @@ class ShardedModel:
     parked: Parked | None = field(default=None, init=False)
     # Whether the optimizer has stepped, and so has its state.
     has_stepped: bool = field(default=False, init=False)
+    # Whether a backward has given gradients since the last step.
+    _has_new_gradients: bool = field(default=False, init=False)
     _found_inf: Tensor | None = field(default=None, init=False)  # see NOTE(in_step) in norm.py
     # Parameters that the optimizer steps at stages 1 to 3.
     _shards: list[nn.Parameter] = field(init=False)
@@ -834,6 +836,7 @@ class ShardedModel:
         for g in self.reducer.structured_buffers:
             g.restore_grads()
         self.has_stepped, self._is_stepping = True, False
+        self._has_new_gradients = False
         # An optimizer may have put other memory in the place of ours.
         if not self.shards_state:
             for buffer in self.buffers:
@@ -845,6 +848,12 @@ class ShardedModel:
         self.schedule.step()
         if self._step_range is not None:
             self._end_step_range()
+
+    @property
+    def awaits_step(self) -> bool:
+        """Return whether there are gradients that no step has used yet."""
+        gradients = self.reducer.gradients
+        return self._has_new_gradients and any(g.has_local or g.has_gradients for g in gradients)
 
     def _end_step_range(self) -> None:
         stack, self._step_range = self._step_range, None
@@ -1100,6 +1109,7 @@ class ShardedModel:
             self.reducer.collect_waiting()
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
+                self._has_new_gradients = True
             else:
                 # autograd.grad() returned this rank's gradients, and `param.grad` is as before.
                 self.reducer.finish_without_gradients()

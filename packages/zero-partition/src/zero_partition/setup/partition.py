@@ -143,8 +143,8 @@ def distribute(
         )
     if replaced:
         _LOG.warning(
-            "rank %d: %d of %d parameters had other values than on the first rank that trains "
-            "them, and now have those of that rank: %s. Call torch.manual_seed(), or transformers' "
+            "rank %d: %d of %d parameters differed from those of the first rank that trains them, "
+            "and were replaced by those: %s. Call torch.manual_seed(), or transformers' "
             "set_seed(), alike on all ranks before the model is built, or load weights. What is "
             "meant to differ, such as experts, needs ZeroConfig(groups={pattern: ranks})",
             *(routes.whole.rank, len(replaced), len(set(map(id, params.values())))),
