@@ -49,15 +49,24 @@ for step in range(3):
             zero_engine.full_param(torch.ones(1))
         if sys.argv[1] == "raises-other":
             raise KeyError("of the user's")
-        if sys.argv[1] == "ends":
+        if sys.argv[1] in ("ends", "sums"):
             break
         if sys.argv[1] == "killed":
             time.sleep(1)  # until the other rank is in this step, too
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(100)
-    model(torch.ones(2, 64)).square().mean().backward()
+        if sys.argv[1] != "repeats":
+            time.sleep(100)
+    if step == 1 and group.rank == 1 and sys.argv[1] == "repeats":
+        model(torch.ones(2, 64)).square().mean().backward()  # alone
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 64)).square().mean().backward()  # together
     optimizer.step()
     optimizer.zero_grad()
+if sys.argv[1] == "sums":
+    torch.distributed.all_reduce(torch.ones(1))
+if sys.argv[1] == "repeats":
+    zero_engine.full_param(model[0].weight)
 """
 Job = Callable[..., subprocess.Popen[str]]
 
@@ -127,6 +136,33 @@ def test_an_error_of_ours_leaves_a_report_on_every_rank_that_sees_one(
     damaged, absent = capsys.readouterr().err.splitlines()
     assert "not a whole one" in damaged
     assert "expected zero-report-rank0.txt" in absent
+
+
+def _line_of(comment: str) -> str:
+    lines = SCRIPT.splitlines()
+    return f"train.py:{next(i for i, line in enumerate(lines, 1) if line.endswith(comment))}"
+
+
+def test_a_rank_that_is_in_a_collective_of_torchs_says_where(tmp_path: Path, job: Job) -> None:
+    """Its peer runs a batch more. Torch's error, that a connection was closed, says nothing."""
+    job("sums").communicate(timeout=100)
+
+    why = _reports(tmp_path)[1]["report"]["why"]
+    assert why.startswith("RuntimeError in torch.distributed: ")
+    verdict = failure.summary(tmp_path / "reports").splitlines()[-1]
+    assert re.match(rf"look at rank 0, at .*{_line_of('# together')}, and rank 1, at ", verdict)
+    assert "backward_without_batch(model)" in verdict
+
+
+def test_a_step_that_one_rank_makes_alone_is_found_later(tmp_path: Path, job: Job) -> None:
+    """It pairs with the next step of its peer, so that the call that fails is a correct one."""
+    job("repeats", ZERO_SANITIZE="1").communicate(timeout=100)
+
+    text = failure.summary(tmp_path / "reports")
+    assert "the same error as on rank 0" in text
+    first, second = _line_of("# together"), _line_of("# alone")
+    verdict = rf"look at \S*{first} \(rank 0\) and \S*{second} \(rank 1\): one of them may be"
+    assert re.match(verdict, text.splitlines()[-1])
 
 
 def test_a_report_is_written_through_no_link(tmp_path: Path) -> None:

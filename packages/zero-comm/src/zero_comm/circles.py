@@ -217,8 +217,7 @@ def _describe(chain: Mapping[int, _Position]) -> str:
     ]
     calls, remedies = ({r: getattr(chain[r], each) for r in ranks} for each in ("call", "remedy"))
     if not any(calls.values()):
-        in_torch = [r for r in ranks if chain[r].needs]
-        remedies |= {r: by_all_ranks(chain[r].doing) for r in in_torch}
+        calls |= {r: chain[r].doing for r in ranks if chain[r].needs}
     ended = [] if len({*calls.values()}) > 1 else _called_alone(chain)
     text = "; ".join(filter(None, (*places, *(ended or [advice(calls, remedies)]))))
     return f"ranks wait for each other in different collectives, and none would ever end: {text}"

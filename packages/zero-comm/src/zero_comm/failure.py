@@ -1,4 +1,4 @@
-"""Reports that each rank writes at an uncaught error of these packages, and at SIGUSR1."""
+"""Reports of each rank: at an uncaught error, of ours or of torch.distributed, and at SIGUSR1."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from .watch import Launch
 SWITCH: Final = "ZERO_REPORT"
 # The reason of a report that the signal asks for.
 ASKED: Final = "SIGUSR1"
+# What follows the type of an error of torch's in a report's reason.
+OF_TORCH: Final = " in torch.distributed"
 Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
 _MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
 # Id of the process that writes reports; 0 before its first `install`.
@@ -57,11 +59,11 @@ def install(model: Any, group: Group, write: Write) -> None:
     def around(hook: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> None:
             written: Path | None = None
-            if (ours := _ours(error := error_of(*given))) is not None:
+            if what := _described(error := error_of(*given)):
                 trace = "".join(traceback.format_exception(error))
-                written = _report(f"{type(ours).__name__}: {ours}\n{trace}", write)
+                written = _report(f"{what}\n{trace}", write)
             hook(*given)
-            if ours is not None and written is not None:
+            if written is not None:
                 folder = shlex.quote(str(written.parent))
                 print(f"report: {written}; run: zero report {folder}", file=sys.stderr)
 
@@ -111,15 +113,25 @@ def _on_signal(*_: object) -> None:
     """The thread has read of it; see NOTE(signal)."""
 
 
-def _ours(error: BaseException | None) -> BaseException | None:
-    """The first error of ours among this one and what led to it."""
+def _described(error: BaseException | None) -> str:
+    """Return type and message of the first error of ours, or of torch's collectives, that led here.
+
+    Or "", if there is none.
+    """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if type(error).__module__.split(".")[0] in PACKAGES:
-            return error
+            return f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and _is_of_torch(error):
+            return f"{type(error).__name__}{OF_TORCH}: {error}"
         seen.append(error)
         error = error.__cause__ or error.__context__
-    return None
+    return ""
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    places = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(places) and places[-1].f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 def _report(why: str, write: Write) -> Path | None:

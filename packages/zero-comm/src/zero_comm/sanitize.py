@@ -103,7 +103,7 @@ class CompareLaunches:
                     f"{one}, rank {rank} from {its}; one of them may be what not all ranks run"
                 )
                 if group.rank in (0, rank):
-                    _LOG.warning("%s, if an error follows", self.parted)
+                    _LOG.warning("zero_comm: %s, if an error follows", self.parted)
 
     def _refuse(self, sides: Mapping[int, Any], rank: int) -> NoReturn:
         what, calls, remedies, lines = (

@@ -384,8 +384,8 @@ class Watch(ABC):
         if waited_s > _PATIENCES_OF_USER * self.patience_s and self._told_user_of != since:
             self._told_user_of = since
             _LOG.warning(
-                "rank %d has waited %.0f s for %s in %s; that rank computes, or waits for "
-                "something else than a collective of this library",
+                "zero_comm: rank %d has waited %.0f s for %s in %s; that rank computes, or waits "
+                "for something else than a collective of this library",
                 *(self.scope.rank, waited_s, whom, what),
             )
 

@@ -285,7 +285,11 @@ def _verified(text: str, say: Callable[[str], object]) -> tuple[str, int]:
     try:
         function = resolve_name(text)
     except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"expected MODULE:FUNCTION to call, got {text!r}: {error}") from error
+        name = text.replace(".py:", ":").replace("/", ".")
+        meant = f"; did you mean {name}?" if name != text else ""
+        raise ConfigError(
+            f"expected MODULE:FUNCTION to call, got {text!r}: {error}{meant}"
+        ) from error
     given: Any = function() if callable(function) else None
     if not isinstance(given, Mapping | tuple):
         raise ConfigError(

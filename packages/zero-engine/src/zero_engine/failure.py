@@ -23,7 +23,7 @@ import attrs
 from torch import nn
 from zero_comm import Group
 from zero_comm.calls import Place, call_in, main_stack, of_user
-from zero_comm.failure import ASKED, describe_launches, started
+from zero_comm.failure import ASKED, OF_TORCH, describe_launches, started
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 
@@ -52,7 +52,12 @@ _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 _ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank \d+: [^;]*)")
 # What it says where a peer's process or program is over.
 _HAS_ENDED: Final = re.compile(r"(its process|(process|program) of rank \d+( \(\d+\))?) has ended")
-# Errors that another rank may have caused.
+# What the sanitizer's errors say.
+_COMPARED: Final = "ranks disagree on the next collective"
+_CAME_APART: Final = re.compile(
+    r"from different lines: (rank \d+) from (\S+), (rank \d+) from (\S+); (one of them [^.,\n]*)"
+)
+# Errors that another rank may have caused, and those of torch's collectives.
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
 
 
@@ -179,6 +184,7 @@ def summary(folder: str | Path) -> str:
 
 
 def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
+    told = dict[str, int]()
     for rank in range(size):
         if rank not in reports:
             yield f"rank {rank}: no report; it was killed, or ended without an error of ours"
@@ -186,6 +192,10 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
         report = reports[rank]
         state = report.get("schedule", "state", fallback="before or in shard()")
         why, when = report["report"]["why"].splitlines()[0], report["report"]["time"]
+        # Where the error was seen differs.
+        first = told.setdefault(re.sub(r"\(seen on rank \d+", "(", why), rank)
+        if first != rank and why != ASKED:
+            why = f"the same error as on rank {first}"
         call = report.get("report", "call", fallback="")
         waits = report.get("launched", _WAITS, fallback="not known" if why == ASKED else "")
         where = f"in {call}" if call else f"at {_place(report)}"
@@ -289,39 +299,85 @@ def _describe_lone(
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
     """Return a line that says which rank to look at first, and why."""
+    looks = (_own_error, _lines_apart, _lone_call, _ended_call, _missing, _awaited, _ahead)
+    return next(filter(None, (look(reports, size) for look in looks)), "") or _no_rank(reports)
+
+
+def _own_error(reports: Mapping[int, Report], size: int) -> str:
     first = sorted(
         (report["report"]["time"], rank)
         for rank, report in reports.items()
-        if report["report"]["why"].split(":")[0] not in (*_SHARED, ASKED)
+        if (kind := report["report"]["why"].partition(":")[0]) not in (*_SHARED, ASKED)
+        and not kind.endswith(OF_TORCH)
     )
-    if first:
-        return f"look at rank {first[0][1]} first: its error is no consequence of another rank's"
-    if lone := _lone_call(reports, size):
-        return lone
-    for report in reports.values():
-        # A call that has ended by now; the error of ranks that wait for each other names it.
-        if ended := _ENDED_CALL.search(report["report"]["why"]):
-            return f"look at rank {ended[1]} first: it {ended[2]}"
-    if missing := [str(rank) for rank in range(size) if rank not in reports]:
-        line = f"look at rank {', '.join(missing)}, of which there is no report: ended or killed?"
-        went_on = [
-            f"rank {rank} at {_place(report)}"
-            for rank, report in sorted(reports.items())
-            if _HAS_ENDED.search(report["report"]["why"])
-        ]
-        if went_on:
-            line += (
-                f" If it has ended, {went_on[0]} went on with a call, backward or step that it did "
-                "not make"
-            )
-        return line
+    if not first:
+        return ""
+    return f"look at rank {first[0][1]} first: its error is no consequence of another rank's"
+
+
+def _lines_apart(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about the call to which ranks came from different lines; "" if none."""
+    came = _CAME_APART.search(_reasons(reports))
+    return f"look at {came[2]} ({came[1]}) and {came[4]} ({came[3]}): {came[5]}" if came else ""
+
+
+def _ended_call(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about a call that has ended, as the error of ranks that wait says; or ""."""
+    ended = _ENDED_CALL.search(_reasons(reports))
+    return f"look at rank {ended[1]} first: it {ended[2]}" if ended else ""
+
+
+def _missing(reports: Mapping[int, Report], size: int) -> str:
+    missing = [str(rank) for rank in range(size) if rank not in reports]
+    if not missing:
+        return ""
+    line = f"look at rank {', '.join(missing)}, of which there is no report: ended or killed?"
+    went_on = [
+        f"rank {rank} at {_place(report)}"
+        for rank, report in sorted(reports.items())
+        if _HAS_ENDED.search(report["report"]["why"])
+    ]
+    if went_on:
+        line += (
+            f" If it has ended, {went_on[0]} went on with a call, backward or step that it did "
+            "not make"
+        )
+    return line
+
+
+def _awaited(reports: Mapping[int, Report], size: int) -> str:
     waits = {rank: r.get("launched", _WAITS, fallback="") for rank, r in reports.items()}
     for rank, what in waits.items():
         if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "no rank":
             return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for no rank"
+    return ""
+
+
+def _ahead(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about a rank that has begun a backward more than another; "" if none."""
+    launched = {rank: _launches(report) for rank, report in sorted(reports.items())}
+    counts = {rank: max(found, default=0) for rank, found in launched.items()}
+    last = min(counts, key=counts.__getitem__)
+    for rank, found in launched.items():
+        more = (what for number, what in found.items() if number > counts[last])
+        if any(what.startswith(_OF_BACKWARD) for what in more):
+            one, other = _place(reports[rank]), _place(reports[last])
+            return (
+                f"look at rank {rank}, at {one}, and rank {last}, at {other}: the first began a "
+                "backward or step more. The usual causes are uneven batches: "
+                "backward_without_batch(model) where a rank has none; and `if rank == 0:` around a "
+                "backward or step"
+            )
+    return ""
+
+
+def _no_rank(reports: Mapping[int, Report]) -> str:
     places = {rank: _place(report) for rank, report in sorted(reports.items())}
     said = ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
-    return (
-        f"no rank stands out: {said}; look for a line up to these that not all ranks run, or run "
-        "a few steps with ZERO_SANITIZE=1"
-    )
+    line = f"no rank stands out: {said}; look for a line up to these that not all ranks run"
+    was_compared = _COMPARED in _reasons(reports)
+    return line if was_compared else f"{line}, or run a few steps with ZERO_SANITIZE=1"
+
+
+def _reasons(reports: Mapping[int, Report]) -> str:
+    return " ".join(report["report"]["why"] for report in reports.values())

@@ -359,7 +359,7 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
     wrong = {
-        f"{world_size} processes, which Accelerate sees, got WORLD_SIZE={started}: each would "
+        f"Accelerate to see all {started} processes (WORLD_SIZE), got {world_size}: each would "
         "train alone; on a CPU, say TrainingArguments(use_cpu=True)": started > world_size,
         f"one process for each GPU, got one for {args.n_gpu}, which is DataParallel; start it by: "
         f"torchrun --nproc-per-node={args.n_gpu} script.py": args.n_gpu > 1,

@@ -152,7 +152,10 @@ def read_config(path: Path) -> Mapping[str, Any]:
         FileError: There is none, or it is something else.
     """
     path = path / "config.json" if path.is_dir() else path
-    found = read_json(path, "; expected a config.json of transformers, or a folder with one")
+    expected = "; expected a config.json of transformers, or a folder with one"
+    if re.fullmatch(r"\d+(\.\d+)?[KMBT]", path.name, re.IGNORECASE):
+        expected += f"; for a number of parameters, --params {path.name}"
+    found = read_json(path, expected)
     if not isinstance(found, Mapping) or "model_type" not in found:
         raise FileError(
             f"{path}: expected a configuration of transformers, with model_type; got the keys "

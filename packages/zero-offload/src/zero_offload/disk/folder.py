@@ -69,8 +69,8 @@ class JobFolder:
     def __attrs_post_init__(self) -> None:
         if not self.parent.is_dir():
             raise StoreError(
-                f"{self.parent} is no folder: name an existing one on the disk to use (is it "
-                "mounted?)",
+                f"{self.parent} is no folder: name an existing one on the disk to use, as in "
+                "Offload(path=...) (is it mounted?)",
                 path=str(self.parent),
             )
         remove_leftovers(self.parent, self.system)

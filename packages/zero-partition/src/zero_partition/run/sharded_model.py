@@ -352,7 +352,8 @@ class OutsideUses:
             f"{late_optimizer()}{what}() would write to parameter {param_ref.name!r} while it is "
             f"sharded, and the change would be lost (rank {rank}). To write to it, on every rank: "
             "`with GatheredParameters(param, modifier_rank=0): ...`, set_full_param(param, value), "
-            "or load_state_dict()"
+            "or load_state_dict(). Where a library writes, as merge_and_unload() of peft does: "
+            "zero_engine.unshard(model, optimizer) first"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:

@@ -778,7 +778,8 @@ def _describe_entries(
         words = [f"lacks {', '.join(lacking)}"] * bool(lacking)
         words += [f"has {', '.join(surplus)}"] * bool(surplus)
         if words:
-            text = f"{' and '.join(words)}; is it of another optimizer than {kind}?"
+            text = f"{' and '.join(words)}; is it of another optimizer than {kind}? "
+            text += "load(folder, model) loads the weights alone"
             differing.setdefault(text, []).append(name)
     return [f"optimizer state of {_such_as(names)} {text}" for text, names in differing.items()]
 
