@@ -145,8 +145,9 @@ def distribute(
         _LOG.warning(
             "shard(): on rank %d %d of %d parameters differed from those of the first rank that "
             "trains them, and were replaced by those: %s. Call torch.manual_seed(), or "
-            "transformers' set_seed(), alike on all ranks before the model is built, or load weights. What is "
-            "meant to differ, such as experts, needs ZeroConfig(groups={pattern: ranks})",
+            "transformers' set_seed(), alike on all ranks before the model is built, or load "
+            "weights. What is meant to differ, such as experts, needs ZeroConfig(groups={pattern: "
+            "ranks})",
             *(routes.whole.rank, len(replaced), len(set(map(id, params.values())))),
             ", ".join(replaced[:_NUM_NAMED]) + (", ..." if len(replaced) > _NUM_NAMED else ""),
         )
