@@ -240,6 +240,7 @@ def test_a_file_of_deepspeeds_leaves_inputs_as_deepspeed_does(group: Group) -> N
     assert model.seen == FP32
 
 
+@pytest.mark.cpu_only("the simulated device multiplies matrices of different dtypes")
 def test_inputs_of_another_dtype_are_named_in_torchs_error(group: Group) -> None:
     """Its scripts meet it first, and torch says nothing of the file."""
     file = {
