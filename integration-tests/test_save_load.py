@@ -597,9 +597,11 @@ def test_neither_holds_more_than_two_buffers(tmp_path: Path, where: str) -> None
     with RankPool(1) as fresh:
         ((saved, saving, loading),) = fresh.run(_measure_saving, folder=str(tmp_path), where=where)
 
+    # Two batches of 16 MiB, and a sub-group that is read from the disk.
+    most = (34 + 8 * (where == "disk")) * MIB
     assert saved > 96 * MIB
-    assert saving <= 34 * MIB, f"{saving / MIB:.1f} MiB"  # two batches of 16 MiB
-    assert loading <= 34 * MIB, f"{loading / MIB:.1f} MiB"
+    assert saving <= most, f"{saving / MIB:.1f} MiB"
+    assert loading <= most, f"{loading / MIB:.1f} MiB"
 
 
 def _measure_saving(group: Group, folder: str, where: str) -> tuple[int, int, int]:
