@@ -137,8 +137,9 @@ class Engine(nn.Module):
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
         except RuntimeError as error:
-            if note := self._find_other_dtype([*args, *kwargs.values()]):
-                error.add_note(note)
+            # Of torch's operators; errors of ours and of memory are subclasses.
+            if type(error) is RuntimeError and "type" in str(error):
+                self._note_dtypes(error, [*args, *kwargs.values()])
             raise
         return self._watched(outputs)
 
@@ -392,18 +393,18 @@ class Engine(nn.Module):
             self.zero_grad()
             zero_partition.release_buffers(self.module)
 
-    def _find_other_dtype(self, inputs: Sequence[Any]) -> str:
-        """Return a sentence if inputs have another dtype than the parameters, else ""."""
+    def _note_dtypes(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
+        """Add a note to an error of forward if inputs have another dtype than the parameters."""
         params = (param.dtype for param in self.module.parameters())
         of_params = next((dtype for dtype in params if dtype.is_floating_point), None)
         tensors = (each for each in inputs if isinstance(each, Tensor))
         of_inputs = next((each.dtype for each in tensors if each.is_floating_point()), of_params)
-        if of_params == of_inputs or self.config.autocast_dtype is not None:
-            return ""
-        return (
-            f"Inputs have {of_inputs} and parameters {of_params}: an engine does not cast inputs, "
-            f"as DeepSpeed's does not. Pass inputs.to({of_params}), or use torch_autocast."
-        )
+        if of_params not in (None, of_inputs) and self.config.autocast_dtype is None:
+            error.add_note(
+                f"Inputs have {of_inputs} and parameters {of_params}: an engine does not cast "
+                f"inputs, as DeepSpeed's does not. Pass inputs.to({of_params}), or use "
+                "torch_autocast."
+            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.autocast_dtype
