@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm.testing import equal
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError
 from zero_partition.optimizer.watch import StepWatch
@@ -318,6 +319,29 @@ def test_the_doubt_names_the_cut_that_is_doubted(caplog: pytest.LogCaptureFixtur
     choose_cuts(model, optimizer, None)
 
     assert "needs_cut='row'" in caplog.text
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_a_trial_copies_neither_the_model_nor_its_state() -> None:
+    """A model that fits is sharded anew in the memory that there is."""
+    model = nn.Linear(500, 500)
+    optimizer = _kind("_Plain", lambda self, param, grads: param.grad)(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param]["average"] = torch.zeros_like(param)
+    with _Largest() as largest:
+        choose_cuts(model, optimizer, None)
+    assert 0 < largest.numel < 500 * 500
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])

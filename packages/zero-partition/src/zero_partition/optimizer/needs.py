@@ -511,6 +511,8 @@ def _copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
         raise TypeError(f"a {kind.__name__} computes its param_groups or state")
     twin = object.__new__(kind)
     for name, value in attributes.items():
+        if name in _OF_THE_COPY:  # set below; those of the original may be as large as the model
+            continue
         if callable(value) and callable(getattr(kind, name, None)):
             # A method replaced on the object, as schedulers do, acts on the original.
             continue
