@@ -9,6 +9,7 @@ import attrs
 import parity
 import pytest
 import torch
+import zero_engine
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from one_dtype import OneDtype
 from parity import ZeroConfig
@@ -82,7 +83,7 @@ def test_a_folder_that_is_none_is_refused_on_all_ranks(group: Group, tmp_path: P
     engine.save_checkpoint(tmp_path, tag=6)
 
     assert (tmp_path / "latest").read_text() == "6"
-    with pytest.raises(FileError, match="expected a checkpoint '7', found 6"):
+    with pytest.raises(FileError, match="expected a checkpoint '7', found '6'"):
         engine.load_checkpoint(tmp_path, tag=7)
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
@@ -96,7 +97,8 @@ def test_the_first_start_of_a_script_that_resumes_is_a_warning(
     """Scripts for DeepSpeed load before they have saved; what is something else stays an error."""
     engine = build_engine(group, engine_config(group, 2))
     for missing in (tmp_path, tmp_path / "no"):
-        with pytest.warns(UserWarning, match="contains no complete checkpoint"):
+        said = "no such folder" if missing.name == "no" else "contains no complete checkpoint"
+        with pytest.warns(UserWarning, match=f"{missing}: {said}; the training begins anew"):
             assert engine.load_checkpoint(missing) == (None, None)
         with pytest.raises(FileError, match="pass missing_ok=True"):
             engine.load_checkpoint(missing, missing_ok=False)
@@ -148,3 +150,22 @@ def test_weights_alone_are_saved_for_others(group: Group, tmp_path: Path) -> Non
     assert_close(found, expected, rtol=0, atol=0)
     trained = load_file(tmp_path / "trained.safetensors")
     assert found.keys() - trained.keys() == {"frozen"} and len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_a_file_asks_for_and_another_was_passed_is_named(group: Group) -> None:
+    """DeepSpeed takes what was passed; in silence, a rate in the file would be taken for real."""
+    model = parity.build(parity.tiny_float32)
+    file = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+        "zero_optimization": {"stage": 2},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    said = "optimizer, scheduler of the configuration: not used, as others were passed"
+    with pytest.warns(UserWarning, match=said):
+        engine, made, *_ = zero_engine.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=file, group=group
+        )
+    assert made is optimizer and engine.get_lr() == [0.1]

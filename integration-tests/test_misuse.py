@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import time
 import warnings
 from pathlib import Path
@@ -298,6 +299,25 @@ def test_a_group_with_a_parameter_of_no_model_is_refused_and_the_model_stays_sha
     assert train(model, optimizer, _loss_of, num_steps=3) == expected
     for param, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(zero_engine.full_param(param), its.detach())
+
+
+def test_trainable_parameters_that_no_optimizer_has_are_named(
+    group: Group,
+) -> None:
+    """DDP gives them gradients, which count in clipping; nothing said that they do not train."""
+    model = parity.build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    said: list[str] = []
+    logger = logging.getLogger("zero_partition")
+    logger.addFilter(kept := lambda record: bool(said.append(record.getMessage())) or True)
+    try:
+        zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
+    finally:
+        logger.removeFilter(kept)
+    named = [text for text in said if "1 of 3 trainable parameters" in text]
+    assert len(named) == (group.rank == 0)
+    assert all("no param group of the AdamW: 1.weight." in text for text in named)
 
 
 class _Pauses(parity.PerParameter):

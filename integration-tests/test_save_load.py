@@ -541,7 +541,7 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
             zero_engine.load(folder, model, optimizer, missing_ok=True)
     for folder in absent:
         assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
-    with pytest.raises(FileError, match="expected a checkpoint 'step-3', found step-2"):
+    with pytest.raises(FileError, match="expected a checkpoint 'step-3', found 'step-2'"):
         zero_engine.load(run, model, optimizer, tag="step-3", missing_ok=True)
 
 

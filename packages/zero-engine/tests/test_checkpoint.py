@@ -86,7 +86,7 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
 
     assert _load(tmp_path) == ("a", 100)
     assert _load(tmp_path, "aside") == ("aside", 400)
-    with pytest.raises(FileError, match=r"expected a checkpoint 'd', found a, aside, b, c"):
+    with pytest.raises(FileError, match=r"expected a checkpoint 'd', found 'a', 'aside', 'b', 'c'"):
         _load(tmp_path, "d")
     # Between two renames there is no folder of the tag's name.
     (tmp_path / "a").rename(tmp_path / ".a.replaced-ab12")

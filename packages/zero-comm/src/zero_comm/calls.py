@@ -179,7 +179,7 @@ def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> str:
     others = [remedy for rank, remedy in remedies.items() if not (calls[rank] and differ)]
     text = "; ".join(dict.fromkeys(filter(None, others)))
     # With uneven batches, one rank has come to a call that the others come to later.
-    both = f"{lone}; or, if all ranks call it, their batches are uneven: {text}"
+    both = f"either {lone}; or all ranks call it, and their batches are uneven: {text}"
     return both if lone and text else lone or text
 
 

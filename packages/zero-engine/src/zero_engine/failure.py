@@ -30,6 +30,7 @@ from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
 from zero_engine.errors import FileError
 
 _WAITS: Final = "waits for"
+_BACKWARDS: Final = "backwards begun since the last update"
 # Sections that should be equal on all ranks.
 _OWN: Final = ("versions", "launched", "schedule")
 _NOT_COMPARED: Final = ("state", "whole", "on their way")
@@ -142,6 +143,7 @@ def _schedule_of(sharded: ShardedModel, why: str) -> dict[str, str]:
     return {
         "state": _PHASES[ModelPhase.BACKWARD if is_in_backward else sharded.phase],
         "updates": str(max(unit.version for unit in sharded.units)),
+        _BACKWARDS: str(sharded.num_backwards),
         "whole": ", ".join(names["UNSHARDED"]),
         "on their way": ", ".join(names["GATHERING"]),
     }
@@ -279,7 +281,9 @@ def _describe_lone(
     alone, rest = (f"rank {', '.join(map(str, those))}" for those in (ranks, others))
     place = reports[ranks[0]]["report"]["call"].partition(" at ")[2]
     first = others[0]
-    if call in _OF_STEP and first in reports:
+    states = (_PHASES[ModelPhase.BACKWARD], _PHASES[ModelPhase.FAILED])
+    trains = first in reports and reports[first].get("schedule", "state", fallback="") in states
+    if trains or (call in _OF_STEP and first in reports):
         return (
             f"look at {alone}, in {call} at {place}, and at {rest}, at {_place(reports[first])}: "
             "one makes this call, or a backward or step before it, more often than the other. The "
@@ -355,6 +359,18 @@ def _awaited(reports: Mapping[int, Report], size: int) -> str:
 
 def _ahead(reports: Mapping[int, Report], size: int) -> str:
     """Return a line about a rank that has begun a backward more than another; "" if none."""
+    begun = {
+        report.getint("schedule", _BACKWARDS, fallback=0): rank for rank, report in reports.items()
+    }
+    if len(begun) > 1:
+        (less, last), (more, rank) = min(begun.items()), max(begun.items())
+        return (
+            f"look at rank {rank}, at {_place(reports[rank])}, and rank {last}, at "
+            f"{_place(reports[last])}: since the last update they have begun {more} and {less} "
+            "backwards. The usual causes are a step that one rank skips (`continue`), `if rank == "
+            "0:` around a backward or step, and uneven batches: backward_without_batch(model) "
+            "where a rank has none"
+        )
     launched = {rank: _launches(report) for rank, report in sorted(reports.items())}
     counts = {rank: max(found, default=0) for rank, found in launched.items()}
     last = min(counts, key=counts.__getitem__)

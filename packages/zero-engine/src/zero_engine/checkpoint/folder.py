@@ -167,7 +167,7 @@ class Checkpoint:
         if tag is not None and tag not in found:
             raise FileError(
                 f"{folder}: expected a checkpoint {tag!r}, found "
-                f"{', '.join(sorted(found)) or 'none at all'}"
+                f"{', '.join(map(repr, sorted(found))) or 'none at all'}"
             )
         serials, damaged = serials_in(found if tag is None else {tag: found[tag]})
         if damaged and (tag is not None or hint is None or hint in damaged):

@@ -433,7 +433,7 @@ def warn_of_gradients() -> None:
     """Warn that gradients which no step has used are not saved."""
     warn_user(
         "saved between a backward and its step: gradients are not saved, and a run that resumes "
-        "begins the step anew; save after the step, with the engine after that of a boundary",
+        "begins the step anew; save after the step, at the end of an accumulation",
     )
 
 

@@ -723,7 +723,8 @@ class Engine(nn.Module):
             missing_ok=missing_ok,
         )
         if report is None:
-            warn_user(f"{load_dir}: contains no complete checkpoint")
+            lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
+            warn_user(f"{folder.absolute()}: {lacks}; the training begins anew")
             return None, None
         for what in report.begins_anew:
             warn_user(f"{report.path}: begins anew: {what}")

@@ -507,8 +507,8 @@ class ShardedModel:
     parked: Parked | None = field(default=None, init=False)
     # Whether the optimizer has stepped, and so has its state.
     has_stepped: bool = field(default=False, init=False)
-    # Whether a backward has given gradients since the last step.
-    _has_new_gradients: bool = field(default=False, init=False)
+    # Backwards that have begun since the last step.
+    num_backwards: int = field(default=0, init=False)
     _found_inf: Tensor | None = field(default=None, init=False)  # see NOTE(in_step) in norm.py
     # Parameters that the optimizer steps at stages 1 to 3.
     _shards: list[nn.Parameter] = field(init=False)
@@ -718,6 +718,7 @@ class ShardedModel:
                 arrived.grad = grad
         # Before the phase changes: the callback also reports a backward that an exception ends.
         call_after_backward(_EndOfBackward(ref(self)))
+        self.num_backwards += 1
         self._move(ModelPhase.BACKWARD)
         try:
             self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
@@ -744,6 +745,7 @@ class ShardedModel:
         self.require("backward_without_batch()", StateKind.GRADS, no=no)
         with plain_access():
             self.reducer.refuse_to_sum_again()
+            self.num_backwards += 1
             self._move(ModelPhase.BACKWARD)
             self.reducer.begin_backward()
         self._accumulates, self._makes_graph = True, False
@@ -837,7 +839,7 @@ class ShardedModel:
         for g in self.reducer.structured_buffers:
             g.restore_grads()
         self.has_stepped, self._is_stepping = True, False
-        self._has_new_gradients = False
+        self.num_backwards = 0
         # An optimizer may have put other memory in the place of ours.
         if not self.shards_state:
             for buffer in self.buffers:
@@ -854,7 +856,7 @@ class ShardedModel:
     def awaits_step(self) -> bool:
         """Return whether there are gradients that no step has used yet."""
         gradients = self.reducer.gradients
-        return self._has_new_gradients and any(g.has_local or g.has_gradients for g in gradients)
+        return self.num_backwards > 0 and any(g.has_local or g.has_gradients for g in gradients)
 
     def _end_step_range(self) -> None:
         stack, self._step_range = self._step_range, None
@@ -1110,7 +1112,6 @@ class ShardedModel:
             self.reducer.collect_waiting()
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
-                self._has_new_gradients = True
             else:
                 # autograd.grad() returned this rank's gradients, and `param.grad` is as before.
                 self.reducer.finish_without_gradients()

@@ -149,9 +149,30 @@ def distribute(
             "weights. What is meant to differ, such as experts, needs ZeroConfig(groups={pattern: "
             "ranks})",
             *(routes.whole.rank, len(replaced), len(set(map(id, params.values())))),
-            ", ".join(replaced[:_NUM_NAMED]) + (", ..." if len(replaced) > _NUM_NAMED else ""),
+            _some_of(replaced),
         )
     return tuple(units)
+
+
+def _warn_of_left_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group
+) -> None:
+    """Log on rank 0 which parameters no step would change, though they require gradients."""
+    if optimizer is None or group.rank:
+        return
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    left_out = [name for name, param in trainable.items() if id(param) not in given]
+    if left_out:
+        _LOG.warning(
+            "shard(): %d of %d trainable parameters are in no param group of the %s: %s. They stay "
+            "as they are, and clipping does not count them; freeze them, or pass them to it",
+            *(len(left_out), len(trainable), type(optimizer).__name__, _some_of(left_out)),
+        )
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
 def expose_shards(units: Sequence[Unit], routes: Routes) -> Exposure | None:
@@ -489,8 +510,8 @@ def _partition(
     facts |= describe_states(optimizer, among=lambda key: key not in ranks_of)
     check_agreement(facts, group=routes.whole, timeout_s=config.timeout_s)
     check_groups(model, optimizer, plans, routes, ranks_of=ranks_of, timeout_s=config.timeout_s)
-    if config.units is None and placements.params is Placement.SHARDED:
-        _warn_of_large_unit(plans)
+    _warn_of_large_unit(plans, config)
+    _warn_of_left_out(model, optimizer, routes.whole)
 
     residence.prepare(
         plans,
@@ -558,8 +579,10 @@ def _partition(
 _LARGE_BYTES: Final = 64 * 2**20
 
 
-def _warn_of_large_unit(plans: Sequence[UnitPlan]) -> None:
+def _warn_of_large_unit(plans: Sequence[UnitPlan], config: PartitionConfig) -> None:
     """Warn where sharding parameters saves little, since one unit has most of them."""
+    if config.units is not None or config.placements.params is not Placement.SHARDED:
+        return
     largest = max(plans, key=lambda plan: plan.num_bytes, default=None)
     num_bytes = sum(plan.num_bytes for plan in plans)
     if largest is None or largest.num_bytes <= max(_LARGE_BYTES, num_bytes // 2):
