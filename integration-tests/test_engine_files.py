@@ -158,12 +158,12 @@ def test_what_a_file_asks_for_and_another_was_passed_is_named(group: Group) -> N
     file = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "scheduler": {"type": "WarmupLR", "params": {}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
         "zero_optimization": {"stage": 2},
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    said = "optimizer, scheduler of the configuration: not used, as others were passed"
+    said = r"optimizer\.params\.lr, scheduler\.params\.warmup_num_steps: not used, as initialize"
     with pytest.warns(UserWarning, match=said):
         engine, made, *_ = zero_engine.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=file, group=group

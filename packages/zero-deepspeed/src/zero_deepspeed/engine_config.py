@@ -11,6 +11,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from zero_comm.logs import warn_user
 from zero_engine import ConfigError, ZeroConfig
 from zero_engine.engine import DynamicLossScale, EngineConfig, SourceRow, StaticLossScale
 from zero_engine.readers import AbstractReader
@@ -172,6 +173,8 @@ def config_of_engine(
     )
     if isinstance(settings.monitor, Monitoring):
         settings.monitor.check_packages()
+    passed = {"optimizer": optimizer is not None, "scheduler": lr_scheduler is not None}
+    _warn_of_unused(settings, [name for name, is_passed in passed.items() if is_passed])
     zero, precision = settings.zero, settings.zero.precision
     if zero.stage is Stage.THREE:
         zero = attrs.evolve(zero, state_dict="names")
@@ -180,6 +183,17 @@ def config_of_engine(
         precision = attrs.evolve(precision, cast_inputs=False)
         zero = attrs.evolve(zero, stage=stage, precision=precision)
     return attrs.evolve(settings, zero=zero)
+
+
+def _warn_of_unused(settings: EngineConfig, passed: Iterable[str]) -> None:
+    """Warn of values of the file's sections in whose place an object was passed."""
+    in_file = [row.key for row in settings.sources if row.origin == "file"]
+    unused = [path for name in passed for path in in_file if path.startswith(f"{name}.params.")]
+    if unused:
+        warn_user(
+            f"{', '.join(unused)}: not used, as initialize() was passed an optimizer or scheduler "
+            "in place of the file's; leave out what is not meant"
+        )
 
 
 def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from zero_comm import AnyRanks, Group, collective
-from zero_comm.logs import warn_user
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition import AS_IT_IS
 from zero_partition.plan import ranks_of, whole_of
@@ -130,7 +129,6 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         model.to(group.device)
     if model_parameters is None:
         model_parameters = [param for param in model.parameters() if param.requires_grad]
-    _warn_of_unused(settings, optimizer=optimizer, scheduler=lr_scheduler)
     made = _choose_optimizer(optimizer, model_parameters, settings)
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
@@ -233,15 +231,6 @@ def _as_engine_config(
             f"which is {expected}, got {chosen.train_batch_size}"
         )
     return chosen
-
-
-def _warn_of_unused(settings: EngineConfig, **given: Any) -> None:
-    unused = [each for each in given if given[each] is not None and getattr(settings, each)]
-    if unused:
-        warn_user(
-            f"initialize(): {', '.join(unused)} of the configuration: not used, as others were "
-            "passed; leave out what is not meant"
-        )
 
 
 def _choose_optimizer(
