@@ -279,15 +279,23 @@ def test_a_call_that_one_rank_makes_alone_is_named(
             dist.barrier()
 
 
+LONE_ROOTS = {"broadcast": {"src": 0}, "reduce": {"dst": 1}}
+
+
 @pytest.mark.cpu_only("torch's collectives end there, as the host does not wait for a device")
-def test_a_collective_of_torch_that_one_rank_calls_alone_is_named(group: Group) -> None:
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce"])
+def test_a_collective_of_torch_that_one_rank_calls_alone_is_named(
+    group: Group, call: str, sanitize: bool
+) -> None:
+    """Also on the rank that only sends."""
     group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
-    model, _ = _build(group, 3)
+    model, _ = parity.build_sharded(group, ZeroConfig(3, sanitize=sanitize), make=Experts)
     if group.rank == 0:
         with contextlib.suppress(RuntimeError):  # its peer ends
-            dist.all_reduce(torch.ones(1))
+            getattr(dist, call)(torch.ones(1), **LONE_ROOTS.get(call, {}))
     else:
-        text = r"all_reduce\(\), which must be called on all ranks, .*or all ranks call it, "
+        text = rf"{call}\(\), which must be called on all ranks, .*or all ranks call it, "
         with pytest.raises(DivergenceError, match=text):
             _loss(model, 0, group.rank, chosen=0).backward()
 

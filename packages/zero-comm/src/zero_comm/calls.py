@@ -24,8 +24,9 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 # off meanwhile.
 
 UNEVEN: Final = (
-    "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
-    "many batches, or backward_without_batch(model) and a step where one has none"
+    "if there is none, a rank was killed, as for lack of memory, or has ended while others go on "
+    "(uneven batches): let every rank run as many batches, or backward_without_batch(model) and a "
+    "step where one has none"
 )
 CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _CAUSES: Final = (
@@ -99,6 +100,11 @@ def in_call_of(thread: int) -> Iterator[None]:
         yield
     finally:
         del _CALLERS[own]
+
+
+def thread_behind(thread: int) -> int:
+    """Return the thread that waits for another one, as `in_call_of` says; else that one itself."""
+    return _CALLERS.get(thread, thread)
 
 
 def is_collective(call: str) -> bool:
@@ -200,10 +206,10 @@ def _torch_call(frame: FrameType) -> TorchCall | None:
     group = given.get("group") or dist.group.WORLD
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     # A rank that only sends may be done before the others. So a receiver needs the source only, and
-    # a sender needs no other rank.
-    if "group_src" in given:
+    # of a sender it is not known which of several receivers it waits for.
+    if "group_src" in given and len(ranks) > 2:
         ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
-    elif "group_dst" in given and given["group_dst"] != own:
+    elif given.get("group_dst", own) != own and len(ranks) > 2:
         ranks = []
     name, of = frame.f_code.co_name, frame.f_back
     while of is not None:

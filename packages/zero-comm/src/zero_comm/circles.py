@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from .calls import UNEVEN, advice, blocking_torch_call, by_all_ranks, collective_call, is_collective
+from .calls import (
+    UNEVEN,
+    advice,
+    blocking_torch_call,
+    by_all_ranks,
+    collective_call,
+    is_collective,
+    thread_behind,
+)
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
 
@@ -188,7 +196,7 @@ class CircleWatch(Watch):
                 # See NOTE(torch). The beat after the first that was read may have been written
                 # before this wait began; the one after that was not.
                 is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
-                is_main = thread == threading.main_thread().ident
+                is_main = thread_behind(thread) == threading.main_thread().ident
                 needs_us = is_now and is_main and dist.get_rank() in theirs.needs
                 return {**chain, peer: evolve(theirs, peer=rank)} if needs_us else {}
             if peer in chain:

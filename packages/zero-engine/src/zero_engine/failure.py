@@ -53,6 +53,10 @@ _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 _ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank \d+: [^;]*)")
 # What it says where a peer's process or program is over.
 _HAS_ENDED: Final = re.compile(r"(its process|(process|program) of rank \d+( \(\d+\))?) has ended")
+# What it says of a collective of torch's.
+_IN_TORCH: Final = re.compile(
+    r"rank (\d+) is in (torch\.distributed\.\S+\(\)), which must be called"
+)
 # What the sanitizer's errors say.
 _COMPARED: Final = "ranks disagree on the next collective"
 _CAME_APART: Final = re.compile(
@@ -167,7 +171,9 @@ def summary(folder: str | Path) -> str:
                 report.get("report", key)
             report["stacks"]
         except (Error, KeyError, ValueError) as error:
-            raise FileError(f"{path}: not a report, or not a whole one ({error})") from error
+            # Errors of configparser have several lines.
+            found_there = " ".join(str(error).split())
+            raise FileError(f"{path}: not a report, or not a whole one ({found_there})") from error
     if not found:
         got = "found none" if Path(folder).is_dir() else "there is no such folder"
         raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, {got}")
@@ -303,7 +309,8 @@ def _describe_lone(
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
     """Return a line that says which rank to look at first, and why."""
-    looks = (_own_error, _lines_apart, _lone_call, _ended_call, _missing, _awaited, _ahead)
+    looks = (_own_error, _lines_apart, _lone_call, _ended_call, _missing, _awaited)
+    looks += (_in_torch, _ahead)
     return next(filter(None, (look(reports, size) for look in looks)), "") or _no_rank(reports)
 
 
@@ -355,6 +362,20 @@ def _awaited(reports: Mapping[int, Report], size: int) -> str:
         if (peer := re.match(r"rank (\d+)", what)) and waits.get(int(peer[1])) == "no rank":
             return f"look at rank {peer[1]} first: rank {rank} waits for it, and it for no rank"
     return ""
+
+
+def _in_torch(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about a collective of torch's that an error names; "" if none."""
+    found = _IN_TORCH.search(_reasons(reports))
+    if found is None or (rank := int(found[1])) not in reports:
+        return ""
+    others = (f"rank {other} at {_place(each)}" for other, each in reports.items() if other != rank)
+    return (
+        f"look at rank {rank}, in {found[2]} at {_place(reports[rank])}, and {', '.join(others)}: "
+        "one makes this call, or a backward or step before it, more often than the other. The "
+        "usual causes are `if rank == 0:` around one of these, and uneven batches: "
+        "backward_without_batch(model) where a rank has none"
+    )
 
 
 def _ahead(reports: Mapping[int, Report], size: int) -> str:

@@ -390,10 +390,10 @@ def check_params_of(optimizer: torch.optim.Optimizer, known: Collection[int]) ->
             if id(param) not in known:
                 raise PartitionError(
                     f"param group {index} of the {type(optimizer).__name__}: parameter {position} "
-                    f"of shape {tuple(param.shape)} is not in the model; build the optimizer of "
-                    "parameters of the very model that is sharded, and add no others by "
-                    "add_param_group(). For one optimizer over two models, shard them as one: "
-                    "nn.ModuleList([first, second])"
+                    f"of shape {tuple(param.shape)} is not in the model, or came into it after "
+                    "shard(); build the optimizer of parameters of the very model that is sharded, "
+                    "and add modules before shard(), or after unshard(). For one optimizer over "
+                    "two models, shard them as one: nn.ModuleList([first, second])"
                 )
 
 
