@@ -335,6 +335,10 @@ def test_values_are_refused_between_init_and_shard(group: Group, how: str, tmp_p
         model.alias = nn.Parameter(model.down.weight)
         with zero_partition.Init.suspended():
             assert is_refused()
+        assert model.up.weight.norm().isfinite()
+    assert is_refused()
+    with zero_partition.Init.suspended():  # nothing to suspend
+        assert is_refused()
     assert is_refused()
     plain.alias = nn.Parameter(plain.down.weight.detach().clone())
     with torch.no_grad():

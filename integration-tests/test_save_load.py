@@ -144,6 +144,12 @@ def test_frozen_parameters_are_written_once(group: Group, tmp_path: Path) -> Non
     changed = zero_engine.save(tmp_path, model, optimizer, step=3)
     assert [file.stat().st_ino for file in sorted(changed.path.glob("frozen-*"))] != inodes[0]
     zero_engine.save(tmp_path, model, optimizer, step=4, exclude_frozen=True)
+    if group.rank == 0:
+        adapters = tmp_path / "adapter_model.safetensors"  # as in a Trainer's checkpoint
+        for said in ("export what was saved", f"The adapters are in {adapters}"):
+            with pytest.raises(FileError, match=rf"exclude_frozen=True.*{re.escape(said)}$"):
+                zero_engine.export(tmp_path, tmp_path / "out")
+            adapters.touch()
     again, its = _build(group)
     with torch.no_grad():
         zero_engine.set_full_param(again.frozen, torch.full_like(again.frozen, 7.0))

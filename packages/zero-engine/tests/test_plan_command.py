@@ -120,6 +120,7 @@ def test_what_cannot_be_is_a_line_on_stderr(zero, tmp_path: Path, capsys) -> Non
         ([*plan, "--layers", "0", "--hidden", "8"], "GPTSize.layers: expected int of at least 1"),
         ([*plan, "config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
         ([*plan, "nowhere"], "nowhere: cannot be read"),
+        ([*plan, "7b"], "for a number of parameters, --params 7b"),
         ([*plan, *SIZE, "--params-rest", "disk"], "expected --stage"),
         ([*plan, *SIZE, "--stage", "0", "--dtype", "bf16"], "use stage 1"),
         ([*plan, *SIZE, "--stage", "3", "--encode-params", "int7"], "int7"),

@@ -74,6 +74,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine:misspelt", 1, "got an unexpected keyword argument 'batch'; got 'build_model', "),
         ("mine:grouped", 1, "got multiple values for keyword argument 'group'"),
         ("nothing:same", 1, "No module named 'nothing'"),
+        ("tests/nothing.py:same", 1, "did you mean tests.nothing:same?"),
     ],
 )
 def test_the_status_says_what_differs(zero, function: str, status: int, said: str, capsys) -> None:

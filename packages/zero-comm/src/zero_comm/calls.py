@@ -85,7 +85,7 @@ def collective_call(thread: int | None = None) -> str:
         thread: Another one; the own when None.
     """
     asked = threading.get_ident() if thread is None else thread
-    if asked == (of := _CALLERS.get(asked, asked)) and thread is None:
+    if asked == (of := thread_behind(asked)) and thread is None:
         return _outermost(sys._getframe())
     with _frame_of(of) as frame:
         return _outermost(frame)

@@ -114,9 +114,9 @@ def _on_signal(*_: object) -> None:
 
 
 def _described(error: BaseException | None) -> str:
-    """Return type and message of the first error of ours, or of torch's collectives, that led here.
+    """Return type and message of the first error of ours or of torch's collectives; "" if none.
 
-    Or "", if there is none.
+    The first among this one and what led to it.
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:

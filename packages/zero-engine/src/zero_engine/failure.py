@@ -57,6 +57,12 @@ _HAS_ENDED: Final = re.compile(r"(its process|(process|program) of rank \d+( \(\
 _IN_TORCH: Final = re.compile(
     r"rank (\d+) is in (torch\.distributed\.\S+\(\)), which must be called"
 )
+# Why a rank may be ahead of another one.
+_UNEVEN: Final = "uneven batches: backward_without_batch(model) where a rank has none"
+_EITHER: Final = (
+    "one makes this call, or a backward or step before it, more often than the other. The usual "
+    f"causes are `if rank == 0:` around one of these, and {_UNEVEN}"
+)
 # What the sanitizer's errors say.
 _COMPARED: Final = "ranks disagree on the next collective"
 _CAME_APART: Final = re.compile(
@@ -292,15 +298,12 @@ def _describe_lone(
     if trains or (call in _OF_STEP and first in reports):
         return (
             f"look at {alone}, in {call} at {place}, and at {rest}, at {_place(reports[first])}: "
-            "one makes this call, or a backward or step before it, more often than the other. The "
-            "usual causes are `if rank == 0:` around one of these, and uneven batches: "
-            "backward_without_batch(model) where a rank has none"
+            f"{_EITHER}"
         )
     line = (
         f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
         "must make this call, after the same number of backwards and steps; the usual causes are "
-        "`if rank == 0:` around it, or around a backward or step before it, and uneven batches: "
-        "backward_without_batch(model) where a rank has none"
+        f"`if rank == 0:` around it, or around a backward or step before it, and {_UNEVEN}"
     )
     if first not in reports:
         return f"{line}. If {rest} was killed before it made the call, look there"
@@ -372,40 +375,33 @@ def _in_torch(reports: Mapping[int, Report], size: int) -> str:
     others = (f"rank {other} at {_place(each)}" for other, each in reports.items() if other != rank)
     return (
         f"look at rank {rank}, in {found[2]} at {_place(reports[rank])}, and {', '.join(others)}: "
-        "one makes this call, or a backward or step before it, more often than the other. The "
-        "usual causes are `if rank == 0:` around one of these, and uneven batches: "
-        "backward_without_batch(model) where a rank has none"
+        f"{_EITHER}"
     )
 
 
 def _ahead(reports: Mapping[int, Report], size: int) -> str:
     """Return a line about a rank that has begun a backward more than another; "" if none."""
     begun = {
-        report.getint("schedule", _BACKWARDS, fallback=0): rank for rank, report in reports.items()
+        rank: report.getint("schedule", _BACKWARDS)
+        for rank, report in sorted(reports.items())
+        if report.has_option("schedule", _BACKWARDS)
     }
-    if len(begun) > 1:
-        (less, last), (more, rank) = min(begun.items()), max(begun.items())
-        return (
-            f"look at rank {rank}, at {_place(reports[rank])}, and rank {last}, at "
-            f"{_place(reports[last])}: since the last update they have begun {more} and {less} "
-            "backwards. The usual causes are a step that one rank skips (`continue`), `if rank == "
-            "0:` around a backward or step, and uneven batches: backward_without_batch(model) "
-            "where a rank has none"
-        )
-    launched = {rank: _launches(report) for rank, report in sorted(reports.items())}
-    counts = {rank: max(found, default=0) for rank, found in launched.items()}
-    last = min(counts, key=counts.__getitem__)
-    for rank, found in launched.items():
-        more = (what for number, what in found.items() if number > counts[last])
-        if any(what.startswith(_OF_BACKWARD) for what in more):
-            one, other = _place(reports[rank]), _place(reports[last])
-            return (
-                f"look at rank {rank}, at {one}, and rank {last}, at {other}: the first began a "
-                "backward or step more. The usual causes are uneven batches: "
-                "backward_without_batch(model) where a rank has none; and `if rank == 0:` around a "
-                "backward or step"
-            )
-    return ""
+    launched = {rank: max(_launches(report), default=0) for rank, report in reports.items()}
+    is_known = len({*begun.values()}) > 1
+    counts = begun if is_known else launched
+    rank, last = (pick(counts, key=counts.__getitem__) for pick in (max, min))
+    more = (what for n, what in _launches(reports[rank]).items() if n > launched[last])
+    if not is_known and not any(what.startswith(_OF_BACKWARD) for what in more):
+        return ""
+    said = "a backward or step more"
+    if is_known:
+        said = f"{begun[rank]} backwards since the last update, the other {begun[last]}"
+    return (
+        f"look at rank {rank}, at {_place(reports[rank])}, and rank {last}, at "
+        f"{_place(reports[last])}: the first has begun {said}. If the other is not only late, the "
+        "usual causes are a step that one rank skips (`continue`), `if rank == 0:` around a "
+        f"backward or step, and {_UNEVEN}"
+    )
 
 
 def _no_rank(reports: Mapping[int, Report]) -> str:

@@ -290,7 +290,8 @@ class Init:
             yield
         finally:
             CURRENT.reset(token)
-            allow_uses()
+            if CURRENT.get() is not None:
+                allow_uses()
 
     def _finish(self) -> None:
         """Shard all that is whole. Collective."""

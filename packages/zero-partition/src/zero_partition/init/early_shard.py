@@ -143,7 +143,9 @@ class EarlyShard:
     def forbid_use(self) -> None:
         """Let uses of the parameter's values raise, until `allow_use`."""
         param = self._param()
-        if param is None or self._own_type is not None or self.is_gathered:
+        is_done = self._own_type is not None or self.is_gathered
+        # An empty one has no values, and no address by which `allow_uses` would find it.
+        if param is None or is_done or not param.numel():
             return
         own_type = type(param)
         # Where Python cannot change the class, uses read NaN.
