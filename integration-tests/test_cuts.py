@@ -278,7 +278,7 @@ def test_what_a_trial_does_not_see_is_refused_with_the_reason(group: Group) -> N
     by_columns = torch.optim.SGD(model.parameters(), lr=0.1)
     by_columns.state[model.embed.weight]["columns"] = torch.zeros(1, parity.WIDTH)
     for optimizer, says in (
-        (chain, r"a LBFGS keeps parameters in its attribute '_params'"),
+        (chain, r"LBFGS keeps parameters in its attribute '_params'"),
         (by_columns, r"'embed\.weight': optimizer state 'columns' has shape \(1, 6\)"),
     ):
         with pytest.raises(PartitionError, match=says):

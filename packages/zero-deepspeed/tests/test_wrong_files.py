@@ -169,7 +169,11 @@ def test_a_slip_of_the_pen_is_met_in_its_own_section() -> None:
 
 TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and as base64
     "{": (FileError, "ds.json.*expected JSON", "base64 'ew==': expected JSON"),
-    "[1]": (FileError, "ds.json.*expected an object", "'WzFd': expected a readable JSON file"),
+    "[1]": (
+        FileError,
+        "ds.json.*expected an object",
+        "'WzFd': expected a JSON file, which cannot be read",
+    ),
     '{"a": \xff}': (FileError, "ds.json.*expected JSON", "base64 .*: expected JSON"),
     '{"fp16": {"enabled": true, "enabled": false}}': (
         ConfigError,

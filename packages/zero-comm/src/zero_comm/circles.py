@@ -208,8 +208,7 @@ class CircleWatch(Watch):
         launch, purpose = wait.launch, wait.launch.purpose
         key, peer = self.counted_as(launch.key), self.in_scope(wait.peer)
         call, launched = collective_call(thread), self.launched()
-        doing = call if call and purpose.what == launch.operation else purpose.what
-        what = (doing, launch.recorded.size, purpose.remedy)
+        what = (launch.doing(call), launch.recorded.size, purpose.remedy)
         where = (*what, key, launch.number, peer, launched, call)
         return _Position(*where, called=self.scope.called)
 

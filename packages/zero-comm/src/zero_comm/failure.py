@@ -79,6 +79,19 @@ def install(model: Any, group: Group, write: Write) -> None:
         _listen(write)
 
 
+def how_to_ask() -> str:
+    """Return the command that makes each rank of this host write a report, to end a warning.
+
+    Local. "" if this process writes none at a signal, or if torchrun has not started it: the signal
+    would end other processes.
+    """
+    is_ready = _process == os.getpid() and signal.getsignal(signal.SIGUSR1) is _on_signal
+    if not is_ready or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    folder = shlex.quote(str(Path(os.environ.get(SWITCH) or ".").absolute()))
+    return f"; for reports: pkill -USR1 -P {os.getppid()}; zero report {folder}"
+
+
 def started() -> float:
     """Return when this process was started, in seconds since the epoch. Local.
 

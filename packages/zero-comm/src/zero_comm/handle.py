@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from attrs import define, field
 
-from .calls import causes, within
+from .calls import causes, collective_call, within
 from .errors import CommError
 from .watch import Launch, Wait
 
@@ -97,9 +97,9 @@ def fail(what: str, error: Exception, launch: Launch | None, peer: int) -> NoRet
         # The backend's error follows from what was found.
         raise told from None
     blame = "" if peer < 0 else launch.watch.blame(peer)
-    raise CommError(
-        f"{launch.operation}: {what} (rank {launch.watch.scope.rank}): {blame}{causes()} {backend}"
-    ) from error
+    doing, rank = launch.doing(collective_call()), launch.watch.scope.rank
+    # The backend's traceback would come first, and says nothing that this does not.
+    raise CommError(f"{doing}: {what} (rank {rank}): {blame}{causes()} {backend}") from None
 
 
 def _is_last(_: float | None) -> bool:

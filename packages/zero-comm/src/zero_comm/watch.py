@@ -113,6 +113,11 @@ class Launch:
         """Purpose of it, as errors say."""
         return self.recorded.purpose
 
+    def doing(self, call: str) -> str:
+        """Return the words of its purpose; where it has none, the user's call if there is one."""
+        what = self.purpose.what
+        return call if call and what == self.operation else what
+
 
 @frozen(eq=False)
 class Wait:
@@ -383,10 +388,13 @@ class Watch(ABC):
         waited_s = time.monotonic() - since
         if waited_s > _PATIENCES_OF_USER * self.patience_s and self._told_user_of != since:
             self._told_user_of = since
+            # It needs modules that need this one.
+            from .failure import how_to_ask  # noqa: PLC0415
+
             _LOG.warning(
                 "zero_comm: rank %d has waited %.0f s for %s in %s; that rank computes, or waits "
-                "for something else than a collective of this library",
-                *(self.scope.rank, waited_s, whom, what),
+                "for something else than a collective of this library%s",
+                *(self.scope.rank, waited_s, whom, what, how_to_ask()),
             )
 
     def _diverge(self, text: str) -> None:

@@ -96,6 +96,7 @@ def shard(
         chosen = _as_one(model, optimizer, config)
     # `Group.of` says so.
     is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    file = "; for a file of DeepSpeed's, ZeroConfig.from_deepspeed() or initialize()"
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", chosen, torch.optim.Optimizer | None),
@@ -106,8 +107,7 @@ def shard(
             expected = getattr(kind, "__name__", str(kind))
             raise ConfigError(
                 f"shard(): expected {name} to be a {expected}, got {shown(value)}; call "
-                "shard(model, optimizer, ZeroConfig(stage=3)); for a configuration of DeepSpeed's, "
-                "ZeroConfig.from_deepspeed() or initialize()"
+                f"shard(model, optimizer, ZeroConfig(stage=3)){file if name == 'config' else ''}"
             )
     if group is None:
         group = default_group(model, timeout_s=config.timeout_s)

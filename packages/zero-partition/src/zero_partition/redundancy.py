@@ -300,7 +300,7 @@ def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimi
     attribute = attribute_with_params(own, {id(param) for *_, param in params})
     if attribute is not None:
         raise PartitionError(
-            f"a {kind} keeps parameters in its attribute {attribute!r}, outside param_groups: it "
+            f"{kind} keeps parameters in its attribute {attribute!r}, outside param_groups: it "
             "updates all of them together (one search for the length of the step, say), and "
             "each rank would have only some; use it unsharded, or an optimizer that treats "
             "parameters one by one"
@@ -314,7 +314,7 @@ def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimi
     reason = find_cuts(own, samples, must_be_tried=False) if samples else None
     if isinstance(reason, str):
         raise PartitionError(
-            f"a {kind} does not treat parameters one by one: {reason}. Use it unsharded; or, if "
+            f"{kind} does not treat parameters one by one: {reason}. Use it unsharded; or, if "
             f"you know better, say so by its attribute: {kind}.needs_cut = 'tensor'"
         )
 

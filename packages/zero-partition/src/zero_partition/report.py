@@ -61,14 +61,19 @@ class MemoryReport:
     disk_bytes: int
 
     def __str__(self) -> str:
-        """Return a line for each kind that there is, in MiB (2^20 bytes), and their sum."""
+        """Return a line for each kind that there is, and their sum.
+
+        In MiB (2^20 bytes), or in KiB if there is less than one.
+        """
         kinds = {
             name.removesuffix("_bytes"): value
             for name, value in asdict(self).items()
             if name.endswith("_bytes") and value
         }
-        lines = [f"{kind:<12}{value / 2**20:>12,.3f} MiB" for kind, value in kinds.items()]
-        return "\n".join([*lines, f"{'on device':<12}{self.total_bytes / 2**20:>12,.3f} MiB"])
+        kinds["on device"] = self.total_bytes
+        size, unit = (2**20, "MiB") if max(kinds.values()) >= 2**20 else (2**10, "KiB")
+        lines = (f"{kind:<12}{value / size:>12,.3f} {unit}" for kind, value in kinds.items())
+        return "\n".join(lines)
 
     @property
     def model_state_bytes(self) -> int:

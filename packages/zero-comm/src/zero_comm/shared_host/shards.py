@@ -178,10 +178,19 @@ class SharedShards:
         """Return whether this rank is between `begin_write` and `end_write`."""
         return self._is_writing
 
-    def begin_write(self, *, timeout_s: float | None = None) -> None:
+    def begin_write(
+        self,
+        doing: str = "writing to the weights (optimizer.step())",
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Wait until no peer reads this version any more. Collective.
 
         Called again before `end_write`, it does nothing.
+
+        Args:
+            doing: What it is for, in the words of an error.
+            timeout_s: The longest wait, in seconds; the group's own when None.
 
         Raises:
             CommError: A peer ended, or does not begin its write in time.
@@ -190,7 +199,7 @@ class SharedShards:
             return
         self._memory.fence()
         self._words[_CLOSED] = self._version
-        self._take_turn(_CLOSED, "writing to the weights (optimizer.step())")
+        self._take_turn(_CLOSED, doing)
         for rank in self._addresses:
             self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)
         self._is_writing = True

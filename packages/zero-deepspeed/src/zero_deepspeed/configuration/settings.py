@@ -128,7 +128,7 @@ def _load(source: Source) -> Mapping[str, Any]:
         loaded = json.loads(content.decode(), object_pairs_hook=_as_dict)
     except OSError as error:
         raise FileError(
-            f"{where}: expected a readable JSON file, got {error.strerror or error}"
+            f"{where}: expected a JSON file, which cannot be read: {error.strerror or error}"
         ) from error
     except (ValueError, RecursionError) as error:
         # Undecodable bytes are a ValueError, too.
@@ -297,7 +297,8 @@ def _unresolved(settings: Sequence[Setting]) -> ConfigError:
     answers = ", ".join(f'"{path}": ...' for path in paths)
     likewise = f", as of {', '.join(others)}" if others else ""
     return ConfigError(
-        f'{first}: expected a value for "auto", got none{likewise}; pass {model}auto={{{answers}}}'
+        f'{first}: expected a value for "auto", got none{likewise}; pass {model}auto={{{answers}}} '
+        "to initialize() or ZeroConfig.from_deepspeed()"
     )
 
 

@@ -129,10 +129,11 @@ class LoadReport:
 
     def __str__(self) -> str:
         anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
+        rngs = "" if self.restores_rngs else "; random states are not restored"
         rest = "".join(f"; not loaded: {each} (pass {each}=)" for each in self.not_loaded)
         return (
             f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "
-            f"bytes, of step {self.step} from {self.path}{anew}{rest}"
+            f"bytes, of step {self.step} from {self.path}{anew}{rngs}{rest}"
         )
 
 

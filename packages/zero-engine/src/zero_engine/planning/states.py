@@ -94,9 +94,15 @@ class StatesPlan:
             "whole or divided evenly as the stage says, at stage 1 gradients both whole and "
             f"divided{given}. Not in it are units that stages 2 and 3 gather or reduce, "
             f"{'' if activations else 'activations, '}and what the optimizer's step and libraries "
-            f"take{left}.\n"
-            "For units, offload and traffic pass a config.json, or --layers and --hidden."
+            f"take{left}."
         )
+        more = []
+        if device is None:
+            more.append("--device-memory 80 to see what fits in 80 GiB")
+        if self.dtypes == "fp32":
+            more.append("--dtype bf16 for 16-bit parameters with fp32 masters")
+        more.append("a config.json, or --layers and --hidden, for units, offload and traffic")
+        lines.append(f"Add {'; '.join(more)}.")
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
         heading = f"{self.numel:,} parameters, {self.optimizer}, {self.dtypes}, {ranks}"
         table = as_table(rows, headers=headers, disable_numparse=True)

@@ -598,7 +598,7 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if [version_of(param) for param in params] != versions:
         kind = type(optimizer).__name__
         raise PartitionError(
-            f"a {kind} was tried, to see whether it can work on shards, and its copy wrote to "
+            f"{kind} was tried, to see whether it can work on shards, and its copy wrote to "
             "parameters of the model, which it must keep outside of param_groups; say what it "
             f"needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
         )
@@ -696,14 +696,14 @@ def _choose_for(
                 trusted = need
             if not cut.keeps(need, param.shape):
                 raise PartitionError(
-                    f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
+                    f"parameter {name!r} of shape {tuple(param.shape)}: {kind} needs "
                     f"the cut {str(need)!r}, and would train differently on shards cut "
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
     if trusted is not None and _calls_closure(optimizer):
         _LOG.warning(
-            "a %s says needs_cut=%r and is taken at its word, but its step evaluates the loss by a "
+            "%s says needs_cut=%r and is taken at its word, but its step evaluates the loss by a "
             "closure, at points that may depend on all parameters at once, as SAM's do: on shards "
             "it would train something else. Use stage 0 then",
             *(kind, str(trusted)),
@@ -711,14 +711,14 @@ def _choose_for(
     found = find_cuts(optimizer, [sample for _, sample in samples]) if samples else {}
     if isinstance(found, str):
         raise PartitionError(
-            f"a {kind} cannot work on shards: {found}. Stage 0 takes any optimizer that steps by "
+            f"{kind} cannot work on shards: {found}. Stage 0 takes any optimizer that steps by "
             "averaged gradients, or by a closure, of a model without DTensors; if you know better, "
             f"say so by its attribute: {kind}.needs_cut = 'flat', 'row', 'block(k)' or 'tensor'"
         )
     for key, sample in samples:
         cuts[key] = found[sample.kind]
     how = "a trial on small tensors went well" if samples else "what it needs is known"
-    _LOG.debug("cuts for a %s: %s", kind, how)
+    _LOG.debug("cuts for %s: %s", kind, how)
     for cut in dict.fromkeys(map(str, found.values())):
         if cut != "flat":
             of_cut = [sample for _, sample in samples if str(found[sample.kind]) == cut]

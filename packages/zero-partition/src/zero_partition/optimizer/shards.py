@@ -414,7 +414,7 @@ def check_optimizer(
         # LOMO has this method (arXiv 2306.09782).
         if callable(getattr(member, "fused_backward", None)):
             raise PartitionError(
-                f"a {type(member).__name__} updates parameters within backward, by each rank's own "
+                f"{type(member).__name__} updates parameters within backward, by each rank's own "
                 "gradients; to train with little memory use stage 3, or offload state and "
                 "parameters to the host: ZeroConfig(stage=3, offload=Offload(optimizer='host', "
                 "params='host'))"
@@ -423,7 +423,7 @@ def check_optimizer(
         attribute = attribute_with_params(member, known)
         if attribute is not None:
             raise PartitionError(
-                f"a {type(member).__name__} keeps parameters in its attribute {attribute!r}, "
+                f"{type(member).__name__} keeps parameters in its attribute {attribute!r}, "
                 "outside param_groups, and would go on updating the unsharded ones; use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
                 "needs whole tensors and finds them in param_groups (Muon, Adafactor). Stage 0 "

@@ -16,6 +16,7 @@ from weakref import ReferenceType, ref
 import torch
 from attrs import define
 from torch import Tensor, nn
+from zero_comm.calls import collective_call
 
 from zero_partition.chained import SeparateOptimizers, members_of
 from zero_partition.dtensors import local_of, localized
@@ -689,8 +690,9 @@ def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> Sh
     else:
         sharded = find_sharded(model_or_optimizer)
     if sharded is None:
+        call = collective_call()
         raise StateError(
-            f"expected a model or optimizer that was sharded, got a "
+            f"{call + ': ' if call else ''}expected a model or optimizer that was sharded, got a "
             f"{type(model_or_optimizer).__name__} that was not; call zero_engine.shard() first, "
             "and pass the model that it was given"
         )

@@ -73,7 +73,7 @@ def offload_states(
                 sharded.residence.offload.drop_views()
             # From here on, no peer reads our shards.
             if sharded.exposure is not None:
-                sharded.exposure.begin_write()
+                sharded.exposure.begin_write("offload_states()")
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             if StateKind.MASTERS in kinds and StateKind.PARAMS not in kinds:
                 for store in _rounded(sharded):

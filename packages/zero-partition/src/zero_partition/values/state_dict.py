@@ -115,7 +115,7 @@ def gather_state_dict(
         unit.reshard()
     # No rank leaves before rank 0 has read its shards.
     if sharded.exposure is not None:
-        sharded.exposure.begin_write()
+        sharded.exposure.begin_write("full_state_dict(), until rank 0 has read all shards")
         sharded.exposure.end_write()
     if not is_first:
         return {}
