@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import pytest
 import scripts
 import torch
@@ -225,6 +226,30 @@ EXPLAINING: Final = [
     ),
     *sorted(ROOT / page for name in ("how", "guides") for page in ROOT.glob(f"docs/{name}/*.md")),
 ]
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [
+        ("settings.md", zero_engine.ZeroConfig),
+        ("guides/precision.md", zero_engine.Precision),
+        ("guides/offload.md", zero_engine.Offload),
+        ("guides/networks.md", zero_engine.Wire),
+    ],
+)
+def test_a_table_of_settings_has_each_with_its_default(page: str, kind: type) -> None:
+    """A row starts with the setting; where a table has defaults, they come second."""
+    text = (ROOT / "docs" / page).read_text()
+    rows = re.findall(r"^\| `(\w+)(?:=[^`]*)?` \| ([^|]*) \|", text, re.M)
+    said = {name: cell.strip("` ") for name, cell in rows}
+    settings = {each.name: each.default for each in attrs.fields(kind)}
+    assert said.keys() >= settings.keys()
+    has_defaults = "| default |" in text
+    for name, default in settings.items():
+        is_value = re.fullmatch(r"None|True|False|\d+|\"\w+\"", said[name])
+        if has_defaults and is_value:
+            value = default.factory() if isinstance(default, attrs.Factory) else default
+            assert ast.literal_eval(said[name]) == value, name
 
 
 # They send nothing, but ranks that differ in them are no longer equal.

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from zero_comm import (
     broadcast_flat,
     reduce_scatter_flat,
 )
+from zero_comm.logs import how_to_ask, on_report_signal
 from zero_comm.shared_host.process_memory import SWITCH
 from zero_comm.testing import equal, rely_on
 from zero_comm.watch import Wait, Watch
@@ -347,6 +349,24 @@ def test_a_wait_of_many_patiences_is_told_once(ranks) -> None:
     assert len(told) == 1
     assert "rank 0 has waited 1 s for rank 1 in fetching apples;" in told[0]
     assert not nothing
+
+
+def test_a_warning_says_how_to_ask_for_reports_only_where_ranks_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal ends a process that has no handler, and torchrun's children are the ranks."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("ZERO_REPORT", "/some folder")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        assert how_to_ask() == ""
+        signal.signal(signal.SIGUSR1, on_report_signal)
+        assert how_to_ask().endswith(f"pkill -USR1 -P {os.getppid()}; zero report '/some folder'")
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        assert how_to_ask() == ""
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _be_very_slow(group: Group) -> list[str]:

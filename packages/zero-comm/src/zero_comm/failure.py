@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from .group import Group
 from .handle import Message
-from .logs import PACKAGES, rank_of_job
+from .logs import PACKAGES, REPORT_SWITCH, on_report_signal, rank_of_job
 from .shared_host.peer_memory import PeerTransfer
 from .watch import Launch
 
@@ -26,7 +26,6 @@ from .watch import Launch
 # while that thread waits in C, as in gloo. But the signal's number is written to the wakeup fd at
 # once, and a thread reads it. A forked process has no such thread and writes no reports.
 
-SWITCH: Final = "ZERO_REPORT"
 # The reason of a report that the signal asks for.
 ASKED: Final = "SIGUSR1"
 # What follows the type of an error of torch's in a report's reason.
@@ -49,7 +48,7 @@ def install(model: Any, group: Group, write: Write) -> None:
         write: Called with the file to write, why (in words, then a traceback), and all models.
     """
     global _process
-    if os.environ.get(SWITCH) == "off":
+    if os.environ.get(REPORT_SWITCH) == "off":
         return
     before, _process = _process, os.getpid()
     _MODELS[model] = group
@@ -79,19 +78,6 @@ def install(model: Any, group: Group, write: Write) -> None:
         _listen(write)
 
 
-def how_to_ask() -> str:
-    """Return the command that makes each rank of this host write a report, to end a warning.
-
-    Local. "" if this process writes none at a signal, or if torchrun has not started it: the signal
-    would end other processes.
-    """
-    is_ready = _process == os.getpid() and signal.getsignal(signal.SIGUSR1) is _on_signal
-    if not is_ready or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    folder = shlex.quote(str(Path(os.environ.get(SWITCH) or ".").absolute()))
-    return f"; for reports: pkill -USR1 -P {os.getppid()}; zero report {folder}"
-
-
 def started() -> float:
     """Return when this process was started, in seconds since the epoch. Local.
 
@@ -110,20 +96,16 @@ def _listen(write: Write) -> None:
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    signal.signal(signal.SIGUSR1, _on_signal)
+    signal.signal(signal.SIGUSR1, on_report_signal)
 
     def serve() -> None:
         while True:
             # Numbers of all signals that have a handler in Python arrive here.
             numbers = os.read(reads, 64)
-            if signal.SIGUSR1 in numbers and signal.getsignal(signal.SIGUSR1) is _on_signal:
+            if signal.SIGUSR1 in numbers and signal.getsignal(signal.SIGUSR1) is on_report_signal:
                 _report(ASKED, write)
 
     threading.Thread(target=serve, name="zero report", daemon=True).start()
-
-
-def _on_signal(*_: object) -> None:
-    """The thread has read of it; see NOTE(signal)."""
 
 
 def _described(error: BaseException | None) -> str:
@@ -149,7 +131,7 @@ def _is_of_torch(error: BaseException) -> bool:
 
 def _report(why: str, write: Write) -> Path | None:
     """Write a report; return its path, None if this process writes none."""
-    path = Path(os.environ.get(SWITCH) or ".") / f"zero-report-rank{rank_of_job()}.txt"
+    path = Path(os.environ.get(REPORT_SWITCH) or ".") / f"zero-report-rank{rank_of_job()}.txt"
     try:
         if _process == os.getpid():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import signal
 import sys
 import warnings
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -14,6 +17,8 @@ import torch.distributed as dist
 from .errors import CommError
 
 SWITCH: Final = "ZERO_LOG"
+# Folder of reports, or "off".
+REPORT_SWITCH: Final = "ZERO_REPORT"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 PACKAGES: Final = (
     *("zero_comm", "zero_partition", "zero_offload", "zero_ckpt", "zero_engine", "zero_deepspeed"),
@@ -66,6 +71,23 @@ def _is_of_library(frame: FrameType) -> bool:
 def rank_of_job() -> int | str:
     """This process's rank, as far as it is known."""
     return dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+
+
+def on_report_signal(*_: object) -> None:
+    """Handler of SIGUSR1 where a thread reads of the signal and writes a report; see `failure`."""
+
+
+def how_to_ask() -> str:
+    """Return the command that makes each rank of this host write a report, to end a warning.
+
+    Local. "" if this process writes none at a signal, or if torchrun has not started it: the signal
+    would end other processes.
+    """
+    is_ready = signal.getsignal(signal.SIGUSR1) is on_report_signal
+    if not is_ready or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    folder = shlex.quote(str(Path(os.environ.get(REPORT_SWITCH) or ".").absolute()))
+    return f"; for reports: pkill -USR1 -P {os.getppid()}; zero report {folder}"
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from attrs import define, evolve, field, frozen
 
 from .errors import DivergenceError
+from .logs import how_to_ask
 from .torch_private import default_store
 
 PATIENCE_S: Final = 3.0
@@ -388,9 +389,6 @@ class Watch(ABC):
         waited_s = time.monotonic() - since
         if waited_s > _PATIENCES_OF_USER * self.patience_s and self._told_user_of != since:
             self._told_user_of = since
-            # It needs modules that need this one.
-            from .failure import how_to_ask  # noqa: PLC0415
-
             _LOG.warning(
                 "zero_comm: rank %d has waited %.0f s for %s in %s; that rank computes, or waits "
                 "for something else than a collective of this library%s",
