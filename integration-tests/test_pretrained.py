@@ -162,6 +162,10 @@ WRONG: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
     ),
     (lambda w: w.update({"a": torch.ones(1), "b": torch.ones(1)}), "unexpected: 'a', 'b'"),
     (
+        lambda w: w.update({f"x{i}": torch.ones(1) for i in range(20)}),
+        r"unexpected: 'x0', .*'x15', and 12 more$",
+    ),
+    (
         lambda w: w.update({"scale": torch.ones(1), "half.bias": torch.ones(4)}),
         r"'half\.bias': expected shape \(3,\), got \(4,\)",
     ),

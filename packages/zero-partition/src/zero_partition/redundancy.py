@@ -28,6 +28,7 @@ from zero_comm import (
 from zero_partition.optimizer.needs import Sample, find_cuts, need_of, states_after_step
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ALIGN_BYTES, FlatLayout, Span, give_whole, in_batches
+from zero_partition.plan.stages import shown_all
 
 from .chained import attribute_with_params, options_of
 from .dtensors import is_dtensor
@@ -256,7 +257,7 @@ def check_state(
     if left:
         problems.append(f"state of parameters {list(left)}, which are in no param group")
     if problems:
-        raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
+        raise LoadError(f"cannot load, and nothing was written: {shown_all(problems)}")
 
 
 def _numbers_in(state_dict: Mapping[str, Any]) -> list[Any]:

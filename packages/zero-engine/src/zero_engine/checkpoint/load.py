@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from torch import nn
 from zero_comm import AgreementError, AnyRanks, CommError, Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage, StateError
+from zero_partition.plan import shown_all
 from zero_partition.seams import (
     AbstractRangeReader,
     ShardedModel,
@@ -86,7 +87,7 @@ def stop_unless_it_fits(
     def look() -> None:
         if problems:
             raise LoadError(
-                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
+                f"{path}: cannot be loaded, and nothing was written: {shown_all(problems)}"
             )
 
     try:

@@ -36,6 +36,7 @@ from zero_partition.plan.stages import (
     names_fields,
     nearest,
     shown,
+    shown_all,
 )
 from zero_partition.plan.wire import Routes, ranks_of, whole_of, wire_of
 
@@ -68,6 +69,7 @@ __all__ = [
     "plan_gathers",
     "ranks_of",
     "shown",
+    "shown_all",
     "whole_of",
     "wire_of",
 ]

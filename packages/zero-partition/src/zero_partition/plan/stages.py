@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, IntEnum
 from typing import Any, Final, TypeVar
 
@@ -99,6 +99,7 @@ def check_names(
 
 
 _LONGEST: Final = 60  # characters of a value in an error
+_MOST: Final = 8  # texts of a list in an error
 
 
 def shown(value: object) -> str:
@@ -106,6 +107,14 @@ def shown(value: object) -> str:
     text = repr(value)
     is_short = len(text) <= _LONGEST and "\n" not in text
     return text if is_short else f"a value of type {type(value).__name__}"
+
+
+def shown_all(texts: Sequence[str], *, separator: str = "; ") -> str:
+    """Return texts as an error lists them: the first of them, and how many more there are."""
+    rest = len(texts) - _MOST
+    # A text is as short as the words that would stand for it.
+    shown_ones = [*texts[:_MOST], f"and {rest} more"] if rest > 1 else texts
+    return separator.join(shown_ones)
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:

@@ -31,6 +31,7 @@ from zero_partition.optimizer.shards import (
     part_of_entry,
 )
 from zero_partition.plan.layout import Span
+from zero_partition.plan.stages import shown_all
 from zero_partition.plan.wire import whole_of
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ModelPhase, ParamRef, ShardedModel, find_param_ref
@@ -210,7 +211,11 @@ def _fill(targets: Iterable[Target]) -> None:
 
 def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     kinds = (("missing", missing), ("unexpected", unexpected))
-    found = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
+    found = [
+        f"{kind}: {shown_all([*map(repr, names)], separator=', ')}"
+        for kind, names in kinds
+        if names
+    ]
     if not found:
         return found
     of_source, of_model = _prefix(unexpected, missing), _prefix(missing, unexpected)
@@ -584,7 +589,7 @@ def load_ranges(
     try:
         check_agreement(facts, group=group, timeout_s=timeout_s)
         if problems:
-            raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
+            raise LoadError(f"cannot load, and nothing was written: {shown_all(problems)}")
     except BaseException:
         load.give_up()
         raise

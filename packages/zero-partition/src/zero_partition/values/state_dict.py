@@ -43,7 +43,7 @@ from zero_partition.nested import (
 )
 from zero_partition.optimizer.shards import check_params_of, leave_state, watch_state
 from zero_partition.plan.layout import Span
-from zero_partition.plan.stages import Placement
+from zero_partition.plan.stages import Placement, shown_all
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import (
     ModelPhase,
@@ -599,7 +599,7 @@ def _load(
     by_rank = all_gather_json(list(planned.problems), group=group, timeout_s=_TIMEOUT_S)
     if problems := list(dict.fromkeys(chain.from_iterable(by_rank))):
         raise LoadError(
-            f"{what}: cannot be loaded, and nothing was written: {'; '.join(problems)} (seen on "
+            f"{what}: cannot be loaded, and nothing was written: {shown_all(problems)} (seen on "
             f"rank {group.rank})"
         )
     needed = {id(reader): span for reader, span in planned.spans()}
@@ -631,7 +631,7 @@ def _plan(
         part = given[member]
         if not {"state", "param_groups"} <= part.keys():
             raise LoadError(
-                f"{what}: expected what the state_dict() of a {type(member).__name__} gives, with "
+                f"{what}: expected what the state_dict() of {type(member).__name__} gives, with "
                 f"'state' and 'param_groups', got {sorted(map(str, part))}; "
                 "full_optimizer_state_dict(model) gives it on rank 0"
             )
