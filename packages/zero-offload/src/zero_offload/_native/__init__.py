@@ -84,7 +84,7 @@ class NativeStatus:
         if self.reason:
             lines.append(f"  because {self.reason}")
         lines += [f"  {self.stale}"] if self.stale else []
-        lines += [f"  not {name}: {why}" for name, why in self.others.items()]
+        lines += [f"  {name}: not in use, {why}" for name, why in self.others.items()]
         built = "none" if self.cuda_reason else "built, for FusedAdam on CUDA devices"
         lines.append(f"CUDA kernels: {built}")
         lines += [f"  because {self.cuda_reason}"] if self.cuda_reason else []
@@ -153,7 +153,7 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[AdamKernels | None
             chosen = found.with_isa(isa or found.isas[-1])
             slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
             others = {
-                name: slower if name in found.isas else "this processor has it not"
+                name: slower if name in found.isas else "this processor lacks it"
                 for name in reversed(ISAS)
                 if name != chosen.isa
             }
