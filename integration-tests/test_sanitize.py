@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from zero_ckpt import checkpoint
 from zero_comm import AgreementError, Group, all_gather_flat
 from zero_comm.failure import describe_launches
-from zero_engine import Offload, Precision
+from zero_engine import Offload, Precision, clip_grad_norm_
 from zero_offload import StoreError, TornStepError
 from zero_partition import GatheredParameters, Wire
 from zero_partition.seams import SanitizerError, offload_states, reload_states, require_sharded
@@ -327,6 +328,27 @@ def test_a_part_of_a_step_that_one_rank_makes_alone_is_found(
     assert len(compared) > 1 or not group.backend.composes_from_peers, launched
 
 
+def _clip(model: nn.Module, rank: int) -> None:
+    if rank == 0:
+        clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_lone_call_in_a_function_is_shown_with_its_line(group: Group, stage: int) -> None:
+    """All ranks come to the line that calls the function. Batches are not the cause at a step."""
+    model, optimizer = _sharded(group, stage)
+    _step(model, optimizer)
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    line = inspect.getsourcelines(_clip)[1] + 2
+    with pytest.raises(AgreementError) as found:
+        _clip(model, group.rank)
+        optimizer.step()
+    one = rf"rank 0 has clip_grad_norm_\(\): .* at \S+:{line} \(called from \S+:\d+\)"
+    assert re.search(rf"{one}, rank 1 has optimizer\.step\(\) at \S+:\d+ \(", str(found.value))
+    assert "in clip_grad_norm_(), which must be called on all ranks" in str(found.value)
+    assert "batches" not in str(found.value)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_learning_rate_that_one_rank_changes_is_found(group: Group, stage: int) -> None:
     """Each rank would step its shards by its own."""
@@ -374,8 +396,8 @@ def test_a_whole_step_that_one_rank_makes_alone_is_shown(group: Group, stage: in
         logger.removeFilter(filtering)
     said = [record.getMessage() for record in records if "different lines" in record.getMessage()]
     (line,) = said
-    first, second = re.findall(r"test_sanitize\.py:(\d+)", line)
-    assert int(second) == int(first) + 2
+    first, caller, second, other = re.findall(r"test_sanitize\.py:(\d+)", line)
+    assert first == second and int(other) == int(caller) + 2
     said = line.removeprefix("zero_comm: ").removesuffix(", if an error follows")
     assert said in str(found.value)
 

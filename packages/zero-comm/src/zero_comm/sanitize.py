@@ -110,6 +110,9 @@ class CompareLaunches:
             {each: said[at] for each, said in sides.items()} for at in range(4)
         )
         (first, other), (one, its) = sides, _lines_apart(*lines.values())
+        for each, call in calls.items():
+            if call and call not in what[each]:
+                what[each] = f"{call}: {what[each]}"
         before = f". Before, {self.parted}" if self.parted else ""
         raise AgreementError(
             f"ranks disagree on the next collective: rank {first} has {what[first]} at {one}, rank "
@@ -119,11 +122,14 @@ class CompareLaunches:
 
 
 def _lines_apart(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Return the outermost lines in which two stacks differ; the innermost if none do."""
+    """Return the innermost line of each stack, and the outermost ones in which they differ."""
     last = [lines[-1] if lines else "no line of yours" for lines in (one, other)]
-    return next(
-        (pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), (last[0], last[1])
+    apart = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), last)
+    first, second = (
+        line if line == caller else f"{line} (called from {caller})"
+        for line, caller in zip(last, apart, strict=True)
     )
+    return first, second
 
 
 def _exchange(value: Any, group: Group, tag: int) -> list[Any]:

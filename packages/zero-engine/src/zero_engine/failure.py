@@ -66,7 +66,7 @@ _EITHER: Final = (
 # What the sanitizer's errors say.
 _COMPARED: Final = "ranks disagree on the next collective"
 _CAME_APART: Final = re.compile(
-    r"from different lines: (rank \d+) from (\S+), (rank \d+) from (\S+); (one of them [^.,\n]*)"
+    r"from different lines: (rank \d+) from (.+?), (rank \d+) from (.+?); (one of them [^.,\n]*)"
 )
 # Errors that another rank may have caused, and those of torch's collectives.
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
@@ -332,7 +332,7 @@ def _own_error(reports: Mapping[int, Report], size: int) -> str:
 def _lines_apart(reports: Mapping[int, Report], size: int) -> str:
     """Return a line about the call to which ranks came from different lines; "" if none."""
     came = _CAME_APART.search(_reasons(reports))
-    return f"look at {came[2]} ({came[1]}) and {came[4]} ({came[3]}): {came[5]}" if came else ""
+    return f"look at {came[1]}, {came[2]}, and {came[3]}, {came[4]}: {came[5]}" if came else ""
 
 
 def _ended_call(reports: Mapping[int, Report], size: int) -> str:
