@@ -720,6 +720,8 @@ def test_a_report_names_what_was_saved_and_not_asked_for(tmp_path: Path) -> None
     zero_engine.save(tmp_path, model, optimizer, step=1, scheduler=scheduler)
     report = zero_engine.load(tmp_path, model, optimizer)
     assert report is not None and str(report).endswith("; not loaded: scheduler (pass scheduler=)")
+    report = zero_engine.load(tmp_path, model, scheduler=scheduler)
+    assert report is not None and report.not_loaded == ("optimizer",)
     report = zero_engine.load(tmp_path, model, optimizer, scheduler=scheduler)
     assert report is not None and not report.not_loaded
 

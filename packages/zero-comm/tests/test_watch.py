@@ -212,7 +212,7 @@ def test_a_circle_of_three_is_noticed(group: Group) -> None:
 def test_the_remedy_is_told_and_the_group_is_over(group: Group) -> None:
     """What a user is to do; and nothing that follows hangs or takes values that are late."""
     group = _watched(group)
-    with pytest.raises(DivergenceError, match=r"fetch them alike .*this group can be used no more"):
+    with pytest.raises(DivergenceError, match=r"fetch them alike;.*this group can be used no more"):
         _other_gathers(group)
 
     with pytest.raises(DivergenceError, match="fetching pears"):

@@ -162,7 +162,7 @@ def test_a_step_that_one_rank_makes_alone_is_found_later(tmp_path: Path, job: Jo
     text = failure.summary(tmp_path / "reports")
     assert "the same error as on rank 0" in text
     first, second = _line_of("# together"), _line_of("# alone")
-    verdict = rf"look at \S*{first} \(rank 0\) and \S*{second} \(rank 1\): one of them may be"
+    verdict = rf"look at rank 0, \S*{first}, and rank 1, \S*{second}: one of them may be"
     assert re.match(verdict, text.splitlines()[-1])
 
 

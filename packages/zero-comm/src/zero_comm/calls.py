@@ -23,16 +23,21 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 # locals, the frame may be gone when it is read (gh-106883 is one such place). So collections are
 # off meanwhile.
 
+EVEN: Final = (
+    "let every rank run as many batches, or backward_without_batch(model) and a step where one has "
+    "none"
+)
 UNEVEN: Final = (
     "if there is none, a rank was killed, as for lack of memory, or has ended while others go on "
-    "(uneven batches): let every rank run as many batches, or backward_without_batch(model) and a "
-    "step where one has none"
+    f"(uneven batches): {EVEN}"
 )
 CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _CAUSES: Final = (
     "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
     f"the first error among all ranks; {UNEVEN}."
 )
+# The last advice where ranks have made different calls, and the traceback may be of a correct one.
+FIND_LINE: Final = "to find the line that not all ranks run, run a few steps with ZERO_SANITIZE=1"
 _COLLECTIVE: Final[dict[CodeType, str]] = {}
 # Thread -> the thread that waits for it, and whose call it is part of.
 _CALLERS: Final[dict[int, int]] = {}

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
 from .calls import (
-    UNEVEN,
+    EVEN,
+    FIND_LINE,
     advice,
     blocking_torch_call,
     by_all_ranks,
@@ -50,21 +51,15 @@ def break_connections(of: ReferenceType[Any]) -> None:
     process_group = of()
     if process_group is None:
         return
-    try:
-        ranks = dist.get_process_group_ranks(process_group)
-    except KeyError:
-        # The group was destroyed, with its connections.
-        return
     # Each peer, because a receive on a closed connection fails at once and closes no other one.
     # Each device, since gloo spreads tags over its network devices.
-    for peer in ranks:
+    for peer in range(process_group.size()):
         for tag in range(num_gloo_devices(process_group)):
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
-            # torch raises ValueError where the peer is this rank.
-            with contextlib.suppress(RuntimeError, ValueError):
-                work = dist.irecv(blank, peer, group=process_group, tag=tag)
-                assert work is not None, "this rank is in the group"
-                work.wait(timedelta(milliseconds=1))
+            # Not by torch's functions: they know no group that was destroyed, and its connections
+            # stay open as long as it is kept. RuntimeError also where the peer is this rank.
+            with contextlib.suppress(RuntimeError):
+                process_group.recv([blank], peer, tag).wait(timedelta(milliseconds=1))
 
 
 @frozen
@@ -226,7 +221,8 @@ def _describe(chain: Mapping[int, _Position]) -> str:
     if not any(calls.values()):
         calls |= {r: chain[r].doing for r in ranks if chain[r].needs}
     ended = [] if len({*calls.values()}) > 1 else _called_alone(chain)
-    text = "; ".join(filter(None, (*places, *(ended or [advice(calls, remedies)]))))
+    advised = ended or [advice(calls, remedies), FIND_LINE if any(remedies.values()) else ""]
+    text = "; ".join(filter(None, (*places, *advised)))
     return f"ranks wait for each other in different collectives, and none would ever end: {text}"
 
 
@@ -246,8 +242,14 @@ def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
 
 
 def _describe_ended(rank: int, mine: _Position) -> str:
-    advice = f"{by_all_ranks(mine.call)}; " if mine.call else ""
+    if mine.call:
+        advised = f"{by_all_ranks(mine.call)}; if it is, look for an error of rank {mine.peer}"
+    else:
+        advised = (
+            "by an error, which it has printed, or since it had fewer batches (uneven batches): "
+            f"{EVEN}"
+        )
     return (
         f"rank {rank} waits for rank {mine.peer} in {mine.doing}, but the program of rank "
-        f"{mine.peer} has ended: {advice}look for the first error among all ranks; {UNEVEN}"
+        f"{mine.peer} has ended: {advised}"
     )

@@ -30,6 +30,10 @@ from .watch import Launch
 ASKED: Final = "SIGUSR1"
 # What follows the type of an error of torch's in a report's reason.
 OF_TORCH: Final = " in torch.distributed"
+_ENDED_BEFORE: Final = (
+    "a collective of torch.distributed failed, as another rank has ended: by an error, which it "
+    "has printed; because it was killed, as for lack of memory; or without making this call"
+)
 Write: TypeAlias = Callable[[Path, str, Mapping[Any, Group]], None]
 _MODELS: Final[WeakKeyDictionary[Any, Group]] = WeakKeyDictionary()
 # Id of the process that writes reports; 0 before its first `install`.
@@ -63,6 +67,8 @@ def install(model: Any, group: Group, write: Write) -> None:
                 written = _report(f"{what}\n{trace}", write)
             hook(*given)
             if written is not None:
+                if OF_TORCH in what.partition(":")[0]:
+                    print(f"zero_comm: {_cause_of_torch()}", file=sys.stderr)
                 folder = shlex.quote(str(written.parent))
                 print(f"report: {written}; run: zero report {folder}", file=sys.stderr)
 
@@ -122,6 +128,16 @@ def _described(error: BaseException | None) -> str:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _cause_of_torch() -> str:
+    """Return what is known of an error that names no rank: why ranks diverged, or what to look for.
+
+    The rank that makes a collective of torch's alone has torch's error, and a peer finds the cause.
+    """
+    watches = [group.watch for group in (*_MODELS.values(),) if group.watch is not None]
+    told = next(filter(None, (watch.error() for watch in watches)), None)
+    return str(told or _ENDED_BEFORE)
 
 
 def _is_of_torch(error: BaseException) -> bool:

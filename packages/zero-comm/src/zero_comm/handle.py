@@ -98,8 +98,9 @@ def fail(what: str, error: Exception, launch: Launch | None, peer: int) -> NoRet
         raise told from None
     blame = "" if peer < 0 else launch.watch.blame(peer)
     doing, rank = launch.doing(collective_call()), launch.watch.scope.rank
+    said = " ".join(filter(None, (causes(), launch.watch.scope.remark, backend)))
     # The backend's traceback would come first, and says nothing that this does not.
-    raise CommError(f"{doing}: {what} (rank {rank}): {blame}{causes()} {backend}") from None
+    raise CommError(f"{doing}: {what} (rank {rank}): {blame}{said}") from None
 
 
 def _is_last(_: float | None) -> bool:

@@ -102,6 +102,8 @@ class CompareLaunches:
                     f"ranks came to {what.partition(' (')[0]} from different lines: rank 0 from "
                     f"{one}, rank {rank} from {its}; one of them may be what not all ranks run"
                 )
+                if group.watch is not None:
+                    group.watch.scope.remark = f"Before, {self.parted}."
                 if group.rank in (0, rank):
                     _LOG.warning("zero_comm: %s, if an error follows", self.parted)
 

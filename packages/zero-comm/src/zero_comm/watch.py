@@ -149,6 +149,8 @@ class Scope:
     num_launched: int = 0
     # Call of a user's that all ranks must make -> how often this rank has begun it.
     called: dict[str, int] = field(factory=dict)
+    # A sentence that errors of the scope's collectives repeat: where ranks have parted.
+    remark: str = ""
     # A ring of the last launches; None where there were fewer.
     recent: list[Any] = field(factory=lambda: [None] * NUM_RECENT)
 
@@ -307,6 +309,7 @@ class Watch(ABC):
 
     def part(self, text: str) -> None:
         """Tell all ranks why they cannot go on, and end the waits of this one."""
+        text = ". ".join(filter(None, (text, self.scope.remark)))
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             self.store.set(self.key_of(_DIVERGENCE), text)
             # All ranks that see the count raised look again.

@@ -22,7 +22,7 @@ from typing import Any, Final
 import attrs
 from torch import nn
 from zero_comm import Group
-from zero_comm.calls import Place, call_in, main_stack, of_user
+from zero_comm.calls import FIND_LINE, Place, call_in, main_stack, of_user
 from zero_comm.failure import ASKED, OF_TORCH, describe_launches, started
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
@@ -66,7 +66,7 @@ _EITHER: Final = (
 # What the sanitizer's errors say.
 _COMPARED: Final = "ranks disagree on the next collective"
 _CAME_APART: Final = re.compile(
-    r"from different lines: (rank \d+) from (.+?), (rank \d+) from (.+?); (one of them [^.,\n]*)"
+    r"from different lines: (rank \d+) from (.+?), (rank \d+) from (.+?); (one of them [^.,(\n]*)"
 )
 # Errors that another rank may have caused, and those of torch's collectives.
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")
@@ -298,7 +298,7 @@ def _describe_lone(
     if trains or (call in _OF_STEP and first in reports):
         return (
             f"look at {alone}, in {call} at {place}, and at {rest}, at {_place(reports[first])}: "
-            f"{_EITHER}"
+            f"{_EITHER}{_to_find(reports)}"
         )
     line = (
         f"look at {alone} first: {call} is called there, at {place}, and not on {rest}. Every rank "
@@ -349,12 +349,12 @@ def _missing(reports: Mapping[int, Report], size: int) -> str:
     went_on = [
         f"rank {rank} at {_place(report)}"
         for rank, report in sorted(reports.items())
-        if _HAS_ENDED.search(report["report"]["why"])
+        if _HAS_ENDED.search(why := report["report"]["why"]) or OF_TORCH in why.partition(":")[0]
     ]
     if went_on:
         line += (
             f" If it has ended, {went_on[0]} went on with a call, backward or step that it did "
-            "not make"
+            "not make: every rank must make it"
         )
     return line
 
@@ -375,7 +375,7 @@ def _in_torch(reports: Mapping[int, Report], size: int) -> str:
     others = (f"rank {other} at {_place(each)}" for other, each in reports.items() if other != rank)
     return (
         f"look at rank {rank}, in {found[2]} at {_place(reports[rank])}, and {', '.join(others)}: "
-        f"{_EITHER}"
+        f"{_EITHER}{_to_find(reports)}"
     )
 
 
@@ -400,7 +400,7 @@ def _ahead(reports: Mapping[int, Report], size: int) -> str:
         f"look at rank {rank}, at {_place(reports[rank])}, and rank {last}, at "
         f"{_place(reports[last])}: the first has begun {said}. If the other is not only late, the "
         "usual causes are a step that one rank skips (`continue`), `if rank == 0:` around a "
-        f"backward or step, and {_UNEVEN}"
+        f"backward or step, and {_UNEVEN}{_to_find(reports)}"
     )
 
 
@@ -408,8 +408,12 @@ def _no_rank(reports: Mapping[int, Report]) -> str:
     places = {rank: _place(report) for rank, report in sorted(reports.items())}
     said = ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
     line = f"no rank stands out: {said}; look for a line up to these that not all ranks run"
-    was_compared = _COMPARED in _reasons(reports)
-    return line if was_compared else f"{line}, or run a few steps with ZERO_SANITIZE=1"
+    return f"{line}{_to_find(reports)}"
+
+
+def _to_find(reports: Mapping[int, Report]) -> str:
+    """Return how to find the line that not all ranks run; "" where that was done."""
+    return "" if _COMPARED in _reasons(reports) else f"; {FIND_LINE}"
 
 
 def _reasons(reports: Mapping[int, Report]) -> str:

@@ -12,7 +12,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 from zero_comm import AgreementError, Group, all_gather_json
-from zero_comm.calls import by_all_ranks, is_collective
+from zero_comm.calls import by_all_ranks
 from zero_comm.sanitize import CompareLaunches, check_calls
 
 from .errors import SanitizerError

@@ -316,7 +316,9 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
                     func([tensor], *operands)
             return args[0]
         called = f"{name if attribute in {'', 'grad'} else attribute} was called on the gradient"
-        called = f"{late_optimizer()}{called} of a parameter whose gradient is sharded"
+        called += " of a parameter whose gradient is sharded"
+        if late := late_optimizer():
+            raise StateError(f"{late}{called}")
         if func in _NORMS:
             raise StateError(
                 f"{called}. To clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_comm.calls import causes, within
 from zero_comm.errors import CommError
-from zero_comm.watch import Launch, Wait, Watch
+from zero_comm.watch import PATIENCE_S, Launch, Wait, Watch
 
 from .peer_memory import PeerMemory
 from .process_memory import why
@@ -26,6 +26,7 @@ HAS_LEFT: Final = 2**62
 
 _LOOK_S: Final = 0.02
 _EXIT_WAIT_S: Final = 60.0
+_CONNECTED_S: Final = 2 * PATIENCE_S
 
 
 @define(eq=False)
@@ -97,7 +98,8 @@ def _wait_for_peers() -> None:
 def _wait_for_readers_at_exit() -> None:
     """Keep a process that ends alive while peers read its shards, for `_EXIT_WAIT_S` at most.
 
-    Does nothing after an error: peers that wait for this rank should learn of it at once.
+    Does nothing after an error: peers that wait for this rank should learn of it at once. They do
+    by its closed connections, so these are closed if the wait is long; shards stay readable.
     """
     mine = [
         lifetime
@@ -110,8 +112,15 @@ def _wait_for_readers_at_exit() -> None:
         lifetime.has_lingered = True
         lifetime.words[_CLOSED] = HAS_LEFT
         lifetime.peers.announce_exit()
-    deadline = time.monotonic() + _EXIT_WAIT_S
+    began = time.monotonic()
+    deadline, are_connected = began + _EXIT_WAIT_S, True
     while time.monotonic() < deadline and any(r.are_needed() for r in mine):
+        # A peer that waits for us in a collective of ours finds first that this program is over.
+        if are_connected and time.monotonic() - began > _CONNECTED_S:
+            are_connected = False
+            for watch in {id(r.peers): r.peers.watch for r in mine}.values():
+                if watch is not None:
+                    watch.interrupt()
         time.sleep(_LOOK_S)
 
 

@@ -283,6 +283,7 @@ def load(
             restores_rngs=does_rngs,
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
             not_loaded=(
+                *["optimizer"] * (optimizer is None and bool(manifest.param_groups)),
                 *["scheduler"] * (scheduler is None and manifest.scheduler is not None),
                 *["average"] * (average is None and manifest.num_updates is not None),
             ),

@@ -347,13 +347,17 @@ class OutsideUses:
 
     def refuse_write(self, param_ref: ParamRef, what: str) -> NoReturn:
         """Raise ShardedParamError for a write to a parameter that is sharded."""
-        rank = self.sharded.whole.rank
+        said = (
+            f"{what}() would write to parameter {param_ref.name!r} while it is sharded, and the "
+            f"change would be lost (rank {self.sharded.whole.rank})"
+        )
+        if late := late_optimizer():
+            raise ShardedParamError(f"{late}{said}")
         raise ShardedParamError(
-            f"{late_optimizer()}{what}() would write to parameter {param_ref.name!r} while it is "
-            f"sharded, and the change would be lost (rank {rank}). To write to it, on every rank: "
-            "`with GatheredParameters(param, modifier_rank=0): ...`, set_full_param(param, value), "
-            "or load_state_dict(). Where a library writes, as merge_and_unload() of peft does: "
-            "zero_engine.unshard(model, optimizer) first"
+            f"{said}. To write to it, on every rank: `with GatheredParameters(param, "
+            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). Where a "
+            "library writes, as merge_and_unload() of peft does: zero_engine.unshard(model, "
+            "optimizer) first"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
