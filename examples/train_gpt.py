@@ -5,6 +5,8 @@
     hatch run train --data ~/novels --size medium      # a file, or a folder of text files
     hatch run train --optimizer-on disk --params-on disk --path /scratch     # little in memory
 
+Hatch installs what it imports; elsewhere: pip install matplotlib safetensors tqdm.
+
 Read it top to bottom: the text, the model, the training, the run folder, the command line. The
 changes to a plain PyTorch program for ZeRO are in `train()`, on the lines marked `# zero`.
 """

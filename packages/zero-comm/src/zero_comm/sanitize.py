@@ -103,7 +103,7 @@ class CompareLaunches:
                     f"{one}, rank {rank} from {its}; one of them may be what not all ranks run"
                 )
                 if group.watch is not None:
-                    group.watch.scope.remark = f"Before, {self.parted}."
+                    group.watch.remark(f"Before, {self.parted}.")
                 if group.rank in (0, rank):
                     _LOG.warning("zero_comm: %s, if an error follows", self.parted)
 

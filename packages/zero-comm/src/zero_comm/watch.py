@@ -185,6 +185,10 @@ class Watch(ABC):
             target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
         ).start()
 
+    def remark(self, sentence: str) -> None:
+        """Let errors of collectives on groups of this scope end with a sentence. Local."""
+        self.scope.remark = sentence
+
     def wait_longer(self, patience_s: float) -> None:
         """Look at waits of this rank only after so many seconds. Local."""
         self.patience_s = patience_s

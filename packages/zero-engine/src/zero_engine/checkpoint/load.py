@@ -130,7 +130,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
-        rngs = "" if self.restores_rngs else "; random states are not restored"
+        why = "saved by another number of ranks, or restores_rngs=False"
+        rngs = "" if self.restores_rngs else f"; random states are not restored ({why})"
         rest = "".join(f"; not loaded: {each} (pass {each}=)" for each in self.not_loaded)
         return (
             f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "

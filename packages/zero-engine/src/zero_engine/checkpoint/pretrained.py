@@ -114,7 +114,7 @@ def has_weights(folder: Path) -> bool:
 
 def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     if not path.is_file():
-        raise FileError(f"{path}: no such file")
+        raise FileError(f"load_pretrained(): {path.absolute()}: no such file or folder")
     try:
         content = json.loads(read_regular(path))
     except ValueError as error:

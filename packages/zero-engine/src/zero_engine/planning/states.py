@@ -85,16 +85,17 @@ class StatesPlan:
         if device is not None:
             chosen = self.recommended
             found = "None of these fits" if chosen is None else f"stage {chosen} fits"
-            lines.append(f"{found} in {in_units(device)}.")
+            apart = "" if activations else ", activations apart"
+            lines.append(f"{found} in {in_units(device)}{apart}.")
         given = f", and {in_units(activations)} for activations" if activations else ""
         left = f"; {self.room.reserve:.0%} of each device is left free for that (--reserve)"
         left = "" if device is None else left
         lines.append(
             "By formula, from the number of parameters: parameters, gradients and optimizer state, "
-            "whole or divided evenly as the stage says, at stage 1 gradients both whole and "
-            f"divided{given}. Not in it are units that stages 2 and 3 gather or reduce, "
-            f"{'' if activations else 'activations, '}and what the optimizer's step and libraries "
-            f"take{left}."
+            "each whole or divided evenly over the ranks; at stage 1 a rank has whole gradients "
+            f"and its shard of their mean{given}. Not in it are units that stages 2 and 3 gather "
+            f"or reduce, {'' if activations else 'activations, '}and what the optimizer's step and "
+            f"libraries take{left}."
         )
         more = []
         if device is None:
@@ -102,6 +103,10 @@ class StatesPlan:
         if self.dtypes == "fp32":
             more.append("--dtype bf16 for 16-bit parameters with fp32 masters")
         more.append("a config.json, or --layers and --hidden, for units, offload and traffic")
+        if not activations:
+            more.append(
+                "with a config.json also --batch-size and --sequence-length, for activations"
+            )
         lines.append(f"Add {'; '.join(more)}.")
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
         heading = f"{self.numel:,} parameters, {self.optimizer}, {self.dtypes}, {ranks}"

@@ -166,6 +166,12 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
                     "Build the model under zero_engine.Init: whole on one device, it would not fit."
                 )
     lines.append(_smallest(options, room))
+    plans = [option.plan for option in options]
+    if any(each.dtypes.endswith("masters: no") and each.config.precision is None for each in plans):
+        lines.append(
+            "Planned without fp32 masters, as shard() trains a 16-bit model without a Precision; "
+            "--dtype bf16 or fp16 plans them."
+        )
     estimated = " (an estimate)" if room.activations_are_estimated else ""
     apart = f"In it are {in_units(room.activations)} for activations{estimated}, and not what"
     apart = apart if room.activations else "Not in it are activations, and what"

@@ -399,9 +399,9 @@ class OutsideUses:
         group = self.sharded.group
         raise ShardedParamError(
             f"{what}() would read parameter {param_ref.name!r} while it is sharded over "
-            f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
-            "a module in it, and what autograd records, gathers it by itself, because every rank "
-            "has to take part. On every rank: full_param(param), or `with "
+            f"{group.world_size} ranks (rank {group.rank}). Only calls of the model or of a module "
+            "in it, and uses that autograd records, gather it: every rank has to take part. On "
+            "every rank: full_param(param), or `with "
             "GatheredParameters(param): ...`; of this rank's part alone: local_param(param); of "
             "all at once: `with unsharded(model): ...`. An average of the weights is "
             "ShardedAverage(model, decay=...). To convert or move a model, do it before shard()"

@@ -439,7 +439,7 @@ class StateLoad:
 
         if is_strict and not source.param_groups and not source.states:
             self.problems.append(
-                "it was saved without an optimizer; without one, load() loads the weights alone"
+                "it was saved without an optimizer; load(folder, model) loads the weights alone"
             )
             return
         mine = [group["params"] for group in param_groups_of(sharded)]
