@@ -54,7 +54,7 @@ for step in range(3):
         if sys.argv[1] == "killed":
             time.sleep(1)  # until the other rank is in this step, too
             os.kill(os.getpid(), signal.SIGKILL)
-        if sys.argv[1] != "repeats":
+        if sys.argv[1] not in ("repeats", "sums-last"):
             time.sleep(100)
     if step == 1 and group.rank == 1 and sys.argv[1] == "repeats":
         model(torch.ones(2, 64)).square().mean().backward()  # alone
@@ -63,7 +63,7 @@ for step in range(3):
     model(torch.ones(2, 64)).square().mean().backward()  # together
     optimizer.step()
     optimizer.zero_grad()
-if sys.argv[1] == "sums":
+if sys.argv[1] == "sums" or sys.argv[1] == "sums-last" and group.rank == 1:
     torch.distributed.all_reduce(torch.ones(1))
 if sys.argv[1] == "repeats":
     zero_engine.full_param(model[0].weight)
@@ -145,14 +145,32 @@ def _line_of(comment: str) -> str:
 
 def test_a_rank_that_is_in_a_collective_of_torchs_says_where(tmp_path: Path, job: Job) -> None:
     """Its peer runs a batch more. Torch's error, that a connection was closed, says nothing."""
-    job("sums").communicate(timeout=100)
+    said = job("sums").communicate(timeout=100)[0]
 
+    cause = r"^zero_comm: ranks wait for each other .*rank 1 is in torch\.distributed\.all_reduce"
+    assert re.search(cause, said, re.M)
     why = _reports(tmp_path)[1]["report"]["why"]
     assert why.startswith("RuntimeError in torch.distributed: ")
     verdict = failure.summary(tmp_path / "reports").splitlines()[-1]
     expected = r"look at rank 1, in torch\.distributed\.all_reduce\(\) at .*, and rank 0 at "
     assert re.match(rf"{expected}\S*{_line_of('# together')}: one makes this call, or", verdict)
     assert "backward_without_batch(model)" in verdict
+
+
+def test_a_rank_that_waits_in_torch_for_one_that_has_ended_fails_soon(
+    tmp_path: Path, job: Job
+) -> None:
+    """The other stays for a minute, so that its shards can be read, but keeps no connection."""
+    began = time.monotonic()
+    said = job("sums-last").communicate(timeout=100)[0]
+
+    assert time.monotonic() - began < 40.0
+    assert re.search(
+        r"^zero_comm: a collective of torch.distributed failed, as .*ended", said, re.M
+    )
+    verdict = failure.summary(tmp_path / "reports").splitlines()[-1]
+    assert verdict.startswith("look at rank 0, of which there is no report: ended or killed?")
+    assert "If it has ended, rank 1 at " in verdict
 
 
 def test_a_step_that_one_rank_makes_alone_is_found_later(tmp_path: Path, job: Job) -> None:
