@@ -122,15 +122,16 @@ EXPERTS = (
     r"rank 0 waits for rank 1 in gathering unit 'mixture\.experts\.0' .*"
     r"rank 1 waits for rank 0 in gathering unit 'mixture\.experts\.1' .*set_leaf_modules"
 )
-GATHER = r"waits for rank \d in gathering unit '.*' \(version \d\)"
-REDUCE = r"waits for rank \d in reducing the gradients of unit '.*'"
+HERE = r"at \S+test_divergence\.py:\d+"
+GATHER = rf"waits for rank \d in gathering unit '.*' \(version \d\) {HERE}"
+REDUCE = rf"waits for rank \d in reducing the gradients of unit '.*' {HERE}"
 PARTINGS: dict[Callable[[Group], None], str] = {
     _other_experts: EXPERTS,
     _other_experts_later: rf"rank 0 {REDUCE}; rank 1 .*'mixture\.experts\.1' .*set_leaf_modules",
     _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
     _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .*\(version 1\).*same number of backwards",
     _no_backward: rf"rank 0 {REDUCE}; rank 1 .*same number of backwards and steps",
-    _clips_alone: r"rank 0 waits for rank 1 in agreeing on .* norm; rank 1 .* publishing unit",
+    _clips_alone: rf"rank 0 waits for rank 1 in agreeing on .* norm {HERE}; rank 1 .* publishing",
     _no_batch: rf"rank 0 {GATHER}; rank 1 {REDUCE}.*loss times zero",
 }
 

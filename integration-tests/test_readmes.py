@@ -594,11 +594,13 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom_on_two_ranks(
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package)
     script = tmp_path / f"{page.stem}.py"
-    enter = f"import os\nhere = os.getcwd()\nos.chdir({str(tmp_path)!r})"
-    script.write_text("\n".join([enter, *blocks, "os.chdir(here)"]))
+    # On the first line of the page, so that lines in errors are those of the page.
+    enter = f"import os; here = os.getcwd(); os.chdir({str(tmp_path)!r}); "
+    script.write_text("\n".join([enter + blocks[0], *blocks[1:], "os.chdir(here)"]))
 
     num_runs = 1 + (page.stem in GOES_ON)
     printed = "".join(scripts.on_ranks(ranks)(str(script), []) for _ in range(num_runs))
+    printed = printed.replace(f"{tmp_path}/", "")
     for shown in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S):
         assert " ".join(shown.split()) in " ".join(printed.split()), printed
     if page.parent.name == "coming-from" or page in SHOWS_OUTPUT:

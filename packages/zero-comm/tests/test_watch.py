@@ -191,8 +191,10 @@ def test_a_peer_in_a_collective_of_torchs_own_is_noticed(
     group = _watched(group, transport)
     began = time.monotonic()
     if group.rank == 0:
-        circle = r"rank 0 waits for rank (\d) in fetching apples; rank \1 waits for rank 0 in torch"
-        with pytest.raises(DivergenceError, match=rf"{circle}\.distributed\.{how}\(\)"):
+        here = r"at \S+test_watch\.py:\d+;"
+        circle = rf"rank 0 waits for rank (\d) in fetching apples {here} rank \1 waits for rank 0"
+        said = rf"{circle} in torch\.distributed\.{how}\(\) {here}"
+        with pytest.raises(DivergenceError, match=said):
             _gather(group, tag=1)
     with contextlib.suppress(RuntimeError):  # it may have lost its connections
         BLOCKING[how](group.process_group)

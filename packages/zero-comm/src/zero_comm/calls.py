@@ -145,8 +145,18 @@ def main_stack() -> list[Place]:
     # The frame that `_frame_of` finds of its own thread is its own, which leads to no other.
     own = nullcontext(sys._getframe()) if main == threading.get_ident() else _frame_of(main)
     with own as frame:
-        found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return [Place(each.filename, each.lineno or 0, each.name) for each in reversed(found)]
+        return _stack_of(frame)
+
+
+def user_line(thread: int) -> str:
+    """Return file:line of the user's code that another thread is in, or the main one; "" if none.
+
+    Args:
+        thread: Which may be one of autograd's, with no code of the user's.
+    """
+    with _frame_of(thread_behind(thread)) as frame:
+        stack = _stack_of(frame)
+    return str(next(reversed(of_user(stack) or of_user(main_stack())), ""))
 
 
 def causes() -> str:
@@ -224,6 +234,11 @@ def _torch_call(frame: FrameType) -> TorchCall | None:
             break
         of = of.f_back
     return TorchCall(f"torch.distributed.{name}()", ranks) if ranks else None
+
+
+def _stack_of(frame: FrameType | None) -> list[Place]:
+    found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return [Place(each.filename, each.lineno or 0, each.name) for each in reversed(found)]
 
 
 def _outermost(frame: FrameType | None) -> str:

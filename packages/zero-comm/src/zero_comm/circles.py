@@ -24,6 +24,7 @@ from .calls import (
     collective_call,
     is_collective,
     thread_behind,
+    user_line,
 )
 from .torch_private import num_gloo_devices
 from .watch import LONG_WAITS, Recorded, Wait, Watch
@@ -82,6 +83,13 @@ class _Position:
     # How often the rank has written that it is in a collective of torch's.
     beat: int = 0
     called: Mapping[str, int] = field(factory=dict)  # see `Scope.called`
+    # Line of the user's code, "train.py:12"; "" if not known.
+    place: str = ""
+
+    @property
+    def where(self) -> str:
+        """The place, as a sentence goes on with it."""
+        return f" at {self.place}" if self.place else ""
 
     def lacks(self, peer: _Position) -> bool:
         """Return whether that peer has yet to launch what this rank waits for."""
@@ -169,7 +177,8 @@ class CircleWatch(Watch):
         self._beat += 1
         launched, rank = self.launched(), self.scope.rank
         where = (call.name, "", "", "", 0, rank, launched, "", call.needs, self._beat)
-        mine = _Position(*where, called=self.scope.called)
+        place = user_line(threading.main_thread().ident or 0)
+        mine = _Position(*where, called=self.scope.called, place=place)
         store.set(self.key_of(str(rank)), json.dumps(asdict(mine)))
 
     def _follow(self, mine: _Position, *, is_first: bool, thread: int) -> dict[int, _Position]:
@@ -205,16 +214,16 @@ class CircleWatch(Watch):
         call, launched = collective_call(thread), self.launched()
         what = (launch.doing(call), launch.recorded.size, purpose.remedy)
         where = (*what, key, launch.number, peer, launched, call)
-        return _Position(*where, called=self.scope.called)
+        return _Position(*where, called=self.scope.called, place=user_line(thread))
 
 
 def _describe(chain: Mapping[int, _Position]) -> str:
     ranks = sorted(chain)
     # If all ranks do the same, they differ in dtypes or sizes, so the sizes are shown.
     is_alike = len({chain[r].doing for r in ranks}) == 1
+    sizes = {r: f" of {chain[r].size}" if is_alike and chain[r].size else "" for r in ranks}
     places = [
-        f"rank {r} waits for rank {chain[r].peer} in {chain[r].doing}"
-        + (f" of {chain[r].size}" if is_alike and chain[r].size else "")
+        f"rank {r} waits for rank {chain[r].peer} in {chain[r].doing}{sizes[r]}{chain[r].where}"
         for r in ranks
     ]
     calls, remedies = ({r: getattr(chain[r], each) for r in ranks} for each in ("call", "remedy"))
@@ -250,6 +259,6 @@ def _describe_ended(rank: int, mine: _Position) -> str:
             f"{EVEN}"
         )
     return (
-        f"rank {rank} waits for rank {mine.peer} in {mine.doing}, but the program of rank "
-        f"{mine.peer} has ended: {advised}"
+        f"rank {rank} waits for rank {mine.peer} in {mine.doing}{mine.where}, but the program of "
+        f"rank {mine.peer} has ended: {advised}"
     )
