@@ -521,3 +521,20 @@ def test_a_model_that_is_deleted_leaves_no_hook_and_its_parameters_say_so(group:
         with pytest.raises(StateError, match=r"'1\.weight'.*kept its values was deleted"):
             use(param)
     assert "was deleted" in repr(param)  # a debugger prints it, and must not fail
+
+
+CALLS: dict[str, Any] = {
+    "memory_report": zero_engine.memory_report,
+    "no_sync": zero_engine.no_sync,
+    "release_buffers": zero_engine.release_buffers,
+    "full_state_dict": zero_engine.full_state_dict,
+    "clip_grad_norm_": lambda model: zero_engine.clip_grad_norm_(model, 1.0),
+    "unshard": zero_engine.unshard,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_a_plain_model_names_itself(name: str) -> None:
+    """A traceback has the line, but a log may have the message alone."""
+    with pytest.raises(StateError, match=rf"^{name}\(\): expected a model .* got a Linear"):
+        CALLS[name](nn.Linear(2, 2))

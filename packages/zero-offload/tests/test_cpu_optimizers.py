@@ -343,3 +343,9 @@ def _train(optimizer: Optimizer, params: list[Any], turns: Any) -> None:
     for turn in turns:
         _set_grads(params, turn)
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [CPUAdam, CPUAdagrad, CPULion])
+def test_an_unknown_argument_is_told_with_the_known_ones(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\): .* lr, .*masters, .* got lrr"):
+        kind([torch.zeros(1)], lrr=1e-3)

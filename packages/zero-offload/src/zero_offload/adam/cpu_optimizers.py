@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
+from attrs import fields_dict
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +49,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         betas = defaults.get("betas", (0.0, 0.0))
         if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
             raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
+        known = [*defaults, *fields_dict(StatePolicy)]
+        if unknown := [name for name in policy if name not in known]:
+            raise TypeError(
+                f"{type(self).__name__}(): expected arguments {', '.join(known)}, got {unknown[0]}"
+            )
         self._policy = StatePolicy(**policy)
         self._reset()
         if self._kernels is None:

@@ -690,9 +690,10 @@ def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> Sh
     else:
         sharded = find_sharded(model_or_optimizer)
     if sharded is None:
-        call = collective_call()
+        # Calls of one rank are not registered: the function that asks is theirs.
+        call = collective_call() or f"{sys._getframe(1).f_code.co_name}()"
         raise StateError(
-            f"{call + ': ' if call else ''}expected a model or optimizer that was sharded, got a "
+            f"{call}: expected a model or optimizer that was sharded, got a "
             f"{type(model_or_optimizer).__name__} that was not; call zero_engine.shard() first, "
             "and pass the model that it was given"
         )
