@@ -230,7 +230,7 @@ def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
                 expected = plain.get_submodule(part)(x)
                 assert equal(model.get_submodule(part)(x), expected), part
             assert equal(model(x), plain(x))
-            with pytest.raises(ShardedParamError, match="a call of the model or of a module in it"):
+            with pytest.raises(ShardedParamError, match="calls of the model or of a module in it"):
                 _Scaled(model.scale)(x)  # no part of it: one rank's own affair, for all we know
     assert not find_sharded(model).outside.num_bytes
     with pytest.raises(

@@ -60,7 +60,8 @@ def break_connections(of: ReferenceType[Any]) -> None:
             # Not by torch's functions: they know no group that was destroyed, and its connections
             # stay open as long as it is kept. RuntimeError also where the peer is this rank.
             with contextlib.suppress(RuntimeError):
-                process_group.recv([blank], peer, tag).wait(timedelta(milliseconds=1))
+                work = process_group.recv([blank], peer, tag)
+                work.wait(timedelta(milliseconds=1))
 
 
 @frozen

@@ -317,8 +317,12 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             return args[0]
         called = f"{name if attribute in {'', 'grad'} else attribute} was called on the gradient"
         called += " of a parameter whose gradient is sharded"
+        by_hook = (
+            "An optimizer that steps inside backward, by a hook, has no reduced gradients there: "
+            "let it step after backward."
+        )
         if late := late_optimizer():
-            raise StateError(f"{late}{called}")
+            raise StateError(f"{late}{called}. {by_hook}")
         if func in _NORMS:
             raise StateError(
                 f"{called}. To clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of "
@@ -329,9 +333,8 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
             "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
             "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
-            "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). An "
-            "optimizer that steps inside backward, by a hook, has no reduced gradients there: let "
-            "it step after backward."
+            "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). "
+            f"{by_hook}"
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
