@@ -184,3 +184,12 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         save_picture([plan], tmp_path / "plan.png")
+
+
+def test_one_option_that_does_not_fit_is_no_verdict_on_the_others() -> None:
+    """Who asks for one stage is told of it; other stages may fit."""
+    small = Room(device=1024)
+    (option, *_) = plan_options(_mlp(), world_size=8, room=small)
+    said = options_table([option], small)
+    assert f"{option.name} does not fit (device memory: 1.00 KiB): it needs " in said
+    assert "Nothing fits (" not in said

@@ -39,14 +39,14 @@ def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> No
         assert "stage 3 + host optimizer" in out  # all are listed
         assert "fits, activations apart" in out
         assert f"{expected} fits in 36.0 MiB" in out
-        assert "Not in it are activations, and what" in out
+        assert "Not included: activations, and what" in out
         assert f"; {left} of each device is left free" in out
         assert zero(*arguments[:-2], *further) == 0
         assert "fits, activations apart" not in capsys.readouterr().out  # in what?
         assert zero(*arguments, *further, "--json") == 0
         assert json.loads(capsys.readouterr().out)["recommended"] == expected
     assert zero(*arguments, "--activations-memory", "2MiB") == 0
-    assert "In it are 2.00 MiB for activations, and not what" in capsys.readouterr().out
+    assert "Included: 2.00 MiB for activations. Not included: what" in capsys.readouterr().out
     for wrong in ("20", "-1%", "much"):
         assert zero(*arguments, f"--reserve={wrong}") == 2
         assert "expected a share such as 20% or 0.2" in capsys.readouterr().err

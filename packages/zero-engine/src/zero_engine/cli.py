@@ -97,7 +97,12 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
     training.add_argument("--ranks-per-node", type=int, metavar="N", help="all if not given")
     training.add_argument("--optimizer", default="adamw", help="adamw, sgd, lion, muon, none, ...")
-    training.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    training.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cuda, the default, for any device that gives free memory back, or cpu",
+    )
     training.add_argument("--stage", type=int, choices=range(4), help="plan this stage in detail")
     training.add_argument("--config", metavar="FILE", help="plan a DeepSpeed file in detail")
     training.add_argument(

@@ -327,7 +327,7 @@ def _export(options: argparse.Namespace) -> tuple[str, int]:
         )
     files = f"{len(report.files)} {'file' if len(report.files) == 1 else 'files'}"
     said = f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in {files}"
-    return f"{said}; from_pretrained() also needs the model's config.json there", 0
+    return f"{said}; for from_pretrained() of transformers, add the model's config.json", 0
 
 
 def _report(options: argparse.Namespace) -> tuple[str, int]:

@@ -93,7 +93,7 @@ class StatesPlan:
         lines.append(
             "By formula, from the number of parameters: parameters, gradients and optimizer state, "
             "each whole or divided evenly over the ranks; at stage 1 a rank has whole gradients "
-            f"and its shard of their mean{given}. Not in it are units that stages 2 and 3 gather "
+            f"and its shard of their mean{given}. Not included: units that stages 2 and 3 gather "
             f"or reduce, {'' if activations else 'activations, '}and what the optimizer's step and "
             f"libraries take{left}."
         )

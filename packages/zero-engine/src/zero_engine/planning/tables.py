@@ -151,7 +151,12 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
     """Name the cheapest option that fits, or the nearest; and those for smaller devices."""
     lines, chosen = [], recommend(options)
     if room.is_bounded:
-        if chosen is None:
+        if chosen is None and len(options) == 1:
+            (least,) = options
+            lines.append(
+                f"{least.name} does not fit ({_sizes_of(room)}): it needs {_needs(least)}."
+            )
+        elif chosen is None:
             least = min(options, key=lambda option: option.device_bytes)
             lines.append(
                 f"Nothing fits ({_sizes_of(room)}). {least.name} needs least of a device: "
@@ -173,8 +178,8 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
             "--dtype bf16 or fp16 plans them."
         )
     estimated = " (an estimate)" if room.activations_are_estimated else ""
-    apart = f"In it are {in_units(room.activations)} for activations{estimated}, and not what"
-    apart = apart if room.activations else "Not in it are activations, and what"
+    apart = f"Included: {in_units(room.activations)} for activations{estimated}. Not included: what"
+    apart = apart if room.activations else "Not included: activations, and what"
     lines.append(
         f"{apart} the optimizer's step and libraries take; {room.reserve:.0%} of each device is "
         "left free for that (--reserve, Room.reserve)."

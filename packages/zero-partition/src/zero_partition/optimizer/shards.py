@@ -385,15 +385,21 @@ def leave_state(optimizer: torch.optim.Optimizer) -> None:
 
 def check_params_of(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
     """Raise PartitionError where an optimizer has a parameter whose id is not among these."""
+    given = (id(param) for group in optimizer.param_groups for param in group["params"])
+    by_both = (
+        "For one optimizer over two models, shard them as one: nn.ModuleList([first, second]). "
+        if any(each in known for each in given)
+        else ""
+    )
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise PartitionError(
                     f"param group {index} of the {type(optimizer).__name__}: parameter {position} "
-                    f"of shape {tuple(param.shape)} is not in the model, or came into it after "
-                    "shard(); build the optimizer of parameters of the very model that is sharded, "
-                    "and add modules before shard(), or after unshard(). For one optimizer over "
-                    "two models, shard them as one: nn.ModuleList([first, second])"
+                    f"of shape {tuple(param.shape)} is not in the model that shard() was given. "
+                    f"{by_both}Build the optimizer of parameters of "
+                    "the very model that is sharded, and add modules before shard(), or after "
+                    "unshard()"
                 )
 
 

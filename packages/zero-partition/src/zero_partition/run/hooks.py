@@ -517,9 +517,10 @@ def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> N
     param_ref = param_ref_of(param, what="conversion")
     kind = ShardedParamError if isinstance(param, ShardedParam) else StateError
     raise kind(
-        f"parameter {param_ref.name!r}: model.to(), .half() or the like after shard() would make "
-        f"{after.dtype} on {after.device} of {probe.dtype} on {probe.device}, or lay it out anew, "
-        f"and shards would not follow (rank {param_ref.whole.rank}). To convert or move a model, "
+        f"model.to(), .half() or the like after shard() would convert parameter "
+        f"{param_ref.name!r} from {probe.dtype} on {probe.device} to {after.dtype} on "
+        f"{after.device}, or lay it out anew, and shards would not follow (rank "
+        f"{param_ref.whole.rank}). To convert or move a model, "
         "do it before shard(), or after zero_engine.unshard(model, optimizer); for computing in "
         "another dtype, ZeroConfig(precision=Precision(params=...))"
     )
