@@ -538,3 +538,18 @@ def test_a_call_on_a_plain_model_names_itself(name: str) -> None:
     """A traceback has the line, but a log may have the message alone."""
     with pytest.raises(StateError, match=rf"^{name}\(\): expected a model .* got a Linear"):
         CALLS[name](nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_given_no_values_says_who_has_them(
+    group: Group, stage: int, is_strict: bool
+) -> None:
+    """`full_state_dict` returns them on rank 0; without an error the others kept their shards."""
+    _, model, _ = _sharded(group, stage)
+    whole = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        assert not model.load_state_dict(whole, strict=is_strict).missing_keys
+        return
+    with pytest.raises(RuntimeError, match=r"rank 1 was given no values; full_state_dict\(\)"):
+        model.load_state_dict(whole, strict=is_strict)

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from attrs import define, evolve, field
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, broadcast_flat, collective
@@ -193,6 +194,24 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
                 module.register_state_dict_post_hook(hooks),
             ]
         sharded.removers.extend(handle.remove for handle in handles)
+    if sharded.whole.world_size > 1:
+        handle = sharded.model.register_load_state_dict_pre_hook(_refuse_nothing)
+        sharded.removers.append(handle.remove)
+
+
+def _refuse_nothing(
+    module: nn.Module, state: dict, prefix: str, metadata: dict, strict: bool, *lists: list[str]
+) -> None:
+    """Add an error where this rank is given nothing, which would leave its shards as they are.
+
+    Also if `load_state_dict` is not strict: the other ranks load their parts.
+    """
+    if not state and not prefix:
+        lists[-1].append(
+            f"rank {dist.get_rank()} was given no values; full_state_dict() returns them on rank 0 "
+            "alone, and every rank must load them: zero_engine.load_pretrained(model, file), or "
+            "broadcast the dict first"
+        )
 
 
 # Without slots: torch sets an attribute of its own on hooks of state_dict.
