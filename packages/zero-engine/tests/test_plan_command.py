@@ -308,7 +308,7 @@ def test_activations_of_a_configuration_are_estimated_and_called_so(
     out = capsys.readouterr().out
     assert "bf16, fp32 masters: no" in out.partition("\n")[0]
     assert "fits with estimated activations" in out
-    assert "for activations (an estimate), and not what" in out
+    assert "for activations (an estimate). Not included: what" in out
     assert zero(*plan, *size, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["activations_bytes"], found["activations_are_estimated"]) == (expected, True)
