@@ -66,7 +66,7 @@ zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage=1, offload=on_d
 
 @pytest.mark.parametrize(
     ("level", "says"),
-    [("debug", ["unit '", "cuts for a AdamW", "page-locked", "direct_bytes", "kernels"]), ("", [])],
+    [("debug", ["unit '", "cuts for AdamW", "page-locked", "direct_bytes", "kernels"]), ("", [])],
 )
 def test_the_environment_asks_for_lines_and_each_names_its_rank(
     level: str, says: list[str], tmp_path: Path
