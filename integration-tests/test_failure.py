@@ -199,7 +199,7 @@ def _matrix_state(group: Group) -> None:
 
 REFUSED: dict[Callable[[Group], None], str] = {
     _foreign_parameter: (
-        r"param group 0 of the AdamW: parameter 0 of shape \(4, 3\) is not in.*nn\.ModuleList\("
+        r"param group 0 of the AdamW: parameter 0 of shape \(4, 3\) is not in.*given\. Build"
     ),
     _inside_of_another: r"this Sequential, or a module inside it, is sharded already",
     _expanded: r"up\.weight': expected memory for each.*\(1, 0\), as expand\(\) makes it; assign",

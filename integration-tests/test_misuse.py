@@ -285,7 +285,7 @@ def test_a_group_with_a_parameter_of_no_model_is_refused_and_the_model_stays_sha
     plain, model, optimizer = _sharded(group, stage)
     expected = train(plain, parity.adamw(plain), _loss_of, num_steps=3)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    foreign = r"param group 1 of the AdamW: parameter 0 of shape \(3,\) is not in the model"
+    foreign = r"param group 1 of the AdamW: parameter 0 of shape \(3,\) is not in .*ModuleList"
     for call in (
         lambda: _loss_of(model, 0),
         lambda: _loss_of(model, 1),

@@ -321,3 +321,13 @@ def test_only_the_rank_itself_writes_and_only_if_it_may(tmp_path: Path, folder: 
     assert ran.stdout == b"so far, so good\n"
     assert len(_reports(tmp_path)) == (folder != "off")
     assert not (tmp_path / "off").exists()
+
+
+def test_an_error_that_all_ranks_have_names_the_rank(tmp_path: Path) -> None:
+    """Which of them has written first says nothing."""
+    for rank in (1, 0):
+        why = "SanitizerError: parameter '0.weight' (rank 0): expected one, found other"
+        failure.write(tmp_path / f"zero-report-rank{rank}.txt", f"{why}\nof rank {rank}", {})
+    for path in tmp_path.glob("*.txt"):
+        path.write_text(re.sub("\nranks = .*", "\nranks = 2", path.read_text()))
+    assert failure.summary(tmp_path).splitlines()[-1].startswith("look at rank 0 first: the error")

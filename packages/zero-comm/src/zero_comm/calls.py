@@ -29,7 +29,7 @@ EVEN: Final = (
 )
 UNEVEN: Final = (
     "if there is none, a rank was killed, as for lack of memory, or has ended while others go on "
-    f"(uneven batches): {EVEN}"
+    f"(uneven batches, or a step inside `if rank == 0:`): {EVEN}"
 )
 CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
 _CAUSES: Final = (

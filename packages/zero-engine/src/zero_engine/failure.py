@@ -326,7 +326,12 @@ def _own_error(reports: Mapping[int, Report], size: int) -> str:
     )
     if not first:
         return ""
-    return f"look at rank {first[0][1]} first: its error is no consequence of another rank's"
+    rank, why = first[0][1], reports[first[0][1]]["report"]["why"].splitlines()[0]
+    # An error that all ranks have says itself which one differs.
+    of_all = all(report["report"]["why"].startswith(why) for report in reports.values())
+    if of_all and size > 1 and (named := re.search(r"\(rank (\d+)\)", why)):
+        return f"look at rank {named[1]} first: the error of all ranks names it"
+    return f"look at rank {rank} first: its error is no consequence of another rank's"
 
 
 def _lines_apart(reports: Mapping[int, Report], size: int) -> str:

@@ -22,6 +22,7 @@ from .torch_private import (
     as_subclass_sharing_memory,
     foreach_norm,
     has_views,
+    is_in_backward,
     own_parameters,
     plain_access,
     plain_call,
@@ -322,7 +323,7 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
             "let it step after backward."
         )
         if late := late_optimizer():
-            raise StateError(f"{late}{called}. {by_hook}")
+            raise StateError(f"{late}{called}. {by_hook}" if is_in_backward() else late + called)
         if func in _NORMS:
             raise StateError(
                 f"{called}. To clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of "

@@ -26,7 +26,7 @@ import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from zero_comm.calls import causes, within
+from zero_comm.calls import causes, collective_call, within
 from zero_comm.errors import CommError
 from zero_comm.watch import Launch, SeenWait, Wait, Watch
 
@@ -415,8 +415,11 @@ class PeerMemory:
         blame = ""
         if self.watch is not None and told is None and missing:
             blame = self.watch.blame((gone or missing)[0])
+        launch = transfer.launch
+        doing = what if launch is None else launch.doing(collective_call())
+        said = what if doing == what else f"{doing}: {what}"
         return told or CommError(
-            f"{what} did not finish {how}: {state} (rank {self.rank}). {blame}{causes()}"
+            f"{said} did not finish {how}: {state} (rank {self.rank}). {blame}{causes()}"
         )
 
 

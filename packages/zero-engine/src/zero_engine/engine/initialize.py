@@ -271,7 +271,10 @@ def _choose_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, confi
     if given is None:
         return None
     if optimizer is None:
-        raise ConfigError("initialize(): expected an optimizer for the scheduler, got none")
+        raise ConfigError(
+            "initialize(): expected an optimizer for the scheduler, got none; add a section "
+            "'optimizer' to the file, or pass optimizer="
+        )
     makes_one = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
     made = given(optimizer) if makes_one else given
     if not hasattr(made, "step"):
