@@ -553,3 +553,24 @@ def test_a_rank_that_is_given_no_values_says_who_has_them(
         return
     with pytest.raises(RuntimeError, match=r"rank 1 was given no values; full_state_dict\(\)"):
         model.load_state_dict(whole, strict=is_strict)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_may_be_given_no_values_where_one_rank_writes_them(group: Group, stage: int) -> None:
+    """`GatheredParameters` sends what that rank has loaded."""
+    _, model, _ = _sharded(group, stage)
+    values = {name: torch.full(each.shape, 2.0) for name, each in model.named_parameters()}
+    with zero_partition.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict(values if group.rank == 0 else {}, strict=False)
+    loaded = zero_engine.full_state_dict(model)
+    assert all(equal(loaded[name], values[name]) for name in loaded)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_of_one_module_is_given_its_values(group: Group, stage: int) -> None:
+    """All of its parameters are of the module that `load_state_dict` begins with."""
+    _, model, _ = _sharded(group, stage, lambda: nn.Linear(WIDTH, WIDTH))
+    values = {name: torch.full(each.shape, 2.0) for name, each in model.named_parameters()}
+    assert not model.load_state_dict(values).missing_keys
+    loaded = zero_engine.full_state_dict(model)
+    assert all(equal(loaded[name], values[name]) for name in loaded)

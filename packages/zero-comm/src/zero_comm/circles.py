@@ -55,10 +55,12 @@ def break_connections(of: ReferenceType[Any]) -> None:
     # Each peer, because a receive on a closed connection fails at once and closes no other one.
     # Each device, since gloo spreads tags over its network devices.
     for peer in range(process_group.size()):
+        if peer == process_group.rank():
+            continue
         for tag in range(num_gloo_devices(process_group)):
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
             # Not by torch's functions: they know no group that was destroyed, and its connections
-            # stay open as long as it is kept. RuntimeError also where the peer is this rank.
+            # stay open as long as it is kept.
             with contextlib.suppress(RuntimeError):
                 work = process_group.recv([blank], peer, tag)
                 work.wait(timedelta(milliseconds=1))

@@ -9,7 +9,6 @@ from typing import Any, Final, final
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from attrs import define, evolve, field
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, broadcast_flat, collective
@@ -183,6 +182,10 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     for module, attributes in in_buffers.items():
         handle = module.register_state_dict_post_hook(_OwnStorages(attributes, given))
         sharded.removers.append(handle.remove)
+    if sharded.whole.world_size > 1 and sharded.units:
+        # The first of ours: those below take what they have loaded out of the dict.
+        handle = sharded.model.register_load_state_dict_pre_hook(_refuse_nothing)
+        sharded.removers.append(handle.remove)
     for module, hooks in owned.items():
         handles = [
             module.register_load_state_dict_pre_hook(hooks.load_state_dict),
@@ -194,9 +197,6 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
                 module.register_state_dict_post_hook(hooks),
             ]
         sharded.removers.extend(handle.remove for handle in handles)
-    if sharded.whole.world_size > 1:
-        handle = sharded.model.register_load_state_dict_pre_hook(_refuse_nothing)
-        sharded.removers.append(handle.remove)
 
 
 def _refuse_nothing(
@@ -204,13 +204,15 @@ def _refuse_nothing(
 ) -> None:
     """Add an error where this rank is given nothing, which would leave its shards as they are.
 
-    Also if `load_state_dict` is not strict: the other ranks load their parts.
+    Also if `load_state_dict` is not strict: the other ranks load their parts. But not inside
+    `GatheredParameters`, where values of one rank are sent to the others.
     """
-    if not state and not prefix:
+    sharded = require_sharded(module)
+    if not state and not prefix and not sharded.gathered:
         lists[-1].append(
-            f"rank {dist.get_rank()} was given no values; full_state_dict() returns them on rank 0 "
-            "alone, and every rank must load them: zero_engine.load_pretrained(model, file), or "
-            "broadcast the dict first"
+            f"rank {sharded.whole.rank} was given no values; full_state_dict() returns them on "
+            "rank 0 alone, and every rank must load them: zero_engine.load_pretrained(model, "
+            "file), or broadcast the dict first"
         )
 
 
