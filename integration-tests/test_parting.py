@@ -159,9 +159,9 @@ _OWN = r"(torch\.distributed\.all_reduce\(\)|collectives of its own)"
 SHARDED = TRAININGS[:2]
 # Whether gathers are collective decides for these; a rank with other gradients has zeros for them.
 BRANCHES: dict[Callable[[Run], None], str] = {
-    _another_module: rf"{_UNITS}.*set_leaf_modules",
-    _another_order: rf"{_UNITS}.*set_leaf_modules",
-    _a_module_more: rf"{_UNITS}.*set_leaf_modules",
+    _another_module: rf"(?s){_UNITS}.*set_leaf_modules",
+    _another_order: rf"(?s){_UNITS}.*set_leaf_modules",
+    _a_module_more: rf"(?s){_UNITS}.*set_leaf_modules",
 }
 PARTINGS: dict[Callable[[Run], None], tuple[tuple[str, ...], str]] = {
     _a_backward_more: (SHARDED, _EVEN),

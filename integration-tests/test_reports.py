@@ -92,7 +92,7 @@ def _check(folder: Path, call: Call, *, trains: bool = False) -> str:
         assert verdict.startswith(f"look at rank 0 first: {name} is called there, at {place}, and")
         assert "not on rank 1." in verdict
     assert "`if rank == 0:`" in verdict
-    own = "\n".join(lines[:2])
+    own = "\n".join(lines).partition("\nrank 1: ")[0]
     assert lines[0].startswith("rank 0: ")
     assert "no rank" not in own
     assert f"in {name} at {place}" in own

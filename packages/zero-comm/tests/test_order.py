@@ -57,7 +57,7 @@ def test_marks_of_other_launches_part(group: Group, at_once: bool) -> None:
     """At once where the host asks so; else at the mark that follows, and no later."""
     watch = _watch()
     _launch(watch, 1, 1 + (group.rank == 1))
-    with pytest.raises(DivergenceError, match=r"number 2 .*rank 1 in fetching pears"):
+    with pytest.raises(DivergenceError, match=r"(?s)(?=.*number 2 ).*rank 1 in fetching pears"):
         watch.compare("a step", at_once=at_once, timeout_s=None)
         assert not at_once
         watch.compare("a step", at_once=False, timeout_s=None)
@@ -69,7 +69,7 @@ def test_many_launches_without_a_mark_are_compared_too(group: Group) -> None:
     """Whoever calls collectives in a loop makes no steps."""
     watch = _watch()
     _launch(watch, 1 + group.rank)
-    with pytest.raises(DivergenceError, match=r"number 1 .*fetching apples.*fetching pears"):
+    with pytest.raises(DivergenceError, match=r"fetching apples.* number 1 .*\n.*fetching pears"):
         _launch(watch, *(1 for _ in range(600)))
 
 

@@ -53,9 +53,21 @@ def test_a_rank_that_is_behind_has_not_parted(one: tuple[str, ...], other: tuple
 
 
 PARTED = {
-    "another": (("apples", "apples"), ("apples", "pears"), r"number 2 .*apples.*rank 1.*pears"),
-    "another size": (("apples of 1",), ("apples of 2",), r"apples of 1, rank 1 in .*apples of 2"),
-    "one more": (("pears", "apples"), ("pears", "pears", "apples"), r"number 2 .*apples.*pears"),
+    "another": (
+        ("apples", "apples"),
+        ("apples", "pears"),
+        r"apples, as number 2 .*\n  rank 1.*pears",
+    ),
+    "another size": (
+        ("apples of 1",),
+        ("apples of 2",),
+        r"apples of 1, .*\n  rank 1 in .*apples of 2",
+    ),
+    "one more": (
+        ("pears", "apples"),
+        ("pears", "pears", "apples"),
+        r"apples, as number 2 .*\n.*pears",
+    ),
     "a call": (("apples", f"{MARK}{CALL}"), ("apples", "pears"), r"rank 0 is in save\(\)"),
     "its own in a place of ours": (
         ("apples", "pears"),

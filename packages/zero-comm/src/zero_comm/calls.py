@@ -31,10 +31,9 @@ UNEVEN: Final = (
     "if there is none, a rank was killed, as for lack of memory, or has ended while others go on "
     f"(uneven batches, or a step inside `if rank == 0:`): {EVEN}"
 )
-CAUSES: Final = f"Look for the first error among all ranks; {UNEVEN}"
+CAUSES: Final = f"look for the first error among all ranks\n  {UNEVEN}"
 _CAUSES: Final = (
-    "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
-    f"the first error among all ranks; {UNEVEN}."
+    f"a rank that raised, ended, or runs other code than its peers leaves them waiting; {CAUSES}"
 )
 # The last advice where ranks have made different calls, and the traceback may be of a correct one.
 FIND_LINE: Final = "to find the line that not all ranks run, run a few steps with ZERO_SANITIZE=1"
@@ -159,10 +158,15 @@ def user_line(thread: int) -> str:
     return str(next(reversed(of_user(stack) or of_user(main_stack())), ""))
 
 
+def in_lines(heading: str, *lines: str) -> str:
+    """Return the text of an error that needs several lines; empty ones are left out."""
+    return "\n  ".join(filter(None, (heading, *lines)))
+
+
 def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
-    return f"{by_all_ranks(call)}. {_CAUSES}" if call else _CAUSES
+    return in_lines(by_all_ranks(call) if call else "", _CAUSES)
 
 
 def within(limit_s: float) -> str:
@@ -188,20 +192,23 @@ def alone(rank: int, call: str) -> str:
     )
 
 
-def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> str:
-    """Say what to do where ranks wait in different collectives; "" if that is not known.
+def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> list[str]:
+    """Say in lines what to do where ranks wait in different collectives; none if not known.
 
     Args:
         calls: Rank -> the call that it is in, and that all ranks must make; "" if none.
         remedies: Rank -> remedy for its collective; "" if none.
     """
     differ = len({*calls.values()}) > 1
-    lone = "; ".join(alone(rank, call) for rank, call in calls.items() if call and differ)
+    lone = [alone(rank, call) for rank, call in calls.items() if call and differ]
     others = [remedy for rank, remedy in remedies.items() if not (calls[rank] and differ)]
-    text = "; ".join(dict.fromkeys(filter(None, others)))
+    rest = [*dict.fromkeys(filter(None, others))]
+    if not lone or not rest:
+        return lone or rest
     # With uneven batches, one rank has come to a call that the others come to later.
-    both = f"either {lone}; or all ranks call it, and their batches are uneven: {text}"
-    return both if lone and text else lone or text
+    (one, *lone), (first, *rest) = lone, rest
+    uneven = f"or all ranks call it, and their batches are uneven: {first}"
+    return [f"either {one}", *lone, uneven, *rest]
 
 
 def blocking_torch_call() -> TorchCall | None:

@@ -22,6 +22,7 @@ from .calls import (
     blocking_torch_call,
     by_all_ranks,
     collective_call,
+    in_lines,
     is_collective,
     thread_behind,
     user_line,
@@ -233,9 +234,9 @@ def _describe(chain: Mapping[int, _Position]) -> str:
     if not any(calls.values()):
         calls |= {r: chain[r].doing for r in ranks if chain[r].needs}
     ended = [] if len({*calls.values()}) > 1 else _called_alone(chain)
-    advised = ended or [advice(calls, remedies), FIND_LINE if any(remedies.values()) else ""]
-    text = "; ".join(filter(None, (*places, *advised)))
-    return f"ranks wait for each other in different collectives, and none would ever end: {text}"
+    advised = ended or [*advice(calls, remedies), FIND_LINE if any(remedies.values()) else ""]
+    heading = "ranks wait for each other in different collectives, and none would ever end"
+    return in_lines(heading, *places, *advised)
 
 
 def _called_alone(chain: Mapping[int, _Position]) -> list[str]:

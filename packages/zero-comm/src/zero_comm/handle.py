@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 from attrs import define, field
 
-from .calls import causes, collective_call, within
+from .calls import causes, collective_call, in_lines, within
 from .errors import CommError
 from .watch import Launch, Wait
 
@@ -92,15 +92,15 @@ def fail(what: str, error: Exception, launch: Launch | None, peer: int) -> NoRet
     # The backend's text is last: it is long, and names neither ranks of ours nor a remedy.
     backend = f"The backend's own error: {error}"
     if launch is None:
-        raise CommError(f"{what}: {causes()} {backend}") from error
+        raise CommError(in_lines(what, causes(), backend)) from error
     if told := launch.watch.error():
         # The backend's error follows from what was found.
         raise told from None
     blame = "" if peer < 0 else launch.watch.blame(peer)
     doing, rank = launch.doing(collective_call()), launch.watch.scope.rank
-    said = " ".join(filter(None, (causes(), launch.watch.scope.remark, backend)))
+    lines = (blame, causes(), launch.watch.scope.remark, backend)
     # The backend's traceback would come first, and says nothing that this does not.
-    raise CommError(f"{doing}: {what} (rank {rank}): {blame}{said}") from None
+    raise CommError(in_lines(f"{doing}: {what} (rank {rank})", *lines)) from None
 
 
 def _is_last(_: float | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, field, frozen
 
-from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call, within
+from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call, in_lines, within
 from .errors import CommError, DivergenceError
 from .torch_private import backend_of, sequence_number
 from .traces import Trace, Traced, difference
@@ -186,7 +186,7 @@ class OrderWatch(Watch):
             # The store is lost: peers need not be told that the launch was interrupted.
             self.sent()
             if not may_end or self._has_lost_store:
-                raise CommError(f"{self._lost} ({error}). {causes()}") from error
+                raise CommError(in_lines(f"{self._lost} ({error})", causes())) from error
             self._has_lost_store, self._mark = True, None
 
     @property
@@ -215,8 +215,11 @@ class OrderWatch(Watch):
                 if time.monotonic() - since > limit_s:
                     count = total // _ONE
                     raise CommError(
-                        f"{what} did not finish {within(limit_s)}: {count} of "
-                        f"{self.world_size} ranks came to it (rank {self.rank}). {causes()}"
+                        in_lines(
+                            f"{what} did not finish {within(limit_s)}: {count} of "
+                            f"{self.world_size} ranks came to it (rank {self.rank})",
+                            causes(),
+                        )
                     )
                 self._polls = since, limit_s
                 time.sleep(pause_s)
@@ -242,10 +245,11 @@ class OrderWatch(Watch):
             if (error := self.error()) is not None:
                 return error
             time.sleep(_LONGEST_PAUSE_S)
-        self.part(
+        heading = (
             "ranks launched different collectives since the last step, and may have taken each "
-            f"other's values. {causes()}"
+            "other's values"
         )
+        self.part(in_lines(heading, causes()))
         return self.verdict()
 
     # ---- Looks ----
@@ -273,7 +277,9 @@ class OrderWatch(Watch):
                     self._look_at_peers(mine, stuck)
         except dist.DistError as error:
             if is_stuck:
-                self.part(f"{self._lost} ({error}), and this rank makes no progress. {CAUSES}")
+                self.part(
+                    in_lines(f"{self._lost} ({error}), and this rank makes no progress", CAUSES)
+                )
         except (RuntimeError, ValueError):  # the job is ending
             pass
         return seen
@@ -354,20 +360,20 @@ class OrderWatch(Watch):
         self.tell_user(since, f"rank {peer}", mine.doing)
         polls = self._polls
         if waited_s > (self.timeout_s if polls is None else polls[1]) - _MARGIN_S:
-            self.part(
-                f"rank {self.rank} has waited {waited_s:.0f} s for rank {peer} in {mine.doing}, "
-                f"{_whereabouts(peer, theirs)}. {alone(self.rank, mine.call)}"
+            heading = (
+                f"rank {self.rank} has waited {waited_s:.0f} s for rank {peer} in {mine.doing}"
             )
+            where = _whereabouts(peer, theirs)
+            self.part(in_lines(f"{heading}, {where}", alone(self.rank, mine.call)))
 
     def _proof(self, peer: int, mine: _State, theirs: _State | None) -> str:
         """Return why this rank can never go on because of that one; "" if it may."""
         is_behind = theirs is None or theirs.number < mine.number
+        waits, advised = f"rank {self.rank} waits for rank {peer}", alone(self.rank, mine.call)
         if is_behind and self._has_ended(peer):
             where = "" if theirs is None else f", {_whereabouts(peer, theirs)}"
-            return (
-                f"rank {self.rank} waits for rank {peer} in {mine.doing}, but the process of rank "
-                f"{peer} has ended{where}. {alone(self.rank, mine.call)}"
-            )
+            ended = f"but the process of rank {peer} has ended{where}"
+            return in_lines(f"{waits} in {mine.doing}, {ended}", advised)
         if theirs is None:
             return ""
         said = [(each.number, each.fingerprint, each.sequence) for each in (mine, theirs)]
@@ -377,10 +383,8 @@ class OrderWatch(Watch):
         # the one after that was not.
         is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
         if is_now and dist.get_rank() in theirs.needs and theirs.number < mine.number:
-            return (
-                f"rank {self.rank} waits for rank {peer} in {mine.doing}; rank {peer} waits for "
-                f"rank {self.rank} in {theirs.torch_call}. {alone(self.rank, mine.call)}"
-            )
+            its = f"rank {peer} waits for rank {self.rank} in {theirs.torch_call}"
+            return in_lines(f"{waits} in {mine.doing}; {its}", advised)
         return ""
 
     def _difference(self, peer: int) -> str:

@@ -16,6 +16,7 @@ from .calls import (
     advice,
     collective_call,
     in_call_of,
+    in_lines,
     is_collective,
     main_stack,
     of_user,
@@ -103,7 +104,7 @@ class CompareLaunches:
                     f"{one}, rank {rank} from {its}; one of them may be what not all ranks run"
                 )
                 if group.watch is not None:
-                    group.watch.remark(f"Before, {self.parted}.")
+                    group.watch.remark(f"before, {self.parted}")
                 if group.rank in (0, rank):
                     _LOG.warning("zero_comm: %s, if an error follows", self.parted)
 
@@ -115,11 +116,14 @@ class CompareLaunches:
         for each, call in calls.items():
             if call and call not in what[each]:
                 what[each] = f"{call}: {what[each]}"
-        before = f". Before, {self.parted}" if self.parted else ""
         raise AgreementError(
-            f"ranks disagree on the next collective: rank {first} has {what[first]} at {one}, rank "
-            f"{other} has {what[other]} at {its} (seen on rank {rank}); "
-            f"{advice(calls, remedies) or CAUSES}{before}"
+            in_lines(
+                f"ranks disagree on the next collective (seen on rank {rank}):",
+                f"rank {first} has {what[first]} at {one}",
+                f"rank {other} has {what[other]} at {its}",
+                *(advice(calls, remedies) or [CAUSES]),
+                f"before, {self.parted}" if self.parted else "",
+            )
         )
 
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from attrs import frozen
 
-from .calls import CAUSES, FIND_LINE, advice
+from .calls import CAUSES, FIND_LINE, advice, in_lines
 from .watch import Purpose, Recorded
 
 _PARTED: Final = (
@@ -111,10 +111,10 @@ def _described(sides: Mapping[int, Traced], purposes: Mapping[int, Purpose]) -> 
         for rank, each in sorted(sides.items())
     }
     calls = {rank: each.call for rank, each in sorted(sides.items())}
-    advised = advice(calls, remedies) or CAUSES
-    if any(remedies.values()):
-        advised += f"; {FIND_LINE}"
-    return (
-        f"{_PARTED}: as number {one.number} of this group, rank {first} in {doings[0]}, rank "
-        f"{second} in {doings[1]}. {advised}"
+    return in_lines(
+        _PARTED,
+        f"rank {first} in {doings[0]}, as number {one.number} of this group",
+        f"rank {second} in {doings[1]}",
+        *(advice(calls, remedies) or [CAUSES]),
+        FIND_LINE if any(remedies.values()) else "",
     )

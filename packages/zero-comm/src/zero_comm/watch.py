@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, evolve, field, frozen
 
+from .calls import in_lines
 from .errors import DivergenceError
 from .logs import how_to_ask
 from .torch_private import default_store
@@ -313,7 +314,7 @@ class Watch(ABC):
 
     def part(self, text: str) -> None:
         """Tell all ranks why they cannot go on, and end the waits of this one."""
-        text = ". ".join(filter(None, (text, self.scope.remark)))
+        text = in_lines(text, self.scope.remark)
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             self.store.set(self.key_of(_DIVERGENCE), text)
             # All ranks that see the count raised look again.
@@ -338,9 +339,9 @@ class Watch(ABC):
 
     def verdict(self) -> DivergenceError:
         """Return why ranks that have diverged cannot go on."""
-        return DivergenceError(
-            f"{self._divergence} (seen on rank {self.scope.rank}; this group can be used no more)"
-        )
+        heading, *lines = self._divergence.split("\n")
+        seen = f"(seen on rank {self.scope.rank}; this group can be used no more)"
+        return DivergenceError("\n".join([f"{heading} {seen}{':' if lines else ''}", *lines]))
 
     def blame(self, peer: int) -> str:
         """Tell the others that this rank fails at `peer`, and return which rank failed first.
@@ -349,7 +350,7 @@ class Watch(ABC):
         the rank that did not tell anything.
 
         Returns:
-            A sentence and a space; "" where `peer` itself is the first, as far as is known.
+            A line; "" where `peer` itself is the first, as far as is known.
         """
         own, peer = self.scope.rank, self.in_scope(peer)
         chain = [own, peer]
@@ -365,7 +366,7 @@ class Watch(ABC):
                     return ""
         if len(chain) == 2:
             return ""
-        return f"Rank {peer} has failed before, and rank {chain[-1]} was the first. "
+        return f"rank {peer} has failed before, and rank {chain[-1]} was the first"
 
     def describe(self, in_flight: Callable[[], Collection[Launch]]) -> dict[str, str]:
         """Describe the last launches on groups of this scope, by number, and the wait. Local.

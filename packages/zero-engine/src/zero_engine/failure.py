@@ -50,7 +50,7 @@ _OF_STEP: Final = ("clip_grad_norm_()", "clip_grad_value_()", "unscale_and_clip_
 # Launches of a backward. A rank that has yet to make one is late, whichever call the others are in.
 _OF_BACKWARD: Final = ("reducing the gradients", "publishing")
 # What an error says of a call that one rank has made more often than another.
-_ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank \d+: [^;]*)")
+_ENDED_CALL: Final = re.compile(r"rank (\d+) (has called \S+ more often than rank \d+: [^;\n]*)")
 # What it says where a peer's process or program is over.
 _HAS_ENDED: Final = re.compile(r"(its process|(process|program) of rank \d+( \(\d+\))?) has ended")
 # What it says of a collective of torch's.
@@ -205,7 +205,7 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
             continue
         report = reports[rank]
         state = report.get("schedule", "state", fallback="before or in shard()")
-        why, when = report["report"]["why"].splitlines()[0], report["report"]["time"]
+        why, when = _message(report), report["report"]["time"]
         # Where the error was seen differs.
         first = told.setdefault(re.sub(r"\(seen on rank \d+", "(", why), rank)
         if first != rank and why != ASKED:
@@ -215,6 +215,13 @@ def _lines(reports: Mapping[int, Report], size: int) -> Iterator[str]:
         where = f"in {call}" if call else f"at {_place(report)}"
         ending = f"; waits for {waits}" if waits else ""
         yield f"rank {rank}: {why}\n  {when}, {state}, {where}{ending}"
+
+
+def _message(report: Report) -> str:
+    """Return type and text of the error, without its traceback."""
+    heading, *lines = report["report"]["why"].partition(_TRACEBACK)[0].splitlines()
+    # Lines that follow in an error of torch's are frames of C++.
+    return "\n  ".join([heading] if OF_TORCH in heading.partition(":")[0] else [heading, *lines])
 
 
 def _place(report: Report) -> str:
@@ -326,9 +333,9 @@ def _own_error(reports: Mapping[int, Report], size: int) -> str:
     )
     if not first:
         return ""
-    rank, why = first[0][1], reports[first[0][1]]["report"]["why"].splitlines()[0]
+    rank, why = first[0][1], _message(reports[first[0][1]])
     # An error that all ranks have says itself which one differs.
-    of_all = all(report["report"]["why"].startswith(why) for report in reports.values())
+    of_all = all(_message(report) == why for report in reports.values())
     if of_all and size > 1 and (named := re.search(r"\(rank (\d+)\)", why)):
         return f"look at rank {named[1]} first: the error of all ranks names it"
     return f"look at rank {rank} first: its error is no consequence of another rank's"

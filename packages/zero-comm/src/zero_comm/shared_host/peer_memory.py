@@ -26,7 +26,7 @@ import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
-from zero_comm.calls import causes, collective_call, within
+from zero_comm.calls import causes, collective_call, in_lines, within
 from zero_comm.errors import CommError
 from zero_comm.watch import Launch, SeenWait, Wait, Watch
 
@@ -418,9 +418,9 @@ class PeerMemory:
         launch = transfer.launch
         doing = what if launch is None else launch.doing(collective_call())
         said = what if doing == what else f"{doing}: {what}"
-        return told or CommError(
-            f"{said} did not finish {how}: {state} (rank {self.rank}). {blame}{causes()}"
-        )
+        remark = "" if self.watch is None else self.watch.scope.remark
+        heading = f"{said} did not finish {how}: {state} (rank {self.rank})"
+        return told or CommError(in_lines(heading, blame, causes(), remark))
 
 
 _ALL: Final[WeakSet[PeerMemory]] = WeakSet()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from zero_comm.calls import UNEVEN
+from zero_comm.calls import CAUSES, in_lines
 
 # Environment variable; with 0, ranks send messages in place of reading memory.
 SWITCH: Final = "ZERO_COMM_PEER_MEMORY"
@@ -83,7 +83,7 @@ def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
 def why(error: OSError) -> str:
     """Why a process could not be read, and what can be done about it."""
     if error.errno == ESRCH:
-        return f"its process has ended; look for the first error among all ranks; {UNEVEN}"
+        return in_lines("its process has ended", CAUSES)
     if error.errno == EFAULT:
         return "no such memory; the process is ending, or has given the memory away"
     return f"{error}; set {SWITCH}=0 on every rank, and values travel as messages"

@@ -14,7 +14,7 @@ from weakref import finalize
 from attrs import Factory, define, field
 from torch import Tensor
 
-from zero_comm.calls import causes, within
+from zero_comm.calls import causes, in_lines, within
 from zero_comm.errors import CommError
 from zero_comm.watch import PATIENCE_S, Launch, Wait, Watch
 
@@ -238,9 +238,12 @@ class SharedShards:
             # The word is read again: the peer may have opened this version, and left, since.
             if has_left and self._word(rank, word, what) < self._version:
                 raise CommError(
-                    f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
-                    f"(rank {self._memory.rank}); take as many steps on every rank, and keep the "
-                    f"model on each until all have taken the last. {causes()}"
+                    in_lines(
+                        f"{what}: rank {rank} has deleted its model or is ending, and writes no "
+                        f"more (rank {self._memory.rank}); take as many steps on every rank, and "
+                        "keep the model on each until all have taken the last",
+                        causes(),
+                    )
                 )
             return False
 
@@ -251,9 +254,12 @@ class SharedShards:
         if not self._memory.progress_until(is_there, lacks, timeout_s=timeout_s):
             limit_s = self._memory.timeout_s if timeout_s is None else timeout_s
             raise CommError(
-                f"{what}: rank {rank} did not reach it {within(limit_s)} (rank "
-                f"{self._memory.rank}). Every rank must write to its shards as often: "
-                f"optimizer.step() and load_state_dict() belong on all ranks. {causes()}"
+                in_lines(
+                    f"{what}: rank {rank} did not reach it {within(limit_s)} (rank "
+                    f"{self._memory.rank}). Every rank must write to its shards as often: "
+                    "optimizer.step() and load_state_dict() belong on all ranks",
+                    causes(),
+                )
             )
 
     def _word(self, rank: int, word: int, what: str) -> int:
