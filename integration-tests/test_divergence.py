@@ -140,12 +140,12 @@ PARTINGS: dict[Callable[[Group], None], str] = {
 IN_ORDER: dict[Callable[[Group], None], str] = {
     _other_experts: r"rank 0 in .* 'mixture\.experts\.0' .*\n  rank 1 in .* 'mixture\.experts\.1' "
     r".*set_leaf_modules",
-    _other_experts_later: r"rank 0 in reducing .*\n  rank 1 in gathering unit 'mixture\.experts\.1' "
+    _other_experts_later: r"rank 0 in reducing .*rank 1 in gathering unit 'mixture\.experts\.1' "
     r".*set_leaf_modules",
-    _a_batch_less: r"rank 0 in reducing .*\n  rank 1 in optimizer\.step\(\).*backward_without_batch",
+    _a_batch_less: r"rank 0 in reducing .*rank 1 in optimizer\.step\(\).*backward_without_batch",
     _a_micro_batch_less: r"rank 0 in (reducing|gathering unit) .*\n  rank 1 in optimizer\.step\(\)"
     r".*same number of backwards",
-    _no_backward: r"rank 0 in reducing .*\n  rank 1 in optimizer\.step\(\).*same number of backwards",
+    _no_backward: r"rank 0 in reducing .*rank 1 in optimizer\.step\(\).*same number of backwards",
     _clips_alone: r"rank 0 in .* norm, .*\n  rank 1 in optimizer\.step\(\).*rank 0 is in "
     r"clip_grad_norm_\(\), which must be called on all ranks",
     _no_batch: r"rank 0 in gathering unit .*\n  rank 1 in reducing .*loss times zero",
