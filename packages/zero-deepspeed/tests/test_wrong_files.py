@@ -35,6 +35,8 @@ WRONG: Final[list[tuple[dict[Any, Any], str]]] = [
     ({".prefetch_bucket_size": 1, ".stage3_prefetch_bucket_size": 1}, ". ... one name"),
     ({".of_next_year": {}}, "expected"),
     ({"optimizer.type": "Adam", "optimizer.params.of_next_year": 1}, "expected"),
+    ({"optimizer.type": "AdamX"}, "mean 'adam'? Pass any other as an object to initialize()"),
+    ({"scheduler.type": "Cosine"}, "got 'Cosine'. Pass any other as an object to initialize()"),
     ({"gradient_cliping": 1.0}, "mean gradient_clipping?"),
     # Types and ranges, one of each kind.
     ({Z: True}, "expected an object"),
@@ -165,6 +167,16 @@ def test_a_slip_of_the_pen_is_met_in_its_own_section() -> None:
             assert mean.startswith(prefix) and "." not in mean.removeprefix(prefix), raw
             checked += 1
     assert checked > 100
+
+
+def test_an_error_of_a_key_says_in_which_file_it_is(tmp_path: Path) -> None:
+    """A job may read several; the key's path stays first."""
+    file = tmp_path / "ds.json"
+    for raw in ({Z: {"stge": 2}}, {"train_batch_size": "two"}, {"optimizer": {"type": "AdamX"}}):
+        file.write_text(json.dumps({"train_batch_size": 8, **raw}))
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_deepspeed(file)
+        assert caught.value.__notes__ == [f"in the configuration {str(file)!r}"]
 
 
 TEXTS: Final[dict[str, tuple[type[Exception], str, str]]] = {  # of a file, and as base64

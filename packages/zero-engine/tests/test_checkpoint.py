@@ -234,3 +234,17 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     assert again == value
     with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a PosixPath"):
         zero_engine.save(tmp_path, model, optimizer, step=1, extra={"a": [1, Path("x")]})
+
+
+def test_a_scheduler_that_is_none_is_refused(tmp_path: Path) -> None:
+    """An optimizer has a state too, and was saved as that of a scheduler; a lambda has none."""
+    model, optimizer = _shard()
+    zero_engine.save(tmp_path, model, optimizer, step=1)
+    before = sorted(tmp_path.rglob("*"))
+    for wrong in (optimizer, model, lambda step: 1.0):
+        says = rf"scheduler to be .*, got one of type {type(wrong).__name__}"
+        with pytest.raises(ConfigError, match=rf"save\(\): expected {says}"):
+            zero_engine.save(tmp_path, model, optimizer, step=2, scheduler=wrong)
+        with pytest.raises(ConfigError, match=rf"load\(\): expected {says}"):
+            zero_engine.load(tmp_path, model, optimizer, scheduler=wrong)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -14,6 +14,7 @@ import attrs
 import torch
 from attrs import frozen
 from zero_engine import ConfigError
+from zero_partition.plan import nearest
 
 
 @frozen
@@ -25,12 +26,19 @@ class ValueKind:
     fits: Callable[[Any], bool]
     # Maps a value that fits to the value that is kept.
     convert: Callable[[Any], Any] = lambda value: value
+    # Words of which a value that does not fit may be a misspelling.
+    words: tuple[str, ...] = ()
+    # A sentence for values that are right elsewhere.
+    remedy: str = ""
 
     def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
         """Return the converted value; raise ConfigError, naming `where`, if it does not fit."""
         if not self.fits(value):
             null = ", or null" if or_null else ""
-            raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}")
+            near = nearest(value, self.words)
+            meant = f"; did you mean {near!r}?" if near else ""
+            rest = f"{meant or '.'} {self.remedy}" if self.remedy else meant
+            raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}{rest}")
         return self.convert(value)
 
 
@@ -78,9 +86,10 @@ def number(
     )
 
 
-def choice(*names: str) -> ValueKind:
+def choice(*names: str, remedy: str = "") -> ValueKind:
     """One of several words, in any case; the spelling of `names` is kept."""
-    return _one_of(", ".join(map(repr, names)), {name.lower(): name for name in names})
+    kind = _one_of(", ".join(map(repr, names)), {name.lower(): name for name in names})
+    return attrs.evolve(kind, words=names, remedy=remedy)
 
 
 def _one_of(words: str, known: Mapping[Any, Any]) -> ValueKind:

@@ -40,6 +40,8 @@ from .file_key import (
 )
 
 _OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
+# In place of a type that the file does not know.
+_AS_OBJECT: Final = "Pass any other as an object to initialize(), and leave this section out"
 _SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 _ZERO: Final = "zero_optimization"
@@ -90,7 +92,7 @@ _TRAINING: Final = (
     *ignored("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     *section(
         "optimizer",
-        FileKey("type", choice(*_OPTIMIZERS), None, "optimizer"),
+        FileKey("type", choice(*_OPTIMIZERS, remedy=_AS_OBJECT), None, "optimizer"),
         *ignored("legacy_fusion"),
         not_built(
             "params.max_grad_norm",
@@ -119,7 +121,7 @@ _TRAINING: Final = (
     ),
     *section(
         "scheduler",
-        FileKey("type", choice(*_SCHEDULERS), None, "scheduler"),
+        FileKey("type", choice(*_SCHEDULERS, remedy=_AS_OBJECT), None, "scheduler"),
         *_params("scheduler", _RATES, "warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"),
         *_params("scheduler", _RATES, "cycle_min_lr", "cycle_max_lr"),
         *_params("scheduler", choice("log", "linear"), "warmup_type"),

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -136,6 +137,17 @@ def _load(source: Source) -> Mapping[str, Any]:
     if not isinstance(loaded, dict):
         raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
     return loaded
+
+
+@contextmanager
+def _noted(source: Source) -> Iterator[None]:
+    """Let errors of keys say in which file they are."""
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(source, Mapping):
+            error.add_note(f"in the configuration {_named(source)}")
+        raise
 
 
 def _named(source: Source) -> str:
@@ -316,28 +328,29 @@ def read_settings(
     `auto` must not contradict the file. `warns` is False where the same configuration will be read
     again.
     """
-    defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
-    settings = Settings({**defaults, **_read_leaves(_load(source))})
-    settings = settings.replaced(_answers(settings, auto or {}), "auto")
-    known = {
-        item.key.path: item.value
-        for item in settings.given()
-        if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
-    }
-    derived = _derived_values(model, known, implied or {})
-    settings = settings.replaced(
-        {
-            item.key.path: _read_value(item.key, derived[item.key.path], item.written)
+    with _noted(source):
+        defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
+        settings = Settings({**defaults, **_read_leaves(_load(source))})
+        settings = settings.replaced(_answers(settings, auto or {}), "auto")
+        known = {
+            item.key.path: item.value
             for item in settings.given()
-            if item.key.path in derived and item.key.path not in known
-        },
-        "auto",
-    )
-    for item in settings.given():
-        if item.value is not UNRESOLVED and settings.is_read(item.key):
-            item.key.check_built(item.written, item.value)
-    if warns:
-        _warn_of_what_changes_nothing(settings, source)
+            if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
+        }
+        derived = _derived_values(model, known, implied or {})
+        settings = settings.replaced(
+            {
+                item.key.path: _read_value(item.key, derived[item.key.path], item.written)
+                for item in settings.given()
+                if item.key.path in derived and item.key.path not in known
+            },
+            "auto",
+        )
+        for item in settings.given():
+            if item.value is not UNRESOLVED and settings.is_read(item.key):
+                item.key.check_built(item.written, item.value)
+        if warns:
+            _warn_of_what_changes_nothing(settings, source)
     return settings
 
 

@@ -204,7 +204,7 @@ def load(
         zero_comm.CommError: A rank did not take part in time.
     """
     check_folder("load()", folder)
-    sharded = sharded_of(model, optimizer, "load()")
+    sharded = sharded_of(model, optimizer, "load()", scheduler=scheduler)
     ranks, has_state = CheckpointRanks.of(sharded, stages), optimizer is not None
     group = ranks.group
     checkpoint = open_together(

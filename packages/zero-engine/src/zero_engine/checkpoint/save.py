@@ -143,7 +143,7 @@ def save_as(asked: SaveRequest) -> SaveReport:
 
 def begin(asked: SaveRequest) -> CheckpointWriter:
     """Plan what to write, check that ranks agree, and make the folder. Collective."""
-    sharded = sharded_of(asked.model, asked.optimizer, "save()")
+    sharded = sharded_of(asked.model, asked.optimizer, "save()", scheduler=asked.scheduler)
     sharded.require("save()", no=(ModelPhase.GATHERED,))
     if asked.engine is None and asked.optimizer is not None and sharded.awaits_step:
         warn_of_gradients()
@@ -438,9 +438,24 @@ def warn_of_gradients() -> None:
 
 
 def sharded_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    what: str,
+    *,
+    scheduler: Any = None,
 ) -> ShardedModel:
-    """Return the sharded model; StateError if it is plain, or sharded with another optimizer."""
+    """Return the sharded model that a call is given.
+
+    Raises:
+        StateError: It is plain, or was sharded with another optimizer.
+        ConfigError: The scheduler has no state, or is what another argument is for.
+    """
+    is_other = isinstance(scheduler, torch.optim.Optimizer | nn.Module)
+    if scheduler is not None and (is_other or not hasattr(scheduler, "state_dict")):
+        raise ConfigError(
+            f"{what}: expected scheduler to be a learning-rate scheduler, or another object with "
+            f"state_dict() and load_state_dict(), got one of type {type(scheduler).__name__}"
+        )
     sharded = find_sharded(model)
     if sharded is None:
         raise StateError(
