@@ -36,7 +36,7 @@ WRONG: Final[list[tuple[dict[Any, Any], str]]] = [
     ({".of_next_year": {}}, "expected"),
     ({"optimizer.type": "Adam", "optimizer.params.of_next_year": 1}, "expected"),
     ({"optimizer.type": "AdamX"}, "mean 'adam'? Pass any other as an object to initialize()"),
-    ({"scheduler.type": "Cosine"}, "got 'Cosine'. Pass any other as an object to initialize()"),
+    ({"scheduler.type": "StepLR"}, "got 'StepLR'. Pass any other as an object to initialize()"),
     ({"gradient_cliping": 1.0}, "mean gradient_clipping?"),
     # Types and ranges, one of each kind.
     ({Z: True}, "expected an object"),

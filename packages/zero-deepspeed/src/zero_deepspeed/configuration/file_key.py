@@ -35,7 +35,7 @@ class ValueKind:
         """Return the converted value; raise ConfigError, naming `where`, if it does not fit."""
         if not self.fits(value):
             null = ", or null" if or_null else ""
-            near = nearest(value, self.words)
+            near = nearest(value, self.words) if isinstance(value, str) else None
             meant = f"; did you mean {near!r}?" if near else ""
             rest = f"{meant or '.'} {self.remedy}" if self.remedy else meant
             raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}{rest}")
