@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, field, frozen
 
-from .calls import CAUSES, alone, blocking_torch_call, causes, collective_call, in_lines, within
+from .calls import (
+    CAUSES,
+    alone,
+    blocking_torch_call,
+    causes,
+    collective_call,
+    in_lines,
+    user_line,
+    within,
+)
 from .errors import CommError, DivergenceError
 from .torch_private import backend_of, sequence_number
 from .traces import Trace, Traced, difference
@@ -315,6 +324,7 @@ class OrderWatch(Watch):
         last = recent[-1] if recent else None
         number = 0 if last is None else last.number
         call, torch_call = collective_call(_main_thread()), blocking_torch_call()
+        in_torch = "" if torch_call is None else f"{torch_call.name} at {user_line(_main_thread())}"
         self._beat += 1
         state = _State(
             number=number,
@@ -323,7 +333,7 @@ class OrderWatch(Watch):
             doing="nothing" if last is None else last.purpose.what,
             since_s=time.monotonic() - self._launched_at,
             call=call,
-            torch_call="" if torch_call is None else torch_call.name,
+            torch_call=in_torch,
             needs=() if torch_call is None else torch_call.needs,
             beat=self._beat,
         )

@@ -278,7 +278,10 @@ class Watch(ABC):
             # Removed last: if an exception comes before, the next launch tells the peers.
             _SENDING.pop(thread, None)
             if torn.watch.scope is scope:
-                raise self.error() or torn.watch.verdict()
+                # Those that wait on this group may not look for what was told on the other.
+                if self.error() is None:
+                    self.part(torn.watch._divergence)
+                raise self.verdict()
         number = scope.launched.get(name, 0) + 1
         # Noted before the launch is counted: peers would wait for one that is counted and not sent.
         if sends:
