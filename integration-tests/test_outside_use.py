@@ -5,6 +5,8 @@ All ranks see the same batch, so that plain torch in the same process is the ora
 
 from __future__ import annotations
 
+import copy
+import io
 import types
 from collections.abc import Callable
 from functools import partial
@@ -199,6 +201,44 @@ def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group
                 match=r"parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)",
             ):
                 read()
+
+
+WRITES_TO_DETACHED: dict[str, Callable[[Tensor], Any]] = {
+    "in-place": lambda found: found.lerp_(torch.ones(WIDTH, WIDTH), 0.5),
+    "view": lambda found: found[0].zero_(),
+    "transposed": lambda found: found.T.zero_(),
+    "data": lambda found: found.data.zero_(),
+    "item": lambda found: found.__setitem__(0, 1.0),
+    "init": nn.init.zeros_,
+    "out": lambda found: torch.ones(WIDTH, WIDTH, out=found),
+    "foreach": lambda found: torch._foreach_mul_([found], 2.0),
+    "numpy": lambda found: found.numpy().fill(0),
+}
+
+
+def test_what_detach_gives_is_read_and_not_written(group: Group) -> None:
+    """Outside a forward it is gathered, and not the parameter's memory: a write was lost."""
+    plain, model = _build(Blocks)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    weight, expected = model.blocks[1].linear.weight, plain.blocks[1].linear.weight.detach()
+    found = weight.detach()
+
+    for name, write in WRITES_TO_DETACHED.items():
+        error = ValueError if name == "numpy" else ShardedParamError
+        if name == "numpy" and found.device.type != "cpu":
+            continue
+        with pytest.raises(error, match=r"read-only|'blocks\.1\.linear\.weight' .* would be lost"):
+            write(found)
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    for copied in (found, copy.deepcopy(found), torch.load(file), found.clone(), found[:]):
+        assert equal(copied, expected)
+    assert {type(each) for each in (copy.deepcopy(found), found + 1, found.clone())} == {Tensor}
+    assert repr(found) == repr(found.clone())
+    with zero_partition.GatheredParameters(weight, modifier_rank=0):
+        weight.detach().fill_(2.0)
+    assert equal(zero_engine.full_param(weight), torch.full((WIDTH, WIDTH), 2.0))
 
 
 class _Pair(nn.Module):

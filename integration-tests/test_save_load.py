@@ -519,6 +519,9 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
     zero_engine.save(tmp_path / "aside", model, optimizer, step=1, is_latest=False)
     plain, its = parity.build_with_optimizer()
     save_as_deepspeed(tmp_path / "theirs", plain, its, step=3, form=Form(stage=3, world_size=2))
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
     zero = tmp_path / "of stage 0" / "global_step1"
     zero.mkdir(parents=True)
     torch.save({"module": {}}, zero / "mp_rank_00_model_states.pt")  # all that its stage 0 writes
@@ -527,6 +530,7 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
         path: r"the folder of one of them.* pass '.*/run' and tag='step-2'",
         path / MANIFEST: r"the file .*manifest\.json; load_pretrained",
         tmp_path / "weights": r"load_pretrained\(model, folder\)",
+        adapters: r"peft saved adapters; .* peft.set_peft_model_state_dict",
         tmp_path / "theirs": r"which DeepSpeed saved; call load_deepspeed\(folder",
         tmp_path / "theirs" / "global_step3": r"call load_deepspeed\(folder",
     }
@@ -549,6 +553,16 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
         assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
     with pytest.raises(FileError, match="expected a checkpoint 'step-3', found 'step-2'"):
         zero_engine.load(run, model, optimizer, tag="step-3", missing_ok=True)
+
+    # The folder above, and two above, as Trainer's.
+    (tmp_path / "job" / "checkpoint-2").mkdir(parents=True)
+    run.rename(tmp_path / "job" / "checkpoint-2" / "zero")
+    for folder in (tmp_path / "job" / "checkpoint-2", tmp_path / "job"):
+        message = "no complete checkpoint, but the folder '.*job/checkpoint-2/zero' does"
+        with pytest.raises(FileError, match=message):
+            zero_engine.load(folder, model, optimizer)
+        with pytest.warns(UserWarning, match=rf"{message}; pass that one. Nothing was loaded"):
+            assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
 
 
 def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:

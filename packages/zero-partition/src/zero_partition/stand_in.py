@@ -453,11 +453,7 @@ class ShardOfParam(Tensor):
                 "the whole, zero_engine.full_param(param) of the model's parameter; for the local "
                 "value, param.as_subclass(torch.Tensor)"
             )
-        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        is_write &= name not in _NO_WRITES
-        is_write |= attribute == "data" and name == "__set__"
-        among = tensors_among(args[:1] if is_write else kwargs.get("out"))
-        if written := [tensor for tensor in among if isinstance(tensor, ShardOfParam)]:
+        if written := _written_among(ShardOfParam, func, args, kwargs):
             model.begin_shard_write(written)
         with plain_access():
             result = func(*args, **kwargs)
@@ -466,15 +462,32 @@ class ShardOfParam(Tensor):
         return result
 
 
+def _written_among(kind: type[Any], func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Return the tensors of this kind that a torch function writes to."""
+    name, attribute = names_of(func)
+    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    is_write &= name not in _NO_WRITES
+    is_write |= attribute == "data" and name == "__set__"
+    among = tensors_among((args[:1] if args else kwargs) if is_write else kwargs.get("out"))
+    return [tensor for tensor in among if isinstance(tensor, kind)]
+
+
+def _shares_memory(found: Any, tensor: Tensor) -> bool:
+    """Return whether this is a plain tensor with the memory of another one; local."""
+    return (
+        type(found) is Tensor
+        and found.layout is torch.strided
+        and storage_key(found.untyped_storage()) == storage_key(tensor.untyped_storage())
+    )
+
+
 def _show_as_view(found: Tensor, shards: list[ShardOfParam]) -> None:
     """Let a view of a shard notice writes as the shard does."""
-    if type(found) is Tensor and found.layout is torch.strided:
-        memory = storage_key(found.untyped_storage())
-        # An empty shard, too, so that all ranks notice the same writes.
-        for shard in shards:
-            if memory == storage_key(shard.untyped_storage()):
-                found.__class__ = ViewOfShard
-                found.sharded = shard.sharded  # type: ignore[attr-defined]
+    # An empty shard, too, so that all ranks notice the same writes.
+    for shard in shards:
+        if _shares_memory(found, shard):
+            found.__class__ = ViewOfShard
+            found.sharded = shard.sharded  # type: ignore[attr-defined]
 
 
 class ViewOfShard(ShardOfParam):
@@ -642,6 +655,57 @@ class ShardedParamData(ShardedParam, Tensor):  # type: ignore[misc]
     """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
 
 
+class ReadOnlyValue(Tensor):
+    """What `detach()` of a sharded parameter gives: full values, a write to which would be lost.
+
+    Views of it are read-only as well. All other results are plain tensors.
+    """
+
+    # Weak reference to the `ParamRef`.
+    owner: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse a write; else call the function on the plain values."""
+        kwargs, (name, attribute) = kwargs or {}, names_of(func)
+        for written in _written_among(ReadOnlyValue, func, args, kwargs):
+            if (owner := written.owner()) is not None:
+                owner.sharded.outside.refuse_write(owner, f"detach().{attribute or name}")
+        result: Any = plain_call(func, args, kwargs)
+        if name in ("numpy", "__array__"):
+            result.flags.writeable = False
+        for given in tensors_among((args, kwargs)):
+            if isinstance(given, ReadOnlyValue):
+                given.lend(result)
+        return result
+
+    @classmethod
+    def of(cls, owner: Any, values: Any) -> Any:
+        """Return these values of a parameter, the same object where it is a plain tensor."""
+        if type(values) is Tensor:
+            values.__class__ = cls
+            values.owner = ref(owner)  # type: ignore[attr-defined]
+        return values
+
+    def lend(self, result: Any) -> None:
+        """Make views of these values among the results of a function read-only."""
+        for view in tensors_among(result):
+            if _shares_memory(view, self):
+                view.__class__ = ReadOnlyValue
+                view.owner = self.owner  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(proto)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self.as_subclass(Tensor))
+
+
 def unconverted(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Return what a conversion gives that has nothing to convert, else None.
 
@@ -686,7 +750,9 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
     if any(isinstance(tensor, ShardedParam) for tensor in tensors_among((args, kwargs))):
         return plain_call(func, args, kwargs)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    owner = _owner_of(found[0]) if name == "detach" else None
+    return result if owner is None or owner.is_gathered else ReadOnlyValue.of(owner, result)
 
 
 def _describe(param: Tensor) -> str:

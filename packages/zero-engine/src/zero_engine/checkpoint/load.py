@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
@@ -12,6 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 from zero_comm import AgreementError, AnyRanks, CommError, Group, check_agreement, collective
+from zero_comm.logs import warn_user
 from zero_partition import LoadError, ShardedAverage, StateError
 from zero_partition.plan import shown_all
 from zero_partition.seams import (
@@ -35,6 +37,8 @@ from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
 _NUM_LOOKS: Final = 5
+# Folders below a wrong one in which checkpoints are looked for.
+_MOST_LOOKED_AT: Final = 1000
 
 T = TypeVar("T")
 
@@ -371,15 +375,22 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     # In an empty folder nothing was saved, whatever the tag.
     is_new = missing_ok and folder.exists() and not any(folder.iterdir())
     found = Checkpoint.open(folder, tag) if folder.exists() and not is_new else None
-    if found is None and not missing_ok:
-        lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
-        aside = ", ".join(map(repr, find_complete(folder)))
-        lacks += f" but {aside}, to be named by tag=..." if aside else ""
-        raise FileError(
-            f"load(): {folder.absolute()}: {lacks}; "
-            "pass missing_ok=True where the first start of a job has nothing to load"
-        )
-    return found
+    if found is not None:
+        return found
+    lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
+    aside = ", ".join(map(repr, find_complete(folder)))
+    lacks += f" but {aside}, to be named by tag=..." if aside else ""
+    # Folders of Trainer have it two levels down. A wrong one may have any number of files.
+    inside = islice(chain(folder.glob("*/"), folder.glob("*/*/")), _MOST_LOOKED_AT)
+    if (below := min(filter(find_complete, inside), default=None)) is not None:
+        lacks += f", but the folder {str(below)!r} does; pass that one"
+        if missing_ok:
+            warn_user(f"load(): {folder.absolute()}: {lacks}. Nothing was loaded")
+    elif not aside:
+        lacks += "; pass missing_ok=True where the first start of a job has nothing to load"
+    if not missing_ok:
+        raise FileError(f"load(): {folder.absolute()}: {lacks}")
+    return None
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:
@@ -399,6 +410,11 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
         )
     if has_weights(path):
         return f"{path}, which contains only weights; call load_pretrained(model, folder)"
+    if (path / "adapter_config.json").is_file():
+        return (
+            f"{path}, in which peft saved adapters; read its file on every rank, and call "
+            "peft.set_peft_model_state_dict(model, values) on every rank"
+        )
     return None
 
 
