@@ -122,7 +122,7 @@ EXPERTS = (
     r"rank 0 waits for rank 1 in gathering unit 'mixture\.experts\.0' .*"
     r"rank 1 waits for rank 0 in gathering unit 'mixture\.experts\.1' .*set_leaf_modules"
 )
-HERE = r"at \S+test_divergence\.py:\d+"
+HERE = r"at \S+test_divergence\.py:\d+ \(called from \S+test_divergence\.py:\d+\)"
 GATHER = rf"waits for rank \d in gathering unit '.*' \(version \d\) {HERE}"
 REDUCE = rf"waits for rank \d in reducing the gradients of unit '.*' {HERE}"
 PARTINGS: dict[Callable[[Group], None], str] = {
@@ -131,7 +131,8 @@ PARTINGS: dict[Callable[[Group], None], str] = {
     _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
     _a_micro_batch_less: rf"rank 0 {REDUCE}\n  rank 1 .*\(version 1\).*same number of backwards",
     _no_backward: rf"rank 0 {REDUCE}\n  rank 1 .*same number of backwards and steps",
-    _clips_alone: rf"rank 0 waits for rank 1 in agreeing on .* norm {HERE}\n  rank 1 .* publishing",
+    _clips_alone: r"rank 0 waits for rank 1 in clip_grad_norm_\(\): agreeing on .* norm "
+    rf"{HERE}\n  rank 1 .* publishing",
     _no_batch: rf"rank 0 {GATHER}\n  rank 1 {REDUCE}.*loss times zero",
 }
 

@@ -347,7 +347,7 @@ def test_a_failed_gather_is_told_once(group: Group, sleeps: int, words: str) -> 
         dist.destroy_process_group()
         return
 
-    says = rf"(?s)^gathering unit .*{words}.*backend's own error"
+    says = rf"(?s)^full_state_dict\(\): gathering unit .*{words}.*backend's own error"
     with pytest.raises(CommError, match=says) as raised:
         zero_engine.full_state_dict(model)
     assert "".join(traceback.format_exception(raised.value)).count("Error: ") == 1

@@ -191,7 +191,7 @@ def test_a_peer_in_a_collective_of_torchs_own_is_noticed(
     group = _watched(group, transport)
     began = time.monotonic()
     if group.rank == 0:
-        here = r"at \S+test_watch\.py:\d+"
+        here = r"at \S+test_watch\.py:\d+ \(called from \S+\)"
         # On a device the host is not where the launch was.
         apples = rf"fetching apples( {here}\n  |; )"
         circle = rf"rank 0 waits for rank (\d) in {apples}rank \1 waits for rank 0"

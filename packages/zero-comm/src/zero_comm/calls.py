@@ -29,7 +29,7 @@ EVEN: Final = (
 )
 UNEVEN: Final = (
     "if there is none, a rank was killed, as for lack of memory, or has ended while others go on "
-    f"(uneven batches, or a step inside `if rank == 0:`): {EVEN}"
+    f"(uneven batches, or a step that it skips, by `continue` or inside `if rank == 0:`): {EVEN}"
 )
 CAUSES: Final = f"look for the first error among all ranks\n  {UNEVEN}"
 _CAUSES: Final = (
@@ -43,7 +43,9 @@ _CALLERS: Final[dict[int, int]] = {}
 # Functions that lie between two of torch's where a mode, such as a default device's, sees calls.
 _OF_MODES: Final = ("__torch_function__", "handle_torch_function")
 # Files of the packages, of torch, and of Python itself such as contextlib.py: not the user's code.
-_NOT_OF_USER: Final = re.compile(r"/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)")
+_NOT_OF_USER: Final = re.compile(
+    r"^<frozen |/(torch|zero_\w+)/|/python\d\.\d+/(?!(site|dist)-packages)"
+)
 # Each group has a thread that reads frames: none may allow collections while another one reads.
 _READS_FRAMES: Final = threading.Lock()
 
@@ -148,14 +150,19 @@ def main_stack() -> list[Place]:
 
 
 def user_line(thread: int) -> str:
-    """Return file:line of the user's code that another thread is in, or the main one; "" if none.
+    """Return the user's line that another thread is in, or the main one, and the line calling it.
+
+    As "train.py:12 (called from train.py:30)"; "" if there is none.
 
     Args:
         thread: Which may be one of autograd's, with no code of the user's.
     """
     with _frame_of(thread_behind(thread)) as frame:
         stack = _stack_of(frame)
-    return str(next(reversed(of_user(stack) or of_user(main_stack())), ""))
+    places = of_user(stack) or of_user(main_stack())
+    if len(places) < 2 or places[-1].function == "<module>":
+        return str(next(reversed(places), ""))
+    return f"{places[-1]} (called from {places[-2]})"
 
 
 def in_lines(heading: str, *lines: str) -> str:
@@ -166,7 +173,7 @@ def in_lines(heading: str, *lines: str) -> str:
 def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
-    return in_lines(by_all_ranks(call) if call else "", _CAUSES)
+    return in_lines(by_all_ranks(call), _CAUSES) if call else in_lines(_CAUSES, FIND_LINE)
 
 
 def within(limit_s: float) -> str:
@@ -185,7 +192,7 @@ def by_all_ranks(call: str) -> str:
 def alone(rank: int, call: str) -> str:
     """Say what to do where a rank is in a call, and waits for ranks that are not."""
     if not call:
-        return CAUSES
+        return in_lines(CAUSES, FIND_LINE)
     return (
         f"rank {rank} is in {call}, which must be called on all ranks, not inside `if rank == 0:`, "
         "after the same number of backwards and steps on each"

@@ -5,6 +5,11 @@ class CommError(RuntimeError):
     """A collective was misused, failed, or did not finish in time."""
 
 
+def named(what: str, error: CommError) -> CommError:
+    """Return an error whose first line says what failed: this one, if it does already."""
+    return error if what in str(error).partition("\n")[0] else CommError(f"{what}: {error}")
+
+
 class DivergenceError(CommError):
     """Ranks wait for each other in different collectives, which would never end."""
 

@@ -116,9 +116,11 @@ class Launch:
         return self.recorded.purpose
 
     def doing(self, call: str) -> str:
-        """Return the words of its purpose; where it has none, the user's call if there is one."""
+        """Return the user's call, if there is one, and the words of its purpose, if it has one."""
         what = self.purpose.what
-        return call if call and what == self.operation else what
+        if not call:
+            return what
+        return call if what == self.operation else f"{call}: {what}"
 
 
 @frozen(eq=False)

@@ -678,7 +678,7 @@ class ReadOnlyValue(Tensor):
             result.flags.writeable = False
         for given in tensors_among((args, kwargs)):
             if isinstance(given, ReadOnlyValue):
-                given.lend(result)
+                given.mark_views(result)
         return result
 
     @classmethod
@@ -689,7 +689,7 @@ class ReadOnlyValue(Tensor):
             values.owner = ref(owner)  # type: ignore[attr-defined]
         return values
 
-    def lend(self, result: Any) -> None:
+    def mark_views(self, result: Any) -> None:
         """Make views of these values among the results of a function read-only."""
         for view in tensors_among(result):
             if _shares_memory(view, self):

@@ -173,7 +173,7 @@ class PeerMemory:
                 raise transfer.error
             missing[:] = self._missing(transfer)
             if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
-                raise self._failure(transfer, what, "and cannot", missing)
+                raise self._failure(transfer, what, "cannot finish", missing)
             # Peers must see that this rank is done: after the wait, it may publish nothing more.
             is_done = transfer.is_carried_out and not missing
             return is_done and self._journal.head >= transfer.done_entry
@@ -187,7 +187,7 @@ class PeerMemory:
 
         if not self.progress_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            raise self._failure(transfer, what, within(limit_s), missing)
+            raise self._failure(transfer, what, f"did not finish {within(limit_s)}", missing)
 
     def progress_until(
         self,
@@ -419,7 +419,7 @@ class PeerMemory:
         doing = what if launch is None else launch.doing(collective_call())
         said = what if doing == what else f"{doing}: {what}"
         remark = "" if self.watch is None else self.watch.scope.remark
-        heading = f"{said} did not finish {how}: {state} (rank {self.rank})"
+        heading = f"{said} {how}: {state} (rank {self.rank})"
         return told or CommError(in_lines(heading, blame, causes(), remark))
 
 

@@ -26,6 +26,7 @@ from zero_comm import (
     reduce_scatter_by_levels,
     reduce_scatter_flat,
 )
+from zero_comm.errors import named
 from zero_comm.logs import warn_user
 from zero_comm.ranges import ranged
 
@@ -472,9 +473,8 @@ class BufferGradients:
         except DivergenceError:
             raise  # the error names the units
         except CommError as error:
-            raise CommError(
-                f"reducing the gradients of unit {self.unit.name!r}: {error}"
-            ) from error.__cause__
+            what = f"reducing the gradients of unit {self.unit.name!r}"
+            raise named(what, error) from error.__cause__
 
     def _ensure_shard(self) -> Tensor:
         """Memory for this rank's part, made at first use."""

@@ -11,6 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from zero_comm import AbstractCodec, CommError, Exposure
+from zero_comm.errors import named
 
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.seams import ParamOffload, Pending
@@ -131,7 +132,7 @@ class PeerShards(UnitSource):
                     tag=buffer.gather_tag,
                 )
             except CommError as error:
-                raise CommError(f"gathering unit {self.name!r}: {error}") from error.__cause__
+                raise named(f"gathering unit {self.name!r}", error) from error.__cause__
         return ()
 
 

@@ -13,6 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, CommError, DivergenceError, Exposure, Group, Handle
+from zero_comm.errors import named
 from zero_comm.ranges import ranged
 
 from zero_partition.dtensors import outer_of
@@ -417,7 +418,7 @@ class Unit:
                 raise  # the error names the units
             except CommError as error:
                 # The message repeats that of `error`, so the traceback need not.
-                raise CommError(f"gathering unit {self.name!r}: {error}") from error.__cause__
+                raise named(f"gathering unit {self.name!r}", error) from error.__cause__
         self._slot_version = version
 
     def fill_unsharded_cache(
