@@ -455,10 +455,12 @@ def _buffer_of_a_parameter(group: Group, stage: int) -> None:
 
 
 def _wrapped_in_ddp(group: Group, stage: int) -> None:
-    model, _ = _sharded(group, stage)
-    wrapped = DistributedDataParallel(model, process_group=group.process_group)
-    with pytest.raises(StateError, match=r"inside DistributedDataParallel.*call the model itself"):
-        wrapped(_x(0))
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    frozen[0].requires_grad_(False)
+    zero_engine.shard(frozen, None, ZeroConfig(stage), group=group)
+    for model in (_sharded(group, stage)[0], frozen):
+        with pytest.raises(StateError, match=r"inside DistributedData.*call the model itself"):
+            DistributedDataParallel(model, process_group=group.process_group)(_x(0))
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)

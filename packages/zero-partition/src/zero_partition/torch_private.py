@@ -151,6 +151,14 @@ def is_in_ddp_forward() -> bool:
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
+def is_in_ddp_init() -> bool:
+    """Return whether a DistributedDataParallel is being made by a caller."""
+    init, frame = nn.parallel.DistributedDataParallel.__init__, sys._getframe(1)
+    while frame is not None and frame.f_code is not init.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def pipeline_that_splits_backward() -> str:
     """Return the class of the pipeline schedule that runs this forward, if it splits backward.
 

@@ -41,6 +41,7 @@ from zero_partition.torch_private import (
     call_after_backward,
     is_in_backward,
     is_in_ddp_forward,
+    is_in_ddp_init,
     modules_being_called,
     own_modules,
     own_parameters,
@@ -286,6 +287,16 @@ def write_whole(param_ref: ParamRef, value: Tensor) -> None:
     param_ref.sharded.end_write(param_ref.unit)
 
 
+def refuse_ddp() -> NoReturn:
+    """Raise StateError for a sharded model that DistributedDataParallel wraps. Local."""
+    raise StateError(
+        "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
+        "zero_engine.shard() does what the wrapper does, so call the model itself. Trainer of "
+        "transformers and prepare() of accelerate wrap models: use ZeroTrainer and ZeroAccelerator "
+        "of zero_engine.integrations"
+    )
+
+
 # NOTE(outside): a parameter that is used outside its unit is not gathered into the unit's slot,
 # since the unit's forward and backward take and leave that by their own rules. It gets memory of
 # its own, which autograd keeps for as long as a graph needs it. It enters the graph through a node
@@ -332,6 +343,9 @@ class OutsideUses:
             what: The function that is called with it.
             needs_grad: Whether autograd records the call.
         """
+        # Of each parameter, to send it to all ranks: of one that is frozen it would be refused.
+        if what == "detach" and is_in_ddp_init():
+            refuse_ddp()
         whole = self._whole(param_ref, what, needs_grad=needs_grad)
         whole = like(tensor, whole)
         if isinstance(tensor, ShardedParamData) or not (needs_grad and tensor.requires_grad):
@@ -1166,10 +1180,7 @@ class ShardedModel:
 
     def _refuse_callers(self) -> None:
         if is_in_ddp_forward():
-            raise StateError(
-                "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
-                "zero_engine.shard() does what the wrapper does, so call the model itself"
-            )
+            refuse_ddp()
         self.refuse_split_backward()
         if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
             raise StateError(
