@@ -30,13 +30,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero_comm
 import zero_engine
-from matplotlib.figure import Figure
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
-from tqdm import tqdm
 from zero_partition import memory_report
+
+try:
+    from matplotlib.figure import Figure
+    from safetensors.torch import save_file
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}: pip install matplotlib safetensors tqdm")
 
 NUM_SYMBOLS = 256  # one per byte: no tokenizer, and any text will do
 SIZES = {"tiny": (2, 64, 2), "small": (4, 192, 6), "medium": (8, 512, 8)}  # layers, width, heads

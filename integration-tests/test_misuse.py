@@ -384,6 +384,21 @@ class _StepsInside(nn.Module):
         return loss.detach()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_module_that_is_added_after_shard_is_named(group: Group, stage: int) -> None:
+    """Its parameter is in the model, and was said to be in none, with advice on two models."""
+    _, model, optimizer = _sharded(group, stage)
+    model.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": [*model[3].parameters()]})
+
+    with pytest.raises(
+        (PartitionError, StateError), match=r"'3\.weight'.* after shard\(\)"
+    ) as caught:
+        _loss_of(model, 0).backward()
+        optimizer.step()
+    assert "two models" not in str(caught.value)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_inside_a_forward_is_right_or_refused(group: Group, stage: int) -> None:
     """At stage 3 what is whole meanwhile would stay as it was before the step."""

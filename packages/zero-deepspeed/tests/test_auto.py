@@ -159,6 +159,17 @@ def test_answers_are_checked_like_the_file() -> None:
         zero_engine.initialize(model=nn.Linear(4, 4), config=ZeroConfig(1), auto={key: 1.0})
 
 
+def test_all_answers_that_contradict_the_file_are_listed_at_once() -> None:
+    """Trainer's arguments and a template differ in several, and each run showed one."""
+    raw = BATCH | {"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 3}
+    auto = {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_deepspeed(raw, auto=auto)
+    *lines, remedy = str(caught.value).split("\n  ")
+    assert [line.split(":")[0] for line in lines] == [*auto]
+    assert remedy == 'change one, or write "auto" in the file'
+
+
 def test_all_that_is_left_open_is_listed_at_once() -> None:
     """Who fills in a template wants to do it in one go."""
     with pytest.raises(ConfigError) as caught:

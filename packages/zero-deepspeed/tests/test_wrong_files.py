@@ -161,7 +161,7 @@ def test_a_slip_of_the_pen_is_met_in_its_own_section() -> None:
             raw: Any = {slip: 1}
             for part in reversed(prefix.split(".")[:-1]):
                 raw = {part: raw}
-            with pytest.raises(ConfigError, match="got this name; did you mean ") as caught:
+            with pytest.raises(ConfigError, match=r"unknown; .*; did you mean ") as caught:
                 EngineConfig.from_deepspeed({"train_batch_size": 8, **raw})
             mean = str(caught.value).partition("did you mean ")[2].removesuffix("?")
             assert mean.startswith(prefix) and "." not in mean.removeprefix(prefix), raw

@@ -656,7 +656,7 @@ class ShardedParamData(ShardedParam, Tensor):  # type: ignore[misc]
 
 
 class ReadOnlyValue(Tensor):
-    """What `detach()` of a sharded parameter gives: full values, a write to which would be lost.
+    """Full values of a sharded parameter that its `detach()` gave; a write to them would be lost.
 
     Views of it are read-only as well. All other results are plain tensors.
     """

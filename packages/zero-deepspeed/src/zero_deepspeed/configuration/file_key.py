@@ -229,8 +229,8 @@ class FileKey:
         if self.remedy is not None and not self.is_off(value):
             expected = "nothing" if self.default is None else json.dumps(self.default)
             raise ConfigError(
-                f"{where}: expected {expected}, as what it asks for is not built yet, got "
-                f"{shown(value)}: {self.remedy}"
+                f"{where}: expected {expected}, got {shown(value)}, which is not supported here: "
+                f"{self.remedy}"
             )
 
 

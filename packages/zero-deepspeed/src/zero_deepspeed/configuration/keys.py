@@ -510,7 +510,7 @@ def unknown_key(path: str) -> ConfigError:
     """The error for a path that is not in the table; it names the nearest that is."""
     nearest = find_slip(path) or _nearest(path)
     hint = f"; did you mean {nearest}?" if nearest else ""
-    return ConfigError(f"{path}: expected a key of DeepSpeed's configuration, got this name{hint}")
+    return ConfigError(f"{path}: unknown; expected a key of DeepSpeed's configuration{hint}")
 
 
 def find_slip(path: str) -> str | None:

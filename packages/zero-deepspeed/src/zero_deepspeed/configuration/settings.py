@@ -18,6 +18,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import Loco
+from zero_comm.calls import in_lines
 from zero_comm.logs import warn_user
 from zero_engine import ConfigError, FileError, Offload
 from zero_offload import DiskSettings
@@ -133,7 +134,7 @@ def _load(source: Source) -> Mapping[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         # Undecodable bytes are a ValueError, too.
-        raise FileError(f"{where}: expected JSON, got {error}") from error
+        raise FileError(f"{where}: expected JSON ({error})") from error
     if not isinstance(loaded, dict):
         raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
     return loaded
@@ -378,7 +379,7 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
             "from_deepspeed(): expected auto to be values by path, as in "
             f'{{"optimizer.params.lr": 1e-4}}, got {shown(auto)}'
         )
-    found: dict[str, Any] = {}
+    found, differ = dict[str, Any](), list[str]()
     for written, value in auto.items():
         if written not in WRITTEN:
             raise unknown_key(str(written))
@@ -387,10 +388,13 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
         if setting.value is UNRESOLVED:
             found[key.path] = answer
         elif setting.origin == "file" and setting.value != answer:
-            raise ConfigError(
+            differ.append(
                 f"{setting.written}: expected {shown(value)}, as auto=... says, got "
-                f'{shown(setting.value)} in the file; change one, or write "auto" in the file'
+                f"{shown(setting.value)} in the file"
             )
+    if differ:
+        remedy = 'change one, or write "auto" in the file'
+        raise ConfigError(in_lines(*differ, remedy) if differ[1:] else f"{differ[0]}; {remedy}")
     return found
 
 

@@ -90,9 +90,10 @@ def stop_unless_it_fits(
 
     def look() -> None:
         if problems:
-            raise LoadError(
-                f"{path}: cannot be loaded, and nothing was written: {shown_all(problems)}"
-            )
+            said = f"{path}: cannot be loaded, and nothing was written: {shown_all(problems)}"
+            if any(each.startswith(("missing: ", "unexpected: ")) for each in problems):
+                said += "; with is_strict=False the others are loaded"
+            raise LoadError(said)
 
     try:
         run_on_all_ranks(look, what=what, group=group)
@@ -123,8 +124,8 @@ class LoadReport:
     # Names of parameters and buffers that were not loaded, and of those that the model lacks.
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    # Whether random states were restored: only if as many ranks saved them.
-    restores_rngs: bool
+    # Why random states were not restored; "" if they were.
+    why_no_rngs: str
     # State of training that cannot be continued here, each with the reason.
     begins_anew: tuple[str, ...]
     # Arguments of `load` that were not given, though what they load was saved.
@@ -132,10 +133,14 @@ class LoadReport:
     # Values that an engine saved.
     engine: Any
 
+    @property
+    def restores_rngs(self) -> bool:
+        """Return whether random states were restored."""
+        return not self.why_no_rngs
+
     def __str__(self) -> str:
         anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
-        why = "saved by another number of ranks, or restores_rngs=False"
-        rngs = "" if self.restores_rngs else f"; random states are not restored ({why})"
+        rngs = f"; random states are not restored ({self.why_no_rngs})" if self.why_no_rngs else ""
         rest = "".join(f"; not loaded: {each} (pass {each}=)" for each in self.not_loaded)
         return (
             f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "
@@ -245,23 +250,25 @@ def load(
             if each is not None:
                 each.zero_grad()
         loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
-        is_of_our_ranks = _is_of(ranks, sharded, checkpoint)
-        does_rngs, position = restores_rngs and is_of_our_ranks, ranks.position
+        other_ranks = _other_ranks(ranks, sharded, checkpoint)
+        why_no_rngs = other_ranks or ("" if restores_rngs else "restores_rngs=False")
 
         def apply() -> None:
             try:
                 planned.apply()
-                if is_of_our_ranks:
-                    own_buffers = planned.rename(checkpoint.read("rank_buffers", position))
+                if not other_ranks:
+                    own_buffers = planned.rename(checkpoint.read("rank_buffers", ranks.position))
                     _fill_own_buffers(sharded.model, own_buffers)
                 if scheduler is not None and manifest.scheduler is not None:
                     scheduler.load_state_dict(manifest.scheduler)
                 if average is not None and manifest.num_updates is not None:
                     average.load(of_average, manifest.num_updates)
                 if has_state:
-                    restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", position))
-                if does_rngs:
-                    restore_rngs(checkpoint.read("rngs", position), group.device)
+                    restore_loco(
+                        sharded, {} if loco_problem else checkpoint.read("loco", ranks.position)
+                    )
+                if not why_no_rngs:
+                    restore_rngs(checkpoint.read("rngs", ranks.position), group.device)
             except (CommError, AgreementError, FileError, LoadError, StateError):
                 raise
             except Exception as error:
@@ -285,7 +292,7 @@ def load(
             ),
             missing=planned.missing,
             unexpected=planned.unexpected,
-            restores_rngs=does_rngs,
+            why_no_rngs=why_no_rngs,
             begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
             not_loaded=(
                 *["optimizer"] * (optimizer is None and bool(manifest.param_groups)),
@@ -430,14 +437,22 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
     checkpoint.verify(shares[group.rank])
 
 
-def _is_of(ranks: CheckpointRanks, sharded: ShardedModel, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was saved by as many ranks, parts and stages as are here.
+def _other_ranks(ranks: CheckpointRanks, sharded: ShardedModel, checkpoint: Checkpoint) -> str:
+    """Say how the ranks, parts and stages that saved a checkpoint differ from these; "" if not.
 
-    Each rank then finds its own buffers, generators and encoding errors in it.
+    If not, each rank finds its own buffers, generators and encoding errors in it.
     """
     saved = checkpoint.manifest
-    theirs = saved.world_size, saved.num_parts, saved.num_stages
-    return theirs == (ranks.group.world_size, sharded.routes.num_parts, ranks.num_stages)
+    numbers = {
+        "ranks": (saved.world_size, ranks.group.world_size),
+        "parts": (saved.num_parts, sharded.routes.num_parts),
+        "stages": (saved.num_stages, ranks.num_stages),
+    }
+    differ = (
+        f"{one} {what}, loaded by {two}" for what, (one, two) in numbers.items() if one != two
+    )
+    found = next(differ, "")
+    return f"saved by {found}" if found else ""
 
 
 def _fill_own_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

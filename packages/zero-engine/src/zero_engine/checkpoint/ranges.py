@@ -293,10 +293,15 @@ def open_torch_file(path: Path) -> dict[str, Range]:
         is_dense = is_tensor and value.layout is torch.strided and not value.is_quantized
         if not isinstance(name, str) or not is_dense or value.is_meta:
             got = f"{value.layout} {value.dtype} tensor" if is_tensor else type(value).__name__
+            # Of several, such as of a model and its optimizer, the one that is named so.
+            nested = {key: None for key, part in content.items() if isinstance(part, Mapping)}
+            key = next(
+                (key for key in ("model", "state_dict") if key in nested), next(iter(nested), "key")
+            )
             raise FileError(
                 f"{path}: expected a state dict, from names to dense tensors; {name!r} is a {got}. "
                 "If the state dict is a part of what was saved, save that part by itself: "
-                "torch.save(torch.load(path)[key], other_path)"
+                f"torch.save(torch.load(path)[{key!r}], other_path)"
             )
     return {name: Range.of(value) for name, value in content.items()}
 

@@ -324,9 +324,18 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     if model is None:
         sizes = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         implied |= {f"zero_optimization.{name}": 1 for name in sizes}
-    settings = EngineConfig.from_deepspeed(
-        zero, world_size=args.world_size, model=model, auto=auto, implied=implied
-    )
+    try:
+        settings = EngineConfig.from_deepspeed(
+            zero, world_size=args.world_size, model=model, auto=auto, implied=implied
+        )
+    except ConfigError as error:
+        if "as auto=" in str(error):
+            error.add_note(
+                "What auto= says is of TrainingArguments; train_batch_size is "
+                "per_device_train_batch_size x gradient_accumulation_steps x ranks, here "
+                f"{micro} x {accumulation} x {args.world_size}"
+            )
+        raise
     if settings.monitor is not None:
         said = "report_to and logging_steps say what is shown"
         warn_user(f"{settings.monitor}: {said}")

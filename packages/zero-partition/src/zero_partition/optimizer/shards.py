@@ -383,8 +383,17 @@ def leave_state(optimizer: torch.optim.Optimizer) -> None:
         set_state(optimizer, defaultdict(dict, optimizer.state))
 
 
-def check_params_of(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
-    """Raise PartitionError where an optimizer has a parameter whose id is not among these."""
+def check_params_of(
+    optimizer: torch.optim.Optimizer, known: Collection[int], model: nn.Module
+) -> None:
+    """Raise PartitionError where an optimizer has a parameter whose id is not among these.
+
+    Args:
+        optimizer: Of the user's, or one that is sharded.
+        known: Ids of parameters that were sharded, and of their shards; or of all of the model's.
+        model: May have others that were added since.
+    """
+    added = {id(param): name for name, param in model.named_parameters()}
     given = (id(param) for group in optimizer.param_groups for param in group["params"])
     by_both = (
         "For one optimizer over two models, shard them as one: nn.ModuleList([first, second]). "
@@ -393,14 +402,19 @@ def check_params_of(optimizer: torch.optim.Optimizer, known: Collection[int]) ->
     )
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
-            if id(param) not in known:
+            if id(param) in known:
+                continue
+            where = f"param group {index} of the {type(optimizer).__name__}: parameter {position}"
+            if name := added.get(id(param)):
                 raise PartitionError(
-                    f"param group {index} of the {type(optimizer).__name__}: parameter {position} "
-                    f"of shape {tuple(param.shape)} is not in the model that shard() was given. "
-                    f"{by_both}Build the optimizer of parameters of "
-                    "the very model that is sharded, and add modules before shard(), or after "
-                    "unshard()"
+                    f"{where} is {name!r}, which was added to the model after shard(): add modules "
+                    "before shard(), or after unshard(), and shard the model again"
                 )
+            raise PartitionError(
+                f"{where} of shape {tuple(param.shape)} is not in the model that shard() was "
+                f"given. {by_both}Build the optimizer of parameters of the very model that is "
+                "sharded, and add modules before shard(), or after unshard()"
+            )
 
 
 def check_optimizer(
@@ -408,7 +422,7 @@ def check_optimizer(
 ) -> None:
     """Raise PartitionError unless the optimizer is of this model, and can work on shards."""
     known = {id(param) for param in model.parameters()}
-    check_params_of(optimizer, known)
+    check_params_of(optimizer, known, model)
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param.requires_grad for param in given):
         raise PartitionError(

@@ -366,9 +366,10 @@ class Unit:
             got = f"its memory was replaced ({kind})"
         return (
             f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
-            f"(rank {self.group.rank}). Convert, move and replace parameters before shard(): "
-            ".to(), .half() and load_state_dict(assign=True) after it are not followed; values go "
-            "in through load_state_dict(). What is unfrozen, the next call of the model follows."
+            f"(rank {self.group.rank}). Convert, move, replace, prune and parametrize parameters "
+            "before shard(): .to(), .half() and load_state_dict(assign=True) after it are not "
+            "followed; values go in through load_state_dict(). What is unfrozen, the next call of "
+            "the model follows."
         )
 
     def _take_slot(self, pool: SlotPool[Unit]) -> None:

@@ -172,7 +172,7 @@ def retire_partition(
             check_optimizer(optimizer, model, shards_state=sharded.shards_state)
         elif before is not None:
             # A group that was added since; afterwards the model would stay as it is in between.
-            check_params_of(before, names_by_owner(sharded))
+            check_params_of(before, names_by_owner(sharded), model)
         averages = {average: average.split() for average in [*sharded.averages]}
         if optimizer is before and before is not None:
             _end(sharded, "shard()", keeps_shards=True)

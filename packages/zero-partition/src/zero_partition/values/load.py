@@ -682,7 +682,7 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
     """
     names = names_by_owner(sharded)
     if sharded.optimizer is not None:
-        check_params_of(sharded.optimizer, names)
+        check_params_of(sharded.optimizer, names, sharded.model)
     groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
     return [
         {**_restored(group), "params": [names[id(param)] for param in group["params"]]}

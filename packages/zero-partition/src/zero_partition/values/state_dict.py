@@ -517,7 +517,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
     sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelPhase.FORWARD,))
-    check_params_of(sharded.optimizer, names_by_owner(sharded))
+    check_params_of(sharded.optimizer, names_by_owner(sharded), sharded.model)
     return sharded.optimizer
 
 
