@@ -131,6 +131,7 @@ class Case:
     def build(self, group: Group | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Shard it, and take two steps."""
         model, optimizer = parity.build_with_optimizer(make=self.make)
+        group = Group.solo(torch.get_default_device()) if group is None else group
         zero_engine.shard(model, optimizer, self.config(), group=group)
         for step in range(2):
             self.run(model, step)
