@@ -249,7 +249,7 @@ def test_torchs_checkpoint_functions_give_the_whole(
     with pytest.raises(StateError, match=r"full_state_dict=True.*full_optimizer_state_dict\(model"):
         get_optimizer_state_dict(model, optimizer)
     if config.stage == 3:
-        with pytest.raises(StateError, match=r"full_state_dict\(model.*full_state_dict=True"):
+        with pytest.raises(StateError, match=r"(?s)full_state_dict\(model.*full_state_dict=True"):
             get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
     with pytest.raises(StateError, match="load_full_optimizer_state_dict"):
         set_optimizer_state_dict(model, optimizer, expected[1], options=full)

@@ -198,7 +198,7 @@ def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group
         ):
             with pytest.raises(
                 ShardedParamError,
-                match=r"parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)",
+                match=r"(?s)parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)",
             ):
                 read()
 

@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from zero_comm import Group, Reduction, all_reduce_flat
+from zero_comm.calls import in_lines
 
 from .errors import StateError
 from .torch_private import (
@@ -319,23 +320,27 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         called = f"{name if attribute in {'', 'grad'} else attribute} was called on the gradient"
         called += " of a parameter whose gradient is sharded"
         by_hook = (
-            "An optimizer that steps inside backward, by a hook, has no reduced gradients there: "
-            "let it step after backward."
+            "an optimizer that steps inside backward, by a hook, has no reduced gradients there: "
+            "let it step after backward"
         )
         if late := late_optimizer():
-            raise StateError(f"{late}{called}. {by_hook}" if is_in_backward() else late + called)
+            raise StateError(in_lines(late + called, by_hook if is_in_backward() else ""))
         if func in _NORMS:
             raise StateError(
                 f"{called}. To clip, call zero_engine.clip_grad_norm_(model, max_norm) in place of "
                 "torch's function; for the gradient whole, zero_engine.full_grad(param)"
             )
         raise StateError(
-            f"{called}, as gradients are at stages 1 to 3. After backward the gradient is in "
-            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To read it whole, "
-            "zero_engine.full_grad(param); to edit it, set_full_grad(param, value) or "
-            "update_full_grads(model, function); to clip, zero_engine.clip_grad_norm_(model, "
-            "max_norm) or clip_grad_value_(model, value); to drop it, optimizer.zero_grad(). "
-            f"{by_hook}"
+            in_lines(
+                f"{called}, as gradients are at stages 1 to 3. After backward the gradient is in "
+                "optimizer.param_groups[i]['params'][j].grad, one shard per rank",
+                "to read it whole: zero_engine.full_grad(param)",
+                "to edit it: set_full_grad(param, value) or update_full_grads(model, function)",
+                "to clip: zero_engine.clip_grad_norm_(model, max_norm) or "
+                "clip_grad_value_(model, value)",
+                "to drop it: optimizer.zero_grad()",
+                by_hook,
+            )
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

@@ -15,6 +15,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_flat, ranges
+from zero_comm.calls import in_lines
 from zero_comm.ranges import is_profiled, ranged
 
 from zero_partition.chained import members_of
@@ -412,13 +413,17 @@ class OutsideUses:
     def _refuse_read(self, param_ref: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
         raise ShardedParamError(
-            f"{what}() would read parameter {param_ref.name!r} while it is sharded over "
-            f"{group.world_size} ranks (rank {group.rank}). Only calls of the model or of a module "
-            "in it, and uses that autograd records, gather it: every rank has to take part. On "
-            "every rank: full_param(param), or `with "
-            "GatheredParameters(param): ...`; of this rank's part alone: local_param(param); of "
-            "all at once: `with unsharded(model): ...`. An average of the weights is "
-            "ShardedAverage(model, decay=...). To convert or move a model, do it before shard()"
+            in_lines(
+                f"{what}() would read parameter {param_ref.name!r} while it is sharded over "
+                f"{group.world_size} ranks (rank {group.rank}). Only calls of the model or of a "
+                "module in it, and uses that autograd records, gather it: every rank has to take "
+                "part",
+                "on every rank: full_param(param), or `with GatheredParameters(param): ...`; of "
+                "all at once: `with unsharded(model): ...`",
+                "of this rank's part alone: local_param(param)",
+                "an average of the weights is ShardedAverage(model, decay=...)",
+                "to convert or move a model, do it before shard()",
+            )
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, broadcast_flat, collective
+from zero_comm.calls import in_lines
 
 from zero_partition.chained import (
     ChainedOptimizer,
@@ -319,15 +320,16 @@ class _ModuleHooks(Bound):
                 "What a state_dict hook of the model derives from them, compute from the result of "
                 "zero_engine.full_state_dict(model), or train at stage 2 or lower"
             )
-        return (
+        return in_lines(
             f"parameter {name!r}, as it is updated, is sharded over "
             f"{self.sharded.group.world_size} ranks, and there is no more than its name, shape and "
-            "dtype here. Call zero_engine.full_state_dict(model) on every rank (rank 0 receives "
-            "the weights; save_pretrained() and the like take them as state_dict=...), or let what "
-            "takes none save inside `with zero_engine.unsharded(model):`; of "
-            "torch.distributed.checkpoint, ask for StateDictOptions(full_state_dict=True); or set "
-            "ZeroConfig(state_dict='gather') if every rank calls state_dict(). An average of the "
-            "weights is zero_engine.ShardedAverage(model, decay=...)"
+            "dtype here",
+            "call zero_engine.full_state_dict(model) on every rank: rank 0 receives the weights; "
+            "save_pretrained() and the like take them as state_dict=...",
+            "let what takes none save inside `with zero_engine.unsharded(model):`",
+            "of torch.distributed.checkpoint, ask for StateDictOptions(full_state_dict=True)",
+            "or set ZeroConfig(state_dict='gather') if every rank calls state_dict()",
+            "an average of the weights is zero_engine.ShardedAverage(model, decay=...)",
         )
 
     def _gather(self) -> None:
