@@ -535,7 +535,8 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
         tmp_path / "theirs" / "global_step3": r"call load_deepspeed\(folder",
     }
     absent = {
-        tmp_path / "rum": "rum: no such folder; pass missing_ok=True",
+        tmp_path / "rum": r"rum: no such folder; did you mean 'run'\?",
+        tmp_path / "other": "other: no such folder; pass missing_ok=True",
         **{
             tmp_path / name: "contains no complete checkpoint; pass missing_ok=True"
             for name in ("empty", "bare", "dead")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -335,3 +336,19 @@ def test_an_error_that_all_ranks_have_names_the_rank(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.txt"):
         path.write_text(re.sub("\nranks = .*", "\nranks = 2", path.read_text()))
     assert failure.summary(tmp_path).splitlines()[-1].startswith("look at rank 0 first: the error")
+
+
+def test_a_report_does_not_ask_for_what_was_done(tmp_path: Path) -> None:
+    """Values that ranks compare are told in full; and the sanitizer was on."""
+    errors = ("AgreementError: ranks disagree on param_groups[0]['lr']", "DivergenceError: apart")
+    for why, says in zip(
+        errors, ("the error of all ranks says", "no rank stands out"), strict=True
+    ):
+        for rank in (0, 1):
+            environment = {"ZERO_SANITIZE": "1", "WORLD_SIZE": "2"}
+            with mock.patch.dict(os.environ, environment):
+                text = f"{why} (seen on rank {rank})\n{failure._TRACEBACK}\n"
+                failure.write(tmp_path / f"zero-report-rank{rank}.txt", text, {})
+        verdict = failure.summary(tmp_path).splitlines()[-1]
+        assert verdict.startswith(says)
+        assert "ZERO_SANITIZE" not in verdict

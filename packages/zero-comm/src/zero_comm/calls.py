@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import re
 import sys
 import threading
@@ -170,10 +171,20 @@ def in_lines(heading: str, *lines: str) -> str:
     return "\n  ".join(filter(None, (heading, *lines)))
 
 
+def is_sanitized() -> bool:
+    """Return whether the environment turns on the sanitizer of zero-engine."""
+    return os.environ.get("ZERO_SANITIZE") == "1"
+
+
+def how_to_find_line() -> str:
+    """Return `FIND_LINE`; "" where that was done."""
+    return "" if is_sanitized() else FIND_LINE
+
+
 def causes() -> str:
     """Return causes for which a collective of this thread may have failed, to end an error."""
     call = collective_call()
-    return in_lines(by_all_ranks(call), _CAUSES) if call else in_lines(_CAUSES, FIND_LINE)
+    return in_lines(by_all_ranks(call), _CAUSES) if call else in_lines(_CAUSES, how_to_find_line())
 
 
 def within(limit_s: float) -> str:
@@ -192,7 +203,7 @@ def by_all_ranks(call: str) -> str:
 def alone(rank: int, call: str) -> str:
     """Say what to do where a rank is in a call, and waits for ranks that are not."""
     if not call:
-        return in_lines(CAUSES, FIND_LINE)
+        return in_lines(CAUSES, how_to_find_line())
     return (
         f"rank {rank} is in {call}, which must be called on all ranks, not inside `if rank == 0:`, "
         "after the same number of backwards and steps on each"
@@ -214,7 +225,7 @@ def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> list[str]:
         return lone or rest
     # With uneven batches, one rank has come to a call that the others come to later.
     (one, *lone), (first, *rest) = lone, rest
-    uneven = f"or all ranks call it, and their batches are uneven: {first}"
+    uneven = f"or all ranks call it, and one has skipped a step, or had fewer batches: {first}"
     return [f"either {one}", *lone, uneven, *rest]
 
 

@@ -17,11 +17,11 @@ from attrs import asdict, define, evolve, field, frozen
 
 from .calls import (
     EVEN,
-    FIND_LINE,
     advice,
     blocking_torch_call,
     by_all_ranks,
     collective_call,
+    how_to_find_line,
     in_lines,
     is_collective,
     thread_behind,
@@ -234,7 +234,10 @@ def _describe(chain: Mapping[int, _Position]) -> str:
     if not any(calls.values()):
         calls |= {r: chain[r].doing for r in ranks if chain[r].needs}
     ended = [] if len({*calls.values()}) > 1 else _called_alone(chain)
-    advised = ended or [*advice(calls, remedies), FIND_LINE if any(remedies.values()) else ""]
+    advised = ended or [
+        *advice(calls, remedies),
+        how_to_find_line() if any(remedies.values()) else "",
+    ]
     heading = "ranks wait for each other in different collectives, and none would ever end"
     return in_lines(heading, *places, *advised)
 

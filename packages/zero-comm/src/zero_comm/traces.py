@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from attrs import frozen
 
-from .calls import CAUSES, FIND_LINE, advice, in_lines
+from .calls import CAUSES, advice, how_to_find_line, in_lines
 from .watch import Purpose, Recorded
 
 _PARTED: Final = (
@@ -116,5 +116,5 @@ def _described(sides: Mapping[int, Traced], purposes: Mapping[int, Purpose]) -> 
         f"rank {first} in {doings[0]}, as number {one.number} of this group",
         f"rank {second} in {doings[1]}",
         *(advice(calls, remedies) or [CAUSES]),
-        FIND_LINE if any(remedies.values()) else "",
+        how_to_find_line() if any(remedies.values()) else "",
     )

@@ -22,7 +22,7 @@ from typing import Any, Final
 import attrs
 from torch import nn
 from zero_comm import Group
-from zero_comm.calls import FIND_LINE, Place, call_in, main_stack, of_user
+from zero_comm.calls import FIND_LINE, Place, call_in, is_sanitized, main_stack, of_user
 from zero_comm.failure import ASKED, OF_TORCH, describe_launches, started
 from zero_partition import memory_report
 from zero_partition.seams import ModelPhase, ShardedModel, find_sharded
@@ -87,6 +87,7 @@ def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
         "process": f"{os.getpid()} on {socket.gethostname()}",
         "main thread": f"0x{threading.main_thread().ident:016x}",
         "call": _call(why),
+        "sanitizer": "on" if is_sanitized() else "off",
     }
     packages = [name for name in sys.modules if re.fullmatch(r"torch|zero_[a-z]+", name)]
     versions = {name: str(sys.modules[name].__version__) for name in sorted(packages)}
@@ -319,7 +320,7 @@ def _describe_lone(
 
 def _suspect(reports: Mapping[int, Report], size: int) -> str:
     """Return a line that says which rank to look at first, and why."""
-    looks = (_own_error, _lines_apart, _lone_call, _ended_call, _missing, _awaited)
+    looks = (_own_error, _disagreement, _lines_apart, _lone_call, _ended_call, _missing, _awaited)
     looks += (_in_torch, _ahead)
     return next(filter(None, (look(reports, size) for look in looks)), "") or _no_rank(reports)
 
@@ -339,6 +340,14 @@ def _own_error(reports: Mapping[int, Report], size: int) -> str:
     if of_all and size > 1 and (named := re.search(r"\(rank (\d+)\)", why)):
         return f"look at rank {named[1]} first: the error of all ranks names it"
     return f"look at rank {rank} first: its error is no consequence of another rank's"
+
+
+def _disagreement(reports: Mapping[int, Report], size: int) -> str:
+    """Return a line about values that ranks have compared, and of which the error says all."""
+    whys = [report["report"]["why"] for report in reports.values()]
+    if any(_COMPARED in why or not why.startswith("AgreementError: ") for why in whys):
+        return ""
+    return "the error of all ranks says which of them differ, in what, and what to do"
 
 
 def _lines_apart(reports: Mapping[int, Report], size: int) -> str:
@@ -361,7 +370,9 @@ def _missing(reports: Mapping[int, Report], size: int) -> str:
     went_on = [
         f"rank {rank} at {_place(report)}"
         for rank, report in sorted(reports.items())
-        if _HAS_ENDED.search(why := report["report"]["why"]) or OF_TORCH in why.partition(":")[0]
+        if _HAS_ENDED.search(why := report["report"]["why"])
+        or OF_TORCH in (kind := why.partition(":")[0])
+        or kind == "CommError"
     ]
     if went_on:
         line += (
@@ -425,7 +436,8 @@ def _no_rank(reports: Mapping[int, Report]) -> str:
 
 def _to_find(reports: Mapping[int, Report]) -> str:
     """Return how to find the line that not all ranks run; "" where that was done."""
-    return "" if _COMPARED in _reasons(reports) else f"; {FIND_LINE}"
+    said = {report.get("report", "sanitizer", fallback="off") for report in reports.values()}
+    return "" if "on" in said or _COMPARED in _reasons(reports) else f"; {FIND_LINE}"
 
 
 def _reasons(reports: Mapping[int, Report]) -> str:

@@ -129,9 +129,11 @@ def _load(source: Source) -> Mapping[str, Any]:
         content = Path(source).read_bytes() if decoded is None else decoded
         loaded = json.loads(content.decode(), object_pairs_hook=_as_dict)
     except OSError as error:
+        # Its traceback would come first, and says nothing that this does not.
         raise FileError(
-            f"{where}: expected a JSON file, which cannot be read: {error.strerror or error}"
-        ) from error
+            f"{where}: expected a JSON file, which cannot be read: {error.strerror or error} (in "
+            f"{Path.cwd()})"
+        ) from None
     except (ValueError, RecursionError) as error:
         # Undecodable bytes are a ValueError, too.
         raise FileError(f"{where}: expected JSON ({error})") from error

@@ -15,7 +15,7 @@ from torch import nn
 from zero_comm import AgreementError, AnyRanks, CommError, Group, check_agreement, collective
 from zero_comm.logs import warn_user
 from zero_partition import LoadError, ShardedAverage, StateError
-from zero_partition.plan import shown_all
+from zero_partition.plan import nearest, shown_all
 from zero_partition.seams import (
     AbstractRangeReader,
     ShardedModel,
@@ -393,11 +393,19 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
         lacks += f", but the folder {str(below)!r} does; pass that one"
         if missing_ok:
             warn_user(f"load(): {folder.absolute()}: {lacks}. Nothing was loaded")
+    elif not missing_ok and (near := _find_near(folder)):
+        lacks += f"; did you mean {near!r}?"
     elif not aside:
         lacks += "; pass missing_ok=True where the first start of a job has nothing to load"
     if not missing_ok:
         raise FileError(f"load(): {folder.absolute()}: {lacks}")
     return None
+
+
+def _find_near(folder: Path) -> str | None:
+    """Return the name of a folder of checkpoints that is nearest to a mistyped one. Local."""
+    beside = () if folder.exists() else islice(folder.absolute().parent.glob("*/"), _MOST_LOOKED_AT)
+    return nearest(folder.name, [each.name for each in beside if find_complete(each)])
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:

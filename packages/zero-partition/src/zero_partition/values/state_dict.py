@@ -321,13 +321,12 @@ class _ModuleHooks(Bound):
                 "zero_engine.full_state_dict(model), or train at stage 2 or lower"
             )
         return in_lines(
-            f"parameter {name!r}, as it is updated, is sharded over "
-            f"{self.sharded.group.world_size} ranks, and there is no more than its name, shape and "
-            "dtype here",
+            f"parameter {name!r} is sharded over {self.sharded.group.world_size} ranks, and there "
+            "is no more than its name, shape and dtype here",
             "call zero_engine.full_state_dict(model) on every rank: rank 0 receives the weights; "
             "save_pretrained() and the like take them as state_dict=...",
             "let what takes none save inside `with zero_engine.unsharded(model):`",
-            "of torch.distributed.checkpoint, ask for StateDictOptions(full_state_dict=True)",
+            "with torch.distributed.checkpoint, use StateDictOptions(full_state_dict=True)",
             "or set ZeroConfig(state_dict='gather') if every rank calls state_dict()",
             "an average of the weights is zero_engine.ShardedAverage(model, decay=...)",
         )
