@@ -236,6 +236,12 @@ def test_what_detach_gives_is_read_and_not_written(group: Group) -> None:
         assert equal(copied, expected)
     assert {type(each) for each in (copy.deepcopy(found), found + 1, found.clone())} == {Tensor}
     assert repr(found) == repr(found.clone())
+    x, bias = torch.ones(2, WIDTH), model.blocks[2].linear.bias
+    assert equal(
+        functional.linear(x, found, bias),
+        functional.linear(x, expected, plain.blocks[2].linear.bias),
+    )
+    assert functional.linear(x, found.requires_grad_(), bias).requires_grad
     with zero_partition.GatheredParameters(weight, modifier_rank=0):
         weight.detach().fill_(2.0)
     assert equal(zero_engine.full_param(weight), torch.full((WIDTH, WIDTH), 2.0))

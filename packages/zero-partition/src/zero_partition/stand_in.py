@@ -660,6 +660,11 @@ class ShardedParamData(ShardedParam, Tensor):  # type: ignore[misc]
     """Value of `param.data` of a sharded parameter: the same mixin, without autograd."""
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    with plain_access():
+        return tensor.as_subclass(Tensor)
+
+
 class ReadOnlyValue(Tensor):
     """Full values of a sharded parameter that its `detach()` gave; a write to them would be lost.
 
@@ -678,12 +683,18 @@ class ReadOnlyValue(Tensor):
         for written in _written_among(ReadOnlyValue, func, args, kwargs):
             if (owner := written.owner()) is not None:
                 owner.sharded.outside.refuse_write(owner, f"detach().{attribute or name}")
-        result: Any = plain_call(func, args, kwargs)
+        found = [t for t in tensors_among((args, kwargs)) if isinstance(t, ReadOnlyValue)]
+        result: Any
+        if all(issubclass(kind, ReadOnlyValue) for kind in types):
+            result = plain_call(func, args, kwargs)
+        else:
+            # Other classes, such as that of a sharded parameter, handle the call.
+            args, kwargs = (_replace(each, _plain, ReadOnlyValue) for each in (args, kwargs))
+            result = func(*args, **kwargs)
         if name in ("numpy", "__array__"):
             result.flags.writeable = False
-        for given in tensors_among((args, kwargs)):
-            if isinstance(given, ReadOnlyValue):
-                given.mark_views(result)
+        for given in found:
+            given.mark_views(result)
         return result
 
     @classmethod
@@ -821,16 +832,16 @@ def tensors_among(value: Any) -> list[Tensor]:
 _NUMBERS: Final = {int, float, bool}
 
 
-def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same structure with a substitute for every sharded parameter."""
-    if isinstance(value, ShardedParam):
-        return substitute(value)  # type: ignore[arg-type]
+def _replace(
+    value: Any, substitute: Callable[[Tensor], Tensor], kind: type[Any] = ShardedParam
+) -> Any:
+    """Return the same structure with a substitute for every tensor of a kind."""
+    if isinstance(value, kind):
+        return substitute(value)
     if isinstance(value, dict):
-        return {key: _replace(item, substitute) for key, item in value.items()}
-    if isinstance(value, list | tuple) and any(
-        isinstance(t, ShardedParam) for t in tensors_among(value)
-    ):
-        items = [_replace(item, substitute) for item in value]
+        return {key: _replace(item, substitute, kind) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(t, kind) for t in tensors_among(value)):
+        items = [_replace(item, substitute, kind) for item in value]
         # Named tuples take no iterable.
         make = getattr(value, "_make", type(value))
         return make(items)
