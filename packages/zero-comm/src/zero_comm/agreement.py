@@ -19,7 +19,8 @@ def check_agreement(
     """Raise on every rank unless all ranks pass the same facts, in the same order. Collective.
 
     Args:
-        facts: What must be equal everywhere, by a name that a user understands.
+        facts: What must be equal everywhere, by a name that a user understands. Of a value with
+            several parts, as in "this; that", the error has the first that differs.
         group: The ranks that must agree.
         tag: As for `all_gather_flat`.
         timeout_s: How long to wait for a rank that does not call this, in seconds; the group's own
@@ -82,6 +83,12 @@ def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float | Non
     return handle.wait(timeout_s=timeout_s).view(group.world_size, -1).cpu()
 
 
+def _first_apart(one: str, other: str) -> tuple[str, str]:
+    """Return the first parts, as in "this; that", in which two values differ."""
+    pairs = [*zip(one.split("; "), other.split("; "), strict=False)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), (one, other))
+
+
 def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: Group) -> str:
     names, other_names = dict(first), dict(other)
     for (name, value), (other_name, other_value) in zip(first, other, strict=False):
@@ -94,8 +101,9 @@ def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: 
                 f"rank {group.rank}); every rank must run the same code on the same model"
             )
         if value != other_value:
+            one, its = _first_apart(value, other_value)
             return (
-                f"ranks disagree on {name}: rank 0 has {value}, rank {rank} has {other_value} "
+                f"ranks disagree on {name}: rank 0 has {one}, rank {rank} has {its} "
                 f"(seen on rank {group.rank}); every rank must pass the same"
             )
     extra = [each for each in first if each[0] not in other_names]

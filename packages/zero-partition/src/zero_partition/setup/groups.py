@@ -274,8 +274,8 @@ def describe_parameters(plans: Collection[UnitPlan], ranks: str) -> dict[str, st
         ranks: See `BufferPlan`.
     """
     return {
-        f"parameter {param.name!r}": f"shape {tuple(param.shape)}, {param.dtype}, "
-        f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name or '(model)'!r}, "
+        f"parameter {param.name!r}": f"shape {tuple(param.shape)}; {param.dtype}; "
+        f"{'trainable' if param.trainable else 'frozen'}; unit {unit.name or '(model)'!r}; "
         f"cut {param.cut}"
         for unit in plans
         for buffer in unit.buffers
