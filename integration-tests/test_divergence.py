@@ -299,7 +299,8 @@ def test_a_collective_of_torch_that_one_rank_calls_alone_is_named(
         with contextlib.suppress(RuntimeError):  # its peer ends
             getattr(dist, call)(torch.ones(1), **LONE_ROOTS.get(call, {}))
     else:
-        text = rf"{call}\(\), which must be called on all ranks, .*\n  or all ranks call it, "
+        # First the likelier cause: programs end with a barrier or a sum.
+        text = rf"either all ranks call it, (?s:.*)\n  or rank 0 is in .*{call}\(\), which must be"
         with pytest.raises(DivergenceError, match=text):
             _loss(model, 0, group.rank, chosen=0).backward()
 
@@ -318,7 +319,9 @@ def test_a_call_that_one_rank_made_alone_and_ended_is_named(group: Group) -> Non
             optimizer.step()
             _loss(model, step, group.rank, chosen=0).backward()
         rely_on(group)
-    assert "without_batch" not in str(caught.value)
+    # Uneven batches look the same.
+    text = str(caught.value)
+    assert "without_batch" not in text.partition("more often")[0]
 
 
 # ---- Ways that do not ----

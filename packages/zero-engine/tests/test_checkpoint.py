@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError, ZeroConfig
 from zero_engine.testing import MANIFEST, damage, edit_manifest
+from zero_partition import LoadError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64)
 
@@ -248,3 +249,28 @@ def test_a_scheduler_that_is_none_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"load\(\): expected {says}"):
             zero_engine.load(tmp_path, model, optimizer, scheduler=wrong)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+class _Grown(_Values):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.ones(3))
+
+
+class _Wider(_Grown):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(7, 6))
+
+
+def test_is_strict_false_is_advised_where_it_helps(tmp_path: Path) -> None:
+    """Other names are left out then; another shape is an error all the same."""
+    zero_engine.save(tmp_path, *_shard(), step=1)
+    for make, helps in ((_Grown, True), (_Wider, False)):
+        model = make()
+        zero_engine.shard(model, None, ZeroConfig(3), group=Group.solo())
+        with pytest.raises(LoadError, match=r"missing: 'more'") as caught:
+            zero_engine.load(tmp_path, model)
+        assert ("with is_strict=False the others are loaded" in str(caught.value)) == helps
+        with nullcontext() if helps else pytest.raises(LoadError, match="expected shape"):
+            assert zero_engine.load(tmp_path, model, is_strict=False).missing == ("more",)

@@ -36,6 +36,7 @@ CAUSES: Final = f"look for the first error among all ranks\n  {UNEVEN}"
 _CAUSES: Final = (
     f"a rank that raised, ended, or runs other code than its peers leaves them waiting; {CAUSES}"
 )
+SKIPPED: Final = "one of them has skipped a step, or had fewer batches"
 # The last advice where ranks have made different calls, and the traceback may be of a correct one.
 FIND_LINE: Final = "to find the line that not all ranks run, run a few steps with ZERO_SANITIZE=1"
 _COLLECTIVE: Final[dict[CodeType, str]] = {}
@@ -224,9 +225,13 @@ def advice(calls: Mapping[int, str], remedies: Mapping[int, str]) -> list[str]:
     if not lone or not rest:
         return lone or rest
     # With uneven batches, one rank has come to a call that the others come to later.
-    (one, *lone), (first, *rest) = lone, rest
-    uneven = f"or all ranks call it, and one has skipped a step, or had fewer batches: {first}"
-    return [f"either {one}", *lone, uneven, *rest]
+    first, *rest = rest
+    uneven = f"all ranks call it, and {SKIPPED}: {first}"
+    # Programs end with a barrier or a sum, which few call on one rank alone.
+    is_torchs = any(each.startswith("torch.distributed.") for each in calls.values())
+    branches = [[uneven, *rest], lone] if is_torchs else [lone, [uneven, *rest]]
+    (one, *more), (other, *others) = branches
+    return [f"either {one}", *more, f"or {other}", *others]
 
 
 def blocking_torch_call() -> TorchCall | None:

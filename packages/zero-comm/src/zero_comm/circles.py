@@ -17,6 +17,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from .calls import (
     EVEN,
+    SKIPPED,
     advice,
     blocking_torch_call,
     by_all_ranks,
@@ -234,10 +235,12 @@ def _describe(chain: Mapping[int, _Position]) -> str:
     if not any(calls.values()):
         calls |= {r: chain[r].doing for r in ranks if chain[r].needs}
     ended = [] if len({*calls.values()}) > 1 else _called_alone(chain)
-    advised = ended or [
-        *advice(calls, remedies),
-        how_to_find_line() if any(remedies.values()) else "",
-    ]
+    advised = advice(calls, remedies)
+    if ended and advised:
+        # Some calls, such as `full_param()`, may be made alone: then it is the other cause.
+        first, *rest = advised
+        advised = [f"either {ended[0]}", *ended[1:], f"or {SKIPPED}: {first}", *rest]
+    advised = [*(advised or ended), how_to_find_line() if any(remedies.values()) else ""]
     heading = "ranks wait for each other in different collectives, and none would ever end"
     return in_lines(heading, *places, *advised)
 
@@ -251,8 +254,7 @@ def _called_alone(chain: Mapping[int, _Position]) -> list[str]:
         if is_collective(call) and counts[most] > counts[least]:
             found.append(
                 f"rank {most} has called {call} more often than rank {least}: call it on all "
-                "ranks, not inside `if rank == 0:`, after the same number of backwards and steps; "
-                "with ZERO_SANITIZE=1 the error comes at its line"
+                "ranks, not inside `if rank == 0:`, after the same number of backwards and steps"
             )
     return found
 

@@ -128,9 +128,14 @@ class CompareLaunches:
 
 
 def _lines_apart(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Return the innermost line of each stack, and the outermost ones in which they differ."""
+    """Return the innermost line of each stack, and the outermost ones in which they differ.
+
+    If none differs, the lines that call the innermost ones.
+    """
     last = [lines[-1] if lines else "no line of yours" for lines in (one, other)]
-    apart = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), last)
+    pairs = zip((one, other), last, strict=True)
+    callers = [lines[-2] if len(lines) > 1 else line for lines, line in pairs]
+    apart = next((pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]), callers)
     first, second = (
         line if line == caller else f"{line} (called from {caller})"
         for line, caller in zip(last, apart, strict=True)
