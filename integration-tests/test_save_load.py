@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import parity
@@ -558,12 +560,32 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
     # The folder above, and two above, as Trainer's.
     (tmp_path / "job" / "checkpoint-2").mkdir(parents=True)
     run.rename(tmp_path / "job" / "checkpoint-2" / "zero")
+    adapters.rename(tmp_path / "job" / "checkpoint-2" / "adapters")
+    (tmp_path / "job" / "checkpoint-2" / "adapter_config.json").touch()
     for folder in (tmp_path / "job" / "checkpoint-2", tmp_path / "job"):
         message = "no complete checkpoint, but the folder '.*job/checkpoint-2/zero' does"
         with pytest.raises(FileError, match=message):
             zero_engine.load(folder, model, optimizer)
         with pytest.warns(UserWarning, match=rf"{message}; pass that one. Nothing was loaded"):
             assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
+
+
+def test_a_folder_that_nobody_may_read_is_passed_over(tmp_path: Path) -> None:
+    """A file system has "lost+found", and the first start of a job looks beside it."""
+    model, optimizer = _build(Group.solo())
+    (tmp_path / "lost+found").mkdir()
+    lists = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return lists(path)
+
+    with mock.patch.object(Path, "iterdir", iterdir):
+        assert zero_engine.load(tmp_path, model, optimizer, missing_ok=True) is None
+        for folder in (tmp_path, tmp_path / "run"):
+            with pytest.raises(FileError, match="pass missing_ok=True"):
+                zero_engine.load(folder, model, optimizer)
 
 
 def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:

@@ -152,6 +152,9 @@ def test_what_is_no_state_dict_is_said(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="expected a state dict") as caught:
             open_weights(path)
         assert message.removesuffix(" is a") in str(caught.value)
+    torch.save({"optimizer": {}, "model": {"w": torch.ones(1)}}, path)
+    with pytest.raises(FileError, match=r"torch\.load\(path\)\['model'\]"):
+        open_weights(path)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

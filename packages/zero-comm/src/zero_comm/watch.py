@@ -319,7 +319,8 @@ class Watch(ABC):
 
     def part(self, text: str) -> None:
         """Tell all ranks why they cannot go on, and end the waits of this one."""
-        text = in_lines(text, self.scope.remark)
+        # What was told on another group of the scope ends with it.
+        text = text if self.scope.remark in text else in_lines(text, self.scope.remark)
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             self.store.set(self.key_of(_DIVERGENCE), text)
             # All ranks that see the count raised look again.

@@ -104,10 +104,11 @@ def shard(
         ("group", None if is_outside else group, AnyRanks | None),
     ):
         if not isinstance(value, kind):
-            expected = (
-                "torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), or None"
-            )
-            expected = expected if name == "optimizer" else getattr(kind, "__name__", str(kind))
+            expected = getattr(kind, "__name__", str(kind))
+            if name == "optimizer":
+                expected = (
+                    "torch.optim.Optimizer, as torch.optim.AdamW(model.parameters()), or None"
+                )
             raise ConfigError(
                 f"shard(): expected {name} to be a {expected}, got {shown(value)}; call "
                 f"shard(model, optimizer, ZeroConfig(stage=3)){file if name == 'config' else ''}"

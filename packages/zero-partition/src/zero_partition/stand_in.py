@@ -458,7 +458,7 @@ class ShardOfParam(Tensor):
                 "the whole, zero_engine.full_param(param) of the model's parameter; for the local "
                 "value, param.as_subclass(torch.Tensor)"
             )
-        if written := _written_among(ShardOfParam, func, args, kwargs):
+        if written := _written_among(ShardOfParam, name, attribute, args, kwargs):
             model.begin_shard_write(written)
         with plain_access():
             result = func(*args, **kwargs)
@@ -467,11 +467,15 @@ class ShardOfParam(Tensor):
         return result
 
 
-def _written_among(kind: type[Any], func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """Return the tensors of this kind that a torch function writes to."""
-    name, attribute = names_of(func)
-    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-    is_write &= name not in _NO_WRITES
+def _is_write(name: str) -> bool:
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written_among(
+    kind: type[Any], name: str, attribute: str, args: tuple, kwargs: dict
+) -> list[Any]:
+    """Return the tensors of this kind that a torch function writes to; see `names_of`."""
+    is_write = _is_write(name) and name not in _NO_WRITES
     is_write |= attribute == "data" and name == "__set__"
     among = tensors_among((args[:1] if args else kwargs) if is_write else kwargs.get("out"))
     return [tensor for tensor in among if isinstance(tensor, kind)]
@@ -680,7 +684,7 @@ class ReadOnlyValue(Tensor):
     ) -> Any:
         """Refuse a write; else call the function on the plain values."""
         kwargs, (name, attribute) = kwargs or {}, names_of(func)
-        for written in _written_among(ReadOnlyValue, func, args, kwargs):
+        for written in _written_among(ReadOnlyValue, name, attribute, args, kwargs):
             if (owner := written.owner()) is not None:
                 owner.sharded.outside.refuse_write(owner, f"detach().{attribute or name}")
         found = [t for t in tensors_among((args, kwargs)) if isinstance(t, ReadOnlyValue)]
@@ -748,7 +752,7 @@ def sharded_type_of(param: nn.Parameter) -> type[nn.Parameter]:
 
 def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Call a function that reads or writes values with gathered values."""
-    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    is_write = _is_write(name)
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in tensors_among(written):
         if isinstance(tensor, ShardedParam) and not (owner := _owner_of(tensor)).is_gathered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -37,7 +37,7 @@ from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
 _NUM_LOOKS: Final = 5
-# Folders below a wrong one in which checkpoints are looked for.
+# Folders near a wrong one in which checkpoints are looked for.
 _MOST_LOOKED_AT: Final = 1000
 
 T = TypeVar("T")
@@ -378,7 +378,9 @@ def _renamed(
 
 def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | None:
     """Open the checkpoint; None if there is none yet and `missing_ok`. Local."""
-    mistake = None if find_complete(folder) else _find_mistake(folder.absolute(), tag)
+    aside = ", ".join(map(repr, find_complete(folder)))
+    below = None if aside else _find_below(folder)
+    mistake = None if aside or below else _find_mistake(folder.absolute(), tag)
     if mistake is not None:
         raise FileError(f"load(): expected the folder of all checkpoints, got {mistake}")
     # In an empty folder nothing was saved, whatever the tag.
@@ -387,11 +389,8 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     if found is not None:
         return found
     lacks = "contains no complete checkpoint" if folder.exists() else "no such folder"
-    aside = ", ".join(map(repr, find_complete(folder)))
     lacks += f" but {aside}, to be named by tag=..." if aside else ""
-    # Folders of Trainer have it two levels down. A wrong one may have any number of files.
-    inside = islice(chain(folder.glob("*/"), folder.glob("*/*/")), _MOST_LOOKED_AT)
-    if (below := min(filter(find_complete, inside), default=None)) is not None:
+    if below is not None:
         lacks += f", but the folder {str(below)!r} does; pass that one"
         if missing_ok:
             warn_user(f"load(): {folder.absolute()}: {lacks}. Nothing was loaded")
@@ -404,10 +403,24 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     return None
 
 
+def _with_checkpoints(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield those that have complete checkpoints, of a number of folders. Local."""
+    for folder in islice(folders, _MOST_LOOKED_AT):
+        # Others' folders, as "lost+found", cannot be read.
+        with contextlib.suppress(OSError):
+            if find_complete(folder):
+                yield folder
+
+
+def _find_below(folder: Path) -> Path | None:
+    """Return a folder in this one that has checkpoints; those of Trainer are two levels down."""
+    return min(_with_checkpoints(chain(folder.glob("*/"), folder.glob("*/*/"))), default=None)
+
+
 def _find_near(folder: Path) -> str | None:
     """Return the name of a folder of checkpoints that is nearest to a mistyped one. Local."""
-    beside = () if folder.exists() else islice(folder.absolute().parent.glob("*/"), _MOST_LOOKED_AT)
-    return nearest(folder.name, [each.name for each in beside if find_complete(each)])
+    beside = () if folder.exists() else folder.absolute().parent.glob("*/")
+    return nearest(folder.name, [each.name for each in _with_checkpoints(beside)])
 
 
 def _find_mistake(path: Path, tag: str | None) -> str | None:

@@ -294,10 +294,8 @@ def open_torch_file(path: Path) -> dict[str, Range]:
         if not isinstance(name, str) or not is_dense or value.is_meta:
             got = f"{value.layout} {value.dtype} tensor" if is_tensor else type(value).__name__
             # Of several, such as of a model and its optimizer, the one that is named so.
-            nested = {key: None for key, part in content.items() if isinstance(part, Mapping)}
-            key = next(
-                (key for key in ("model", "state_dict") if key in nested), next(iter(nested), "key")
-            )
+            nested = (key for key, part in content.items() if isinstance(part, Mapping))
+            key = min(nested, key=lambda each: each not in ("model", "state_dict"), default="key")
             raise FileError(
                 f"{path}: expected a state dict, from names to dense tensors; {name!r} is a {got}. "
                 "If the state dict is a part of what was saved, save that part by itself: "

@@ -393,7 +393,6 @@ def check_params_of(
         known: Ids of parameters that were sharded, and of their shards; or of all of the model's.
         model: May have others that were added since.
     """
-    added = {id(param): name for name, param in model.named_parameters()}
     given = (id(param) for group in optimizer.param_groups for param in group["params"])
     by_both = (
         "For one optimizer over two models, shard them as one: nn.ModuleList([first, second]). "
@@ -405,6 +404,7 @@ def check_params_of(
             if id(param) in known:
                 continue
             where = f"param group {index} of the {type(optimizer).__name__}: parameter {position}"
+            added = {id(each): name for name, each in model.named_parameters()}
             if name := added.get(id(param)):
                 raise PartitionError(
                     f"{where} is {name!r}, which was added to the model after shard(): add modules "

@@ -372,7 +372,7 @@ class OutsideUses:
             f"{said}. To write to it, on every rank: `with GatheredParameters(param, "
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict(). Where a "
             "library writes, as merge_and_unload() of peft does: zero_engine.unshard(model, "
-            "optimizer) first"
+            "optimizer) first. A copy to write to is full_param(param).clone()"
         )
 
     def _whole(self, param_ref: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
